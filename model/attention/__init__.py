@@ -1,0 +1,3 @@
+"""Attention operations; importing this package registers them."""
+
+from model.attention import dense as dense

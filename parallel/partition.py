@@ -1,0 +1,206 @@
+"""The rules: which mesh axes carry a semantic axis. One frozen table, no globals, nothing dropped.
+
+`PartitionAxis` maps semantic axes (parallel/axes.py) to mesh axes; `PartitionManager` applies it to
+one mesh. A dim that does not divide, an unknown name and a mesh axis used twice are ValueErrors:
+a layout never degrades in silence. Two differences from the reference, both deliberate: BATCH is
+on (dp, fsdp, ep), so that dense layers are not computed ep times over, and an indivisible dim is
+an error instead of a silent replication. `PartitionAxis.reference()` gives the reference's rules.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallel import axes as ax
+
+AxisRule = str | tuple[str, ...] | None
+"""What a semantic axis resolves to: mesh axes (or DP, FSDP, TP, SP, EP), or None: replicated."""
+
+Residual = Literal["hidden", "sequence", "replicated"]
+"""Layout of the residual stream between blocks; see `residual_rules`."""
+
+_RULES: Mapping[str, AxisRule] = MappingProxyType(
+    {
+        ax.BATCH: (ax.DP, ax.FSDP, ax.EP),
+        ax.LENGTH: ax.SP,
+        ax.QUERY_LENGTH: ax.SP,
+        ax.KV_LENGTH: ax.SP,
+        ax.EMBED: ax.TP,
+        ax.HEAD: ax.TP,
+        ax.KV_HEAD: ax.TP,
+        ax.HEAD_DIM: None,
+        ax.KV_HEAD_DIM: None,
+        ax.MLP_INTERMEDIATE: ax.TP,
+        ax.VOCAB: ax.TP,
+        ax.EXPERT: ax.EP,
+        ax.EXPERT_GATE: None,
+        ax.BIAS_HEAD_SEQ: None,
+        ax.BIAS_KV_SEQ: None,
+    }
+)
+# A decoded token is a sequence of length one: it cannot be split.
+_GENERATION_RULES: Mapping[str, AxisRule] = MappingProxyType(
+    {ax.QUERY_LENGTH: None, ax.LENGTH: None}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionAxis:
+    """Mesh axis names and the semantic table; immutable: `register` returns a new table."""
+
+    data_parallel_axis: str = "dp"
+    fully_sharded_data_parallel_axis: str = "fsdp"
+    tensor_parallel_axis: str = "tp"
+    sequence_parallel_axis: str = "sp"
+    expert_parallel_axis: str = "ep"
+    rules: Mapping[str, AxisRule] = field(default_factory=lambda: _RULES)
+    generation_rules: Mapping[str, AxisRule] = field(default_factory=lambda: _GENERATION_RULES)
+
+    @classmethod
+    def reference(cls) -> "PartitionAxis":
+        """The rules of the reference library: BATCH on (fsdp, dp), so ep ranks repeat the batch."""
+        return cls(rules=MappingProxyType({**_RULES, ax.BATCH: (ax.FSDP, ax.DP)}))
+
+    def register(
+        self,
+        semantic_axis: str,
+        axis_rule: AxisRule,
+        generation_axis_rule: Any = ax.NOT_GIVEN,
+        override: bool = False,
+    ) -> "PartitionAxis":
+        """A copy of this table with one more semantic axis.
+
+        generation_axis_rule: the rule in GENERATION_MODES, if it differs.
+        Raises: ValueError if the name is taken and `override` is false.
+        """
+        if semantic_axis in self.rules and not override:
+            raise ValueError(
+                f"semantic axis {semantic_axis!r} is already registered; pass override=True"
+            )
+        rules = MappingProxyType({**self.rules, semantic_axis: axis_rule})
+        generation = dict(self.generation_rules)
+        generation.pop(semantic_axis, None)
+        if generation_axis_rule is not ax.NOT_GIVEN:
+            generation[semantic_axis] = generation_axis_rule
+        return dataclasses.replace(
+            self, rules=rules, generation_rules=MappingProxyType(generation)
+        )
+
+    def resolve_axis(self, semantic_axis: Any, mode: str) -> tuple[str, ...]:
+        """The mesh axes, outermost first, of one entry of a `DynamicShardingAxes.axes`.
+
+        semantic_axis: a semantic axis, None, "_", or a (nested) sequence of them.
+        Raises: ValueError for a name that is neither a rule nor a mesh axis.
+        """
+        if semantic_axis is None or semantic_axis == ax.EMPTY:
+            return ()
+        if not isinstance(semantic_axis, str):
+            return tuple(name for part in semantic_axis for name in self.resolve_axis(part, mode))
+        mesh_axes = {
+            ax.DP: self.data_parallel_axis,
+            ax.FSDP: self.fully_sharded_data_parallel_axis,
+            ax.TP: self.tensor_parallel_axis,
+            ax.SP: self.sequence_parallel_axis,
+            ax.EP: self.expert_parallel_axis,
+        }
+        if semantic_axis in mesh_axes:
+            return (mesh_axes[semantic_axis],)
+        if semantic_axis in mesh_axes.values():
+            return (semantic_axis,)
+        if mode in ax.GENERATION_MODES and semantic_axis in self.generation_rules:
+            return self.resolve_axis(self.generation_rules[semantic_axis], mode)
+        if semantic_axis in self.rules:
+            return self.resolve_axis(self.rules[semantic_axis], mode)
+        raise ValueError(
+            f"unknown semantic axis {semantic_axis!r}; known: {', '.join(sorted(self.rules))}"
+        )
+
+
+def residual_rules(layout: Residual, base: PartitionAxis | None = None) -> PartitionAxis:
+    """The table in which `ResidualSharding` (B, L, D) has this layout.
+
+    hidden: (batch, sp, tp), the reference's; sequence: (batch, (sp, tp), -);
+    replicated: (batch, sp, -).
+    """
+    base = base or PartitionAxis()
+    if layout not in ("hidden", "sequence", "replicated"):
+        raise ValueError(f"residual layout {layout!r}: use hidden, sequence or replicated")
+    length = (ax.SP, ax.TP) if layout == "sequence" else ax.SP
+    embed = ax.TP if layout == "hidden" else None
+    return base.register(ax.LENGTH, length, None, override=True).register(
+        ax.EMBED, embed, override=True
+    )
+
+
+@dataclass(frozen=True)
+class PartitionManager:
+    """Resolves semantic axes to PartitionSpecs on one mesh."""
+
+    partition_axis: PartitionAxis
+    mesh: Mesh
+
+    def axis_size(self, semantic_axis: Any, mode: str = ax.MODE_TRAIN) -> int:
+        """Over how many devices this semantic axis (or sequence of them) is split."""
+        names = self.partition_axis.resolve_axis(semantic_axis, mode)
+        return math.prod(self.mesh.shape[name] for name in names)
+
+    def resolve(
+        self,
+        axes: Any,
+        mode: Any = ax.NOT_GIVEN,
+        shape: Sequence[int] | None = None,
+        name: str = "tensor",
+    ) -> P:
+        """The PartitionSpec of a tensor.
+
+        axes: a `DynamicShardingAxes` class or instance, or a plain list of semantic axes.
+        mode: overrides the mode that `axes` carries. An integer mode is the index of the dim to
+            look at and needs `shape`: length 1 means MODE_DECODE, anything else MODE_TRAIN.
+        shape: when given, every dim must divide; `name` is then used in the message.
+        Raises: ValueError for unknown names, a mesh axis used twice, a dim that does not divide.
+        """
+        entries = axes.axes if hasattr(axes, "axes") else axes
+        if mode is ax.NOT_GIVEN:
+            mode = getattr(axes, "mode", ax.MODE_TRAIN)
+        if isinstance(mode, int):
+            if shape is None:
+                raise ValueError(f"{name}: mode {mode} is a dim index, so the shape is needed")
+            mode = ax.MODE_DECODE if shape[mode] == 1 else ax.MODE_TRAIN
+        dims = [self.partition_axis.resolve_axis(entry, mode) for entry in entries]
+        used = [mesh_axis for dim in dims for mesh_axis in dim]
+        if twice := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
+            raise ValueError(f"{name}: {list(entries)} uses mesh axis {twice[0]!r} twice")
+        if shape is not None:
+            self._check_divides(name, shape, dims)
+        return P(*(dim[0] if len(dim) == 1 else dim or None for dim in dims))
+
+    def sharding(
+        self, axes: Any, mode: Any = ax.NOT_GIVEN, shape: Sequence[int] | None = None
+    ) -> NamedSharding:
+        """`resolve` as a NamedSharding on this mesh."""
+        return NamedSharding(self.mesh, self.resolve(axes, mode, shape))
+
+    def constrain(self, x: jax.Array, axes: Any, mode: Any = ax.NOT_GIVEN) -> jax.Array:
+        """`x` laid out by the rules; moves data only if its type says otherwise."""
+        return jax.sharding.reshard(x, self.resolve(axes, mode, x.shape))
+
+    def _check_divides(
+        self, name: str, shape: Sequence[int], dims: Sequence[tuple[str, ...]]
+    ) -> None:
+        if len(shape) != len(dims):
+            raise ValueError(f"{name}: shape {tuple(shape)} has not {len(dims)} dims")
+        for index, (size, dim) in enumerate(zip(shape, dims, strict=True)):
+            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in dim)
+            if size % parts:
+                legal = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
+                raise ValueError(
+                    f"{name} {tuple(shape)}: dim {index} = {size} is not divisible by "
+                    f"{' x '.join(dim)} = {parts}; sizes that divide it: {legal}"
+                )
