@@ -43,8 +43,8 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     """Of parameters and optimizer state."""
     attention: str = "vanilla"
     """Name of the attention operation."""
-    remat: RematPolicy = "none"
-    """What the backward pass recomputes: none, all but matmul results (dots), all of a block."""
+    remat: RematPolicy = "dots"
+    """What the backward pass recomputes: none, all but projections (dots), all of a block (full)."""
     loss_chunk: PositiveInt = 2048
     """Tokens per device whose logits exist at a time."""
 

@@ -25,6 +25,7 @@ from parallel.linear import (
     layout_of,
     named_rngs,
 )
+from parallel.ring import all_gather, reduce_scatter
 
 
 class RMSNorm(nnx.Module):
@@ -100,8 +101,7 @@ def _embed_body(
     x_BLD = jnp.where(owned_BL[..., None], table[jnp.clip(local_BL, 0, rows - 1)], 0)
     if layout == "replicated":
         return lax.psum(x_BLD, axis_name)
-    dim = 1 if layout == "sequence" else 2
-    return lax.psum_scatter(x_BLD, axis_name, scatter_dimension=dim, tiled=True)
+    return reduce_scatter(x_BLD, axis_name, 1 if layout == "sequence" else 2)
 
 
 class Attention(nnx.Module):
@@ -197,11 +197,7 @@ def _attend_body(
         own = (lax.axis_index(head_axis) * heads + jnp.arange(heads)) // heads_per_kv
         k, v = jnp.take(k, own, axis=2), jnp.take(v, own, axis=2)
     length = q.shape[1]
-    kv_segment_ids = segment_ids
-    if lax.axis_size(length_axis) > 1:
-        k, v, kv_segment_ids = (
-            lax.all_gather(y, length_axis, axis=1, tiled=True) for y in (k, v, segment_ids)
-        )
+    k, v, kv_segment_ids = (all_gather(y, length_axis, 1) for y in (k, v, segment_ids))
     return function(
         q,
         k,

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallel.axes import ColumnWise
 from parallel.linear import TensorParallelConfig, gather_kernel, layout_of
+from parallel.ring import all_gather, vary
 
 
 def cross_entropy_sum(
@@ -67,22 +68,16 @@ def _loss_body(
 ) -> jax.Array:
     """`B L/tp D` or `B L D/tp` or `B L D`, kernel `D/fsdp V/tp`, tokens `B L` -> scalar."""
     if layout != "replicated":
-        x = lax.all_gather(x, axis_name, axis=1 if layout == "sequence" else 2, tiled=True)
+        x = all_gather(x, axis_name, 1 if layout == "sequence" else 2)
     kernel = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype)
     # Varying over all axes: what a custom derivative returns must have the type of its input, and
     # the transpose of this cast is the all-sum of the gradients over the axes that repeat it.
-    x, kernel = (_vary(y, mesh_axes) for y in (x, kernel))
+    x, kernel = (vary(y, mesh_axes) for y in (x, kernel))
     tokens_ND = x.reshape(-1, x.shape[-1])
     count = tokens_ND.shape[0]
     chunk = math.gcd(count, chunk)
     total = _chunked_sum(tokens_ND, kernel, targets.reshape(-1), mask.reshape(-1), axis_name, chunk)
     return lax.psum(total, tuple(name for name in mesh_axes if name != axis_name))
-
-
-def _vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x` typed as differing along these manual axes."""
-    missing = tuple(name for name in axes if name not in jax.typeof(x).manual_axis_type.varying)
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _token_losses(
@@ -141,7 +136,7 @@ def _chunked_sum_forward(
     zero_DV = jnp.zeros_like(kernel_DV, jnp.float32)
     varying = tuple(jax.typeof(kernel_DV).manual_axis_type.varying)
     dkernel_DV, (sums, dx) = lax.scan(
-        body, _vary(zero_DV, varying), _chunks(chunk, x_ND, targets_N, mask_N)
+        body, vary(zero_DV, varying), _chunks(chunk, x_ND, targets_N, mask_N)
     )
     return jnp.sum(sums), (dx.reshape(x_ND.shape), dkernel_DV.astype(kernel_DV.dtype))
 

@@ -84,6 +84,12 @@ class Transformer(nnx.Module):
             x_BLD, _ = lax.scan(body, x_BLD, stacked)
         return self.norm(x_BLD)
 
+    def logits(self, x_BLD: jax.Array) -> jax.Array:
+        """Hidden states -> logits `B L V` with V on tp. Training uses `cross_entropy_sum` instead."""
+        if self.config.tie_word_embeddings:
+            return jnp.matmul(x_BLD, self.head_kernel().astype(x_BLD.dtype))
+        return self.head(x_BLD)
+
     def head_kernel(self) -> jax.Array:
         """The head's kernel (D, V), ColumnWise; the transposed embedding if tied."""
         if self.config.tie_word_embeddings:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallel.axes import ColumnWise, Replicated, RowWise, SRowWise
 from parallel.partition import PartitionAxis, PartitionManager
-from parallel.ring import Overlap, gather_matmul, matmul_scatter
+from parallel.ring import Overlap, all_gather, gather_matmul, matmul_scatter
 
 Layout = Literal["hidden", "sequence", "replicated"]
 Initializer = Callable[..., jax.Array]
@@ -96,7 +96,7 @@ def gather_kernel(
     for dim, entry in enumerate(spec):
         names = without_axis(entry, keep)
         if names is not None:
-            kernel = lax.all_gather(kernel, names, axis=dim, tiled=True)
+            kernel = all_gather(kernel, names, dim)
     return kernel
 
 

@@ -60,8 +60,10 @@ class PartitionAxis:
     tensor_parallel_axis: str = "tp"
     sequence_parallel_axis: str = "sp"
     expert_parallel_axis: str = "ep"
-    rules: Mapping[str, AxisRule] = field(default_factory=lambda: _RULES)
-    generation_rules: Mapping[str, AxisRule] = field(default_factory=lambda: _GENERATION_RULES)
+    rules: Mapping[str, AxisRule] = field(default_factory=lambda: _RULES, hash=False)
+    generation_rules: Mapping[str, AxisRule] = field(
+        default_factory=lambda: _GENERATION_RULES, hash=False
+    )
 
     @classmethod
     def reference(cls) -> "PartitionAxis":

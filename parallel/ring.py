@@ -25,6 +25,31 @@ def _check_overlap(overlap: str) -> None:
         raise ValueError(f"overlap {overlap!r}: use {', '.join(get_args(Overlap))}")
 
 
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """x typed as differing along these manual axes; no data moves, the derivative is an all-sum."""
+    missing = tuple(name for name in axes if name not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def all_gather(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
+    """Blocks of x along `dim` from all devices of these axes, in order.
+
+    Axes of size one are left out: XLA:CPU would run a collective even over a single device.
+    """
+    names = (axes,) if isinstance(axes, str) else axes
+    larger = tuple(name for name in names if lax.axis_size(name) > 1)
+    if larger:
+        x = lax.all_gather(x, larger, axis=dim % x.ndim, tiled=True)
+    return vary(x, names)
+
+
+def reduce_scatter(x: jax.Array, axis_name: str, dim: int) -> jax.Array:
+    """The sum of x over the axis, each device keeping its block along `dim`."""
+    if lax.axis_size(axis_name) == 1:
+        return x
+    return lax.psum_scatter(x, axis_name, scatter_dimension=dim % x.ndim, tiled=True)
+
+
 def _shift_up(x: jax.Array, axis_name: str) -> jax.Array:
     """Device j's block goes to device j + 1."""
     n = lax.axis_size(axis_name)
@@ -54,7 +79,7 @@ def gather_matmul(
     _check_overlap(overlap)
     n = lax.axis_size(axis_name)
     if overlap == "none" or n == 1:
-        whole = lax.all_gather(x, axis_name, axis=x.ndim + dim, tiled=True) if n > 1 else x
+        whole = all_gather(x, axis_name, dim)
         return tuple(jnp.matmul(whole, w, precision=precision) for w in kernels)
     step = _gather_rows if dim == -2 else _gather_features
     return step(x, kernels, axis_name, precision)
@@ -117,10 +142,7 @@ def matmul_scatter(
     _check_overlap(overlap)
     n = lax.axis_size(axis_name)
     if overlap == "none" or n == 1:
-        y = jnp.matmul(x, kernel, precision=precision)
-        if n == 1:
-            return y
-        return lax.psum_scatter(y, axis_name, scatter_dimension=y.ndim + dim, tiled=True)
+        return reduce_scatter(jnp.matmul(x, kernel, precision=precision), axis_name, dim)
     s = lax.axis_index(axis_name)
     size = (x.shape[-2] if dim == -2 else kernel.shape[-1]) // n
 

@@ -5,6 +5,7 @@ Letters: B batch, L queries, T keys, H query heads, K kv heads, G = H / K, h hea
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from model.attention.operation import Capabilities, OperationRegistry
 from parallel.axes import DEFAULT_MASK_VALUE
@@ -27,21 +28,31 @@ def vanilla(
 ) -> jax.Array:
     """softmax(scale q k^T + mask) v with float32 scores; memory B H L T.
 
+    The weights stay unnormalised until they have met v: h divisions per query instead of T.
     Source: Attention is all you need (arXiv 1706.03762), equation 1; grouped heads as in GQA
     (arXiv 2305.13245).
     """
     B, L, H, h = q_BLHh.shape
-    K = k_BTKh.shape[2]
-    q_BLKGh = q_BLHh.reshape(B, L, K, H // K, h)
-    scores_BKGLT = jnp.einsum(
-        "BLKGh,BTKh->BKGLT", q_BLKGh, k_BTKh, preferred_element_type=jnp.float32
+    K, T = k_BTKh.shape[2], k_BTKh.shape[1]
+    G = H // K
+    # Queries of one kv head side by side: two batched matmuls, no broadcast of k and v.
+    q_BLHh = q_BLHh * jnp.asarray(softmax_scale, q_BLHh.dtype)
+    q_BKXh = q_BLHh.reshape(B, L, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * L, h)
+    k_BKTh, v_BKTh = k_BTKh.transpose(0, 2, 1, 3), v_BTKh.transpose(0, 2, 1, 3)
+    scores_BKXT = jnp.einsum(
+        "BKXh,BKTh->BKXT", q_BKXh, k_BKTh, preferred_element_type=jnp.float32
     )
     visible_BLT = (q_index_L[:, None] >= kv_index_T[None, :]) & (
         q_segment_ids_BL[:, :, None] == kv_segment_ids_BT[:, None, :]
     )
-    scores_BKGLT = jnp.where(
-        visible_BLT[:, None, None], scores_BKGLT * softmax_scale, DEFAULT_MASK_VALUE
+    mask_BLT = jnp.where(visible_BLT, 0.0, DEFAULT_MASK_VALUE)
+    scores_BKGLT = scores_BKXT.reshape(B, K, G, L, T) + mask_BLT[:, None, None]
+    top_BKGL = lax.stop_gradient(jnp.max(scores_BKGLT, axis=-1, keepdims=True))
+    weights_BKGLT = jnp.exp(scores_BKGLT - top_BKGL)
+    norm_BKXh = jnp.sum(weights_BKGLT, axis=-1).reshape(B, K, G * L, 1)
+    weights_BKXT = weights_BKGLT.astype(v_BTKh.dtype).reshape(B, K, G * L, T)
+    out_BKXh = jnp.einsum(
+        "BKXT,BKTh->BKXh", weights_BKXT, v_BKTh, preferred_element_type=jnp.float32
     )
-    weights_BKGLT = jax.nn.softmax(scores_BKGLT, axis=-1).astype(v_BTKh.dtype)
-    out_BLKGh = jnp.einsum("BKGLT,BTKh->BLKGh", weights_BKGLT, v_BTKh)
-    return out_BLKGh.reshape(B, L, H, h)
+    out_BKXh = (out_BKXh / norm_BKXh).astype(v_BTKh.dtype)
+    return out_BKXh.reshape(B, K, G, L, h).transpose(0, 3, 1, 2, 4).reshape(B, L, H, h)

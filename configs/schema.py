@@ -1,0 +1,224 @@
+"""The whole configuration of a run: one frozen tree of typed values, from YAML and overrides.
+
+Sections are defined in the file of the component that they configure; defaults live there. Here
+they are put together, read, and checked against each other. Whatever a user can get wrong is a
+ConfigError: path, value, law, remedy, on one line.
+"""
+
+import difflib
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from data.pipeline import DataConfig
+from data.tokenizer import ByteTokenizer
+from model.attention.operation import OperationRegistry
+from model.config import ModelConfig
+from parallel.mesh import MeshConfig
+from parallel.ring import Overlap
+from training.checkpoint import CheckpointConfig
+from training.loop import RunConfig, TrainingConfig
+from training.optimizer import OptimizerConfig
+
+
+class ConfigError(ValueError):
+    """What a user can mend in the configuration, on one line."""
+
+
+class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How activations lie and how linears communicate."""
+
+    residual: Literal["hidden", "sequence", "replicated"] = "sequence"
+    """Layout of the residual stream over tp."""
+    overlap: Overlap = "none"
+    """How linears hide communication under their matmuls."""
+    replicate_kv: bool = False
+    """Let tp exceed the kv heads: keys and values are gathered, each device takes its heads."""
+
+
+class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """The root: one section per component."""
+
+    run: RunConfig = RunConfig()
+    """Traces of the run."""
+    model: ModelConfig = ModelConfig()
+    """Dimensions and numerics."""
+    mesh: MeshConfig = MeshConfig()
+    """Devices."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout and overlap."""
+    data: DataConfig = DataConfig()
+    """Text and batches."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its schedule."""
+    training: TrainingConfig = TrainingConfig()
+    """Length, seed, evaluation."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a YAML file, applies `section.key=value` overrides, checks everything.
+
+    Values are YAML 1.2 (1e-3 is a number, null is null). Raises: ConfigError.
+    """
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        near = ", ".join(str(p) for p in sorted(Path("configs").glob("*.yaml")))
+        raise ConfigError(
+            f"--config {path}: {error.strerror}; give a YAML file"
+            + (f", for example one of {near}" if near else "")
+        ) from error
+    tree = _parse(text, f"--config {path}")
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {path} is a {type(tree).__name__}; write 'section:' mappings")
+    for override in overrides:
+        _apply(tree, override)
+    _check_keys(tree, Config, "")
+    try:
+        config = Config.model_validate(tree, strict=True)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from error
+    _cross_check(config)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = False
+    yaml.dump(config.model_dump(mode="python"), stream)
+    return stream.getvalue()
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        reason = re.sub(r"\s+", " ", str(error)).strip()
+        raise ConfigError(f"{where} is not YAML: {reason}") from error
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"override {override!r}: write section.key=value")
+    *sections, key = path.split(".")
+    node = tree
+    for depth, name in enumerate(sections):
+        if node.get(name) is None:
+            node[name] = {}
+        node = node[name]
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value")
+    node[key] = _parse(text, f"override {override!r}")
+
+
+def _check_keys(tree: dict[str, Any], model: type[BaseModel], prefix: str) -> None:
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        if key not in model.model_fields:
+            raise ConfigError(f"{path}: unknown key; {_nearest(path)}")
+        section = model.model_fields[key].annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            if not isinstance(value, dict):
+                names = ", ".join(section.model_fields)
+                raise ConfigError(f"{path}={value!r} is not a section; write {path}: with {names}")
+            _check_keys(value, section, f"{path}.")
+
+
+def _nearest(path: str) -> str:
+    known = list(config_keys())
+    close = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    leaf = path.rpartition(".")[2]
+    close = close or [name for name in known if name.rpartition(".")[2] == leaf]
+    if not close:
+        leaves = {name.rpartition(".")[2]: name for name in known}
+        close = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
+    return f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
+
+
+def config_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """All dotted keys."""
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from config_keys(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _explain(item: Any) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    law = item["msg"][0].lower() + item["msg"][1:]
+    return f"{path}={item['input']!r}: {law}"
+
+
+def _cross_check(config: Config) -> None:
+    """The laws between sections; the first broken one is reported."""
+    model, mesh, data = config.model, config.mesh, config.data
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    batch_parts = mesh.dp * mesh.fsdp * mesh.ep
+    micro = config.training.gradient_accumulation
+    length_parts = mesh.sp * (mesh.tp if config.parallel.residual == "sequence" else 1)
+    if model.head_dim is None:
+        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+    if model.head_size % 2:
+        raise ConfigError(f"model.head_dim={model.head_size}: rope turns pairs; use an even width")
+    _divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
+    _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
+    if not config.parallel.replicate_kv:
+        _divides(
+            "model.num_key_value_heads", kv_heads, "mesh.tp", mesh.tp, "parallel.replicate_kv=true"
+        )
+    _divides(
+        "kv features (model.num_key_value_heads * head_dim)",
+        kv_heads * model.head_size,
+        "mesh.tp",
+        mesh.tp,
+    )
+    _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
+    _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp)
+    _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+    if config.parallel.residual == "hidden":
+        _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
+    _divides("data.global_batch_size", data.global_batch_size, "training.gradient_accumulation", micro)
+    _divides(
+        "data.global_batch_size / training.gradient_accumulation",
+        data.global_batch_size // micro,
+        "mesh.dp * mesh.fsdp * mesh.ep",
+        batch_parts,
+    )
+    what = "mesh.sp * mesh.tp" if config.parallel.residual == "sequence" else "mesh.sp"
+    _divides("data.sequence_length", data.sequence_length, what, length_parts)
+    if model.vocab_size < ByteTokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
+            f"{ByteTokenizer.vocab_size} ids; raise it"
+        )
+    try:
+        OperationRegistry.get(model.attention)
+    except ValueError as error:
+        raise ConfigError(f"model.attention: {error}") from error
+
+
+def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:
+    if value % divisor == 0:
+        return
+    below = max(n for n in range(1, divisor + 1) if value % n == 0)
+    above = next((n for n in range(divisor, value + 1) if value % n == 0), below)
+    legal = f"{below} or {above}" if above != below else str(below)
+    raise ConfigError(
+        f"{name}={value} is not divisible by {divisor_name}={divisor}; use {divisor_name}={legal}"
+        + (f", or {or_else}" if or_else else f", or another {name}")
+    )

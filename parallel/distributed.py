@@ -1,0 +1,27 @@
+"""The process among others: signals that ask it to stop."""
+
+import os
+import signal
+from types import FrameType
+
+
+class StopRequest:
+    """Turns the first SIGTERM or SIGINT into a flag that the loop reads between steps.
+
+    A second signal exits at once with 128 + its number. Install it before jax.distributed starts: a
+    Python handler installed afterwards would disable jax's own preemption notice.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def install(self) -> "StopRequest":
+        """Takes over SIGTERM and SIGINT of this process."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = signal.Signals(number)

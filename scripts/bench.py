@@ -1,0 +1,148 @@
+"""Measures this project against a yardstick in one process: `python scripts/bench.py step`.
+
+The last line of stdout is one JSON object. Machines are noisy: both sides take turns, and the
+median of the ratios is what counts.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from configs.schema import Config
+from model.config import ModelConfig
+from parallel.mesh import find_devices
+from train import build_program
+
+
+def plain_loss(params: Any, batch: dict[str, jax.Array], config: ModelConfig) -> jax.Array:
+    """The same model as one function of plain arrays: no modules, no mesh, no scan, no chunks."""
+    H, K, h = config.num_attention_heads, config.num_key_value_heads, config.head_size
+
+    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + config.rms_norm_eps) * scale
+
+    def rotate(x: jax.Array) -> jax.Array:
+        frequency = config.rope_theta ** -(jnp.arange(h // 2) / (h // 2))
+        angle = batch["positions"][..., None, None] * frequency
+        a, b = jnp.split(x, 2, -1)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    x = params["embed"]["table"][batch["tokens"]]
+    B, L, _ = x.shape
+    segments = batch["segment_ids"]
+    visible = jnp.tril(jnp.ones((L, L), bool)) & (segments[:, :, None] == segments[:, None])
+    for layer in range(config.num_hidden_layers):
+        p = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
+        y, w = norm(x, p["attention_norm"]["scale"]), p["attention"]["qkv"]["kernel"]
+        q = rotate((y @ w["q"]).reshape(B, L, H, h)).reshape(B, L, K, H // K, h)
+        k = rotate((y @ w["k"]).reshape(B, L, K, h))
+        v = (y @ w["v"]).reshape(B, L, K, h)
+        scores = jnp.einsum("blkgh,btkh->bkglt", q, k) * h**-0.5
+        weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -1e30), axis=-1)
+        out = jnp.einsum("bkglt,btkh->blkgh", weights, v).reshape(B, L, H * h)
+        x = x + out @ p["attention"]["o"]["kernel"]
+        y, w = norm(x, p["mlp_norm"]["scale"]), p["mlp"]["gate_up"]["kernel"]
+        x = x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ p["mlp"]["down"]["kernel"]
+    logits = norm(x, params["norm"]["scale"]) @ params["head"]["kernel"]
+    target = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+    losses = jax.nn.logsumexp(logits, -1) - target
+    return jnp.sum(losses * batch["loss_mask"]) / jnp.sum(batch["loss_mask"])
+
+
+def bench_step(overrides: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Seconds per training step on one device: ours over a hand-written jitted function."""
+    sizes = {
+        "vocab_size": 8192,
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "intermediate_size": 1408,
+        "dtype": "float32",
+    }
+    config = Config.model_validate({"model": sizes | overrides})
+    devices, notice = find_devices(1)
+    print(notice or devices[0].device_kind)
+    program = build_program(config, devices)
+    rng, shape = np.random.default_rng(0), (1, 8, 512)
+    fields = {
+        "tokens": rng.integers(0, sizes["vocab_size"], shape, np.int32),
+        "targets": rng.integers(0, sizes["vocab_size"], shape, np.int32),
+        "positions": np.broadcast_to(np.arange(512, dtype=np.int32), shape),
+        "segment_ids": np.zeros(shape, np.int32),
+        "loss_mask": np.ones(shape, np.float32),
+    }
+    plain_batch = {name: jax.device_put(field[0], devices[0]) for name, field in fields.items()}
+    optimizer = program.optimizer
+
+    def plain_step(params: Any, opt_state: Any) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(plain_loss)(params, plain_batch, program.config)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    with jax.set_mesh(program.tp.mesh):
+        batch = {
+            name: jax.device_put(field, program.batch_sharding) for name, field in fields.items()
+        }
+        state = program.init()
+        begin = time.perf_counter()
+        ours = program.train_step.lower(state, batch).compile()
+        compile_ours = time.perf_counter() - begin
+    params = jax.tree.map(lambda x: jnp.asarray(np.array(x)), state.params)
+    opt_state = optimizer.init(params)
+    begin = time.perf_counter()
+    plain = jax.jit(plain_step, donate_argnums=(0, 1)).lower(params, opt_state).compile()
+    compile_plain = time.perf_counter() - begin
+    times: dict[str, list[float]] = {"ours": [], "plain": []}
+    for repeat in range(repeats + 1):
+        begin = time.perf_counter()
+        state, metrics = jax.block_until_ready(ours(state, batch))
+        middle = time.perf_counter()
+        params, opt_state, loss = jax.block_until_ready(plain(params, opt_state))
+        end = time.perf_counter()
+        if repeat:  # the first pays for page faults
+            times["ours"].append(middle - begin)
+            times["plain"].append(end - middle)
+        print(
+            f"ours {middle - begin:.3f} s  plain {end - middle:.3f} s  "
+            f"loss {float(metrics['loss']):.5f} {float(loss):.5f}",
+            flush=True,
+        )
+    ratios = [a / b for a, b in zip(times["ours"], times["plain"], strict=True)]
+    memory = {"ours": ours.memory_analysis(), "plain": plain.memory_analysis()}
+    return {
+        "bench": "step",
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "compile_seconds": {"ours": compile_ours, "plain": compile_plain},
+        "temporary_gib": {name: m.temp_size_in_bytes / 2**30 for name, m in memory.items()},
+        "remat": config.model.remat,
+    }
+
+
+def main() -> None:
+    """Runs one benchmark and prints its JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    step = commands.add_parser("step", help="training step against a hand-written one")
+    step.add_argument("--repeats", type=int, default=5)
+    step.add_argument("--remat", default=ModelConfig().remat)
+    args = parser.parse_args()
+    print(json.dumps(bench_step({"remat": args.remat}, args.repeats)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""One process with eight simulated CPU devices, and compiled programs kept in the checkout."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from parallel.linear import TensorParallelConfig
+from parallel.mesh import MeshConfig, build_mesh
+from parallel.partition import residual_rules
+
+ROOT = Path(__file__).parent.parent
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "xla-tests"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+# The factorisations of eight devices on which sharded must equal single-device.
+MESHES = {
+    "tp8": MeshConfig(tp=8),
+    "fsdp8": MeshConfig(fsdp=8),
+    "dp8": MeshConfig(dp=8),
+    "dp2-fsdp2-tp2": MeshConfig(dp=2, fsdp=2, tp=2),
+    "tp4-sp2": MeshConfig(tp=4, sp=2),
+    "ep2-fsdp2-sp2": MeshConfig(ep=2, fsdp=2, sp=2),
+}
+ONE_DEVICE = MeshConfig()
+
+
+def tensor_parallel(mesh: MeshConfig, residual="sequence", overlap="none") -> TensorParallelConfig:
+    """The parallel configuration on the first devices of this process."""
+    return TensorParallelConfig(
+        mesh=build_mesh(mesh, jax.devices()[: mesh.num_devices]),
+        partition_axis=residual_rules(residual),
+        overlap=overlap,
+    )
+
+
+@pytest.fixture
+def root() -> Path:
+    """The checkout."""
+    return ROOT

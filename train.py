@@ -1,0 +1,110 @@
+"""Trains a sharded transformer: `python train.py --config configs/tp8.yaml [section.key=value ...]`.
+
+Exit codes: 0 done, 2 bad input, 75 stopped by a signal and resumable, 1 anything else.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.schema import Config, dump_config, load_config
+from data.pipeline import Rows
+from model.generate import generate
+from parallel.linear import TensorParallelConfig
+from parallel.mesh import build_mesh, find_devices
+from parallel.partition import residual_rules
+from training.loop import open_run
+from training.optimizer import make_optimizer, make_schedule
+from training.step import Program
+
+EXIT_BAD_INPUT = 2
+
+
+def build_program(config: Config, devices: list[jax.Device]) -> Program:
+    """The jitted functions of this configuration on these devices."""
+    tp = TensorParallelConfig(
+        mesh=build_mesh(config.mesh, devices),
+        partition_axis=residual_rules(config.parallel.residual),
+        overlap=config.parallel.overlap,
+    )
+    schedule = make_schedule(config.optimizer, config.training.steps)
+    optimizer = make_optimizer(config.optimizer, schedule)
+    return Program(config.model, tp, optimizer, schedule, config.training.seed)
+
+
+@contextlib.contextmanager
+def open_session(config: Config) -> Iterator[Callable[[], int]]:
+    """Everything up to the first device work; yields the function that trains.
+
+    Raises: ValueError for what the user can mend.
+    """
+    rows = Rows(config.data)
+    devices, notice = find_devices(config.mesh.num_devices)
+    if config.run.compilation_cache is not None:
+        cache = Path(config.run.compilation_cache).expanduser()
+        jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
+    program = build_program(config, devices)
+    mesh = " x ".join(f"{name}{size}" for name, size in program.tp.mesh.shape.items() if size > 1)
+    announce = [
+        *([notice] if notice else []),
+        f"model {config.model.num_parameters:,} parameters, mesh {mesh or 'one device'}, "
+        f"residual {config.parallel.residual}, overlap {config.parallel.overlap}",
+        f"data {rows.epoch_tokens:,} training tokens per epoch, {rows.num_eval} held-out rows",
+    ]
+
+    def sample(params: Any, prompt: str, tokens: int) -> str:
+        ids = generate(
+            program.definition,
+            params,
+            rows.tokenizer.encode(prompt.encode()),
+            tp=program.tp,
+            length=config.data.sequence_length,
+            max_new_tokens=tokens,
+            temperature=config.training.sample_temperature,
+            seed=config.training.seed,
+        )
+        return rows.tokenizer.decode(ids)
+
+    with (
+        jax.set_mesh(program.tp.mesh),
+        open_run(
+            program,
+            rows,
+            config=config.run,
+            training=config.training,
+            checkpoint=config.checkpoint,
+            resolved_config=dump_config(config),
+            announce=announce,
+        ) as session,
+    ):
+        yield lambda: session.train(sample)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses the command line, trains, and turns what a user can mend into one line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(argv)
+    with contextlib.ExitStack() as stack:
+        try:
+            config = load_config(args.config, args.overrides)
+            if args.print_config:
+                print(dump_config(config), end="")
+                return 0
+            train = stack.enter_context(open_session(config))
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_BAD_INPUT
+        return train()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

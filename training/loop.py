@@ -1,0 +1,260 @@
+"""The loop, to be read from top to bottom: restore, step, log, evaluate, save, sample.
+
+Metrics of step n - 1 are read after step n is dispatched, so the devices never wait for the host.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from data.pipeline import Rows, eval_batches, train_batches
+from parallel.distributed import StopRequest
+from parallel.mesh import CHIPS
+from training.checkpoint import CheckpointConfig, Checkpoints, locked_run, move_aside
+from training.metrics import Display, Metrics, log, logging_to
+from training.step import Program, TrainState
+
+EXIT_DONE, EXIT_RESUMABLE = 0, 75
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Where a run leaves its traces."""
+
+    dir: str = "runs/default"
+    """Holds config.yaml, metrics.jsonl, log.txt, tensorboard/ and checkpoints/."""
+    compilation_cache: str | None = ".cache/xla"
+    """Folder for compiled programs, shared by runs; null: compile every time."""
+
+
+class TrainingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How long, from which seed, and what is shown on the way."""
+
+    steps: PositiveInt = 1000
+    """Optimizer steps in all, resumed ones included."""
+    seed: NonNegativeInt = 0
+    """Of the initial parameters."""
+    gradient_accumulation: PositiveInt = 1
+    """Microbatches per optimizer step; the global batch stays the same."""
+    log_every: PositiveInt = 10
+    """Steps between console lines; metrics.jsonl and tensorboard get every step."""
+    eval_every: PositiveInt = 200
+    """Steps between passes over the held-out rows; the last step is always evaluated."""
+    eval_batches: PositiveInt = 8
+    """Batches of held-out rows per evaluation, always the same; fewer if there are no more."""
+    sample_prompt: str = "def "
+    """What the sample at the end continues."""
+    sample_tokens: NonNegativeInt = 64
+    """Length of that sample; 0: none."""
+    sample_temperature: NonNegativeFloat = 0.7
+    """0: the likeliest token every time; 1: as the model predicts."""
+
+
+class _Clock:
+    """Wall time per step, and what follows from it."""
+
+    def __init__(self, program: Program, tokens_per_step: int, sequence_length: int):
+        self._tokens = tokens_per_step
+        mesh = program.tp.mesh
+        chip = CHIPS.get(mesh.devices.flat[0].device_kind)
+        flops = program.config.flops_per_token(sequence_length) * tokens_per_step
+        self._best_time = flops / (chip.peak_flops * mesh.size) if chip else None
+        self.restart()
+
+    def restart(self) -> None:
+        """What happened since the last reading was not training."""
+        self._time = time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        """Seconds since the last reading, tokens per second, and MFU where the peak is known."""
+        now = time.perf_counter()
+        step_time, self._time = now - self._time, now
+        values = {"step_time": step_time, "tokens_per_second": self._tokens / step_time}
+        if self._best_time is not None:
+            values["mfu"] = self._best_time / step_time
+        return values
+
+
+@contextlib.contextmanager
+def open_run(
+    program: Program,
+    rows: Rows,
+    *,
+    config: RunConfig,
+    training: TrainingConfig,
+    checkpoint: CheckpointConfig,
+    resolved_config: str,
+    announce: Sequence[str],
+) -> Iterator["Run"]:
+    """Takes the run directory and finds where to go on; ready to train.
+
+    resolved_config: YAML, saved with the run. announce: lines to show first.
+    Raises: ValueError for what the user can mend; no device has worked until then.
+    """
+    directory = Path(config.dir)
+    stop = StopRequest().install()
+    leaves = jax.tree.leaves(program.abstract_state)
+    state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(locked_run(directory, state_bytes))
+        moved = move_aside(directory) if checkpoint.resume == "never" else None
+        checkpoints = Checkpoints(directory / "checkpoints", checkpoint)
+        start = _start_step(checkpoints, checkpoint, training, rows, program)
+        (directory / "config.yaml").write_text(resolved_config)
+        metrics = stack.enter_context(Metrics(directory, start))
+        display = stack.enter_context(Display(start, training.steps, training.log_every))
+        stack.enter_context(logging_to(directory / "log.txt", display.console))
+        for line in announce:
+            log.info("%s", line)
+        if moved is not None:
+            log.info("checkpoint.resume=never: the old run was moved to %s", moved)
+        yield Run(
+            program, rows, training, checkpoint, checkpoints, metrics, display, stop, start
+        )
+
+
+def _start_step(
+    checkpoints: Checkpoints,
+    config: CheckpointConfig,
+    training: TrainingConfig,
+    rows: Rows,
+    program: Program,
+) -> int:
+    step = checkpoints.latest_step
+    if step is None:
+        if config.resume == "must":
+            raise ValueError(
+                "checkpoint.resume=must, but the run directory holds no checkpoint; "
+                "check run.dir, or use checkpoint.resume=auto"
+            )
+        return 0
+    if step > training.steps:
+        raise ValueError(
+            f"training.steps={training.steps} but the run directory already holds step {step}; "
+            "raise training.steps, or give another run.dir"
+        )
+    if checkpoints.metadata(step).get("order_hash") != rows.order_hash:
+        raise ValueError(
+            f"checkpoint {step} was trained on another data order: files, data.seed, "
+            "data.sequence_length or data.eval_fraction changed; restore them, or give another "
+            "run.dir"
+        )
+    checkpoints.check(step, program.abstract_state)
+    return step
+
+
+@dataclass
+class Run:
+    """One run between its first and its last step."""
+
+    program: Program
+    rows: Rows
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    checkpoints: Checkpoints
+    metrics: Metrics
+    display: Display
+    stop: StopRequest
+    start: int
+
+    def train(self, sample: Callable[[Any, str, int], str]) -> int:
+        """Trains to the last step, or to a signal. Returns the exit code.
+
+        sample: (params, prompt, number of tokens) -> text, shown at the end.
+        """
+        state, code = self._steps(self._initial_state())
+        self.checkpoints.close()
+        if code == EXIT_DONE and self.training.sample_tokens:
+            text = sample(state.params, self.training.sample_prompt, self.training.sample_tokens)
+            self.metrics.write_text(self.training.steps, "sample", text)
+            log.info("sample:\n%s", text)
+        return code
+
+    def _initial_state(self) -> TrainState:
+        begin = time.perf_counter()
+        if self.start:
+            state = self.checkpoints.restore(self.start, self.program.abstract_state)
+            what = f"resumed from step {self.start}"
+        else:
+            state = jax.block_until_ready(self.program.init())
+            what = "initialised parameters"
+        log.info("%s in %.1f s", what, time.perf_counter() - begin)
+        return state
+
+    def _steps(self, state: TrainState) -> tuple[TrainState, int]:
+        start, steps, stop = self.start, self.training.steps, self.stop
+        if start >= steps:
+            log.info("step %d is the last: nothing left to train", steps)
+            return state, EXIT_DONE
+        batches = train_batches(
+            self.rows,
+            self.program.batch_sharding,
+            start=start,
+            stop=steps,
+            accumulation=self.training.gradient_accumulation,
+        )
+        batch = next(batches)
+        begin = time.perf_counter()
+        train_step = self.program.train_step.lower(state, batch).compile()
+        log.info("compiled the step in %.1f s", time.perf_counter() - begin)
+        tokens = math.prod(batch["tokens"].shape)
+        clock = _Clock(self.program, tokens, self.rows.config.sequence_length)
+        previous: dict[str, jax.Array] | None = None
+        for step in range(start + 1, steps + 1):
+            state, values = train_step(state, batch)
+            batch = next(batches, batch)
+            if previous is not None:
+                self._log(step - 1, previous, clock)
+            previous = values
+            last = step == steps or stop.signal is not None
+            if last or step % self.training.eval_every == 0:
+                self._log(step, values, clock, None if stop.signal else state.params)
+                previous = None
+            if last or step % self.checkpoint.every == 0:
+                self.checkpoints.save(state, step, {"order_hash": self.rows.order_hash})
+            if (saved := self.checkpoints.poll()) is not None:
+                log.info("saved step %d", saved)
+            if stop.signal is not None and step < steps:
+                self._finish_save()
+                log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
+                return state, EXIT_RESUMABLE
+        self._finish_save()
+        return state, EXIT_DONE
+
+    def _finish_save(self) -> None:
+        if (saved := self.checkpoints.finish()) is not None:
+            log.info("saved step %d", saved)
+
+    def _log(
+        self, step: int, values: dict[str, jax.Array], clock: _Clock, evaluate: Any = None
+    ) -> None:
+        """Reads the metrics of a step, with an evaluation of these parameters if given."""
+        numbers = {name: float(value) for name, value in values.items()} | clock.read()
+        self.display.step(step, numbers)
+        if evaluate is not None and self.rows.num_eval:
+            numbers["eval_loss"] = self._evaluate(evaluate)
+            log.info(
+                "step %d  eval loss %.4f nats, %.3f bits per token",
+                step,
+                numbers["eval_loss"],
+                numbers["eval_loss"] / math.log(2),
+            )
+            clock.restart()
+        self.metrics.write(step, numbers)
+
+    def _evaluate(self, params: Any) -> float:
+        """Mean cross-entropy over the held-out rows, in nats per token."""
+        batches = eval_batches(
+            self.rows,
+            self.program.batch_sharding,
+            batch_size=self.rows.config.global_batch_size // self.training.gradient_accumulation,
+            limit=self.training.eval_batches,
+        )
+        sums = [self.program.eval_step(params, batch) for batch in batches]
+        return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)

@@ -1,0 +1,144 @@
+"""One optimizer step as a pure function: (state, batch) -> (state, metrics).
+
+Everything that a step needs and that never changes (model definition, optimizer) is bound once in
+`Program`; what changes is `TrainState`, donated to the step. The abstract state, shardings
+included, has three readers: initialisation, restore and planning.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from model.config import ModelConfig
+from model.loss import cross_entropy_sum
+from model.transformer import Transformer
+from parallel.axes import TokenSharding
+from parallel.linear import TensorParallelConfig
+
+Batch = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that changes: the number of finished steps, parameters, optimizer moments."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """The jitted functions of one run, under `jax.set_mesh(tp.mesh)`."""
+
+    config: ModelConfig
+    tp: TensorParallelConfig
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    seed: int
+
+    def _build(self) -> Transformer:
+        return Transformer(self.config, self.tp, rngs=nnx.Rngs(params=jax.random.key(self.seed)))
+
+    @cached_property
+    def definition(self) -> Any:
+        """The model without its parameters."""
+        return nnx.graphdef(nnx.eval_shape(self._build))
+
+    def _init(self) -> TrainState:
+        params = nnx.to_pure_dict(nnx.state(self._build()))
+        opt_state = self.optimizer.init(params)
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+
+    @cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and concrete shardings of the state; no memory."""
+        mesh = self.tp.mesh
+
+        def concrete(x: Any) -> jax.ShapeDtypeStruct:
+            spec = P() if x.sharding is None else x.sharding.spec  # scalars carry no sharding
+            sharding = jax.sharding.NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(concrete, jax.eval_shape(self._init))
+
+    def init(self) -> TrainState:
+        """A fresh state, born sharded; the same numbers on every mesh."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        return jax.jit(self._init, out_shardings=shardings)()
+
+    @cached_property
+    def batch_sharding(self) -> jax.sharding.NamedSharding:
+        """Of every field of a batch (A, B/A, L)."""
+        spec = self.tp.manager.resolve([None, *TokenSharding.axes])
+        return jax.sharding.NamedSharding(self.tp.mesh, spec)
+
+    def loss_sum(self, params: Any, batch: Batch) -> jax.Array:
+        """Summed cross-entropy in nats of one microbatch, fields (B, L)."""
+        model = nnx.merge(self.definition, params)
+        hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+        return cross_entropy_sum(
+            hidden,
+            model.head_kernel(),
+            batch["targets"],
+            batch["loss_mask"],
+            tp=self.tp,
+            chunk=self.config.loss_chunk,
+        )
+
+    def gradients(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+        """Mean loss over all tokens of the batch (A, B/A, L), and its gradient.
+
+        Accumulation is exact: every microbatch is weighted by the tokens of the whole batch.
+        """
+        count = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
+
+        def micro(params: Any, part: Batch) -> tuple[jax.Array, Any]:
+            return jax.value_and_grad(lambda p: self.loss_sum(p, part) / count)(params)
+
+        if batch["tokens"].shape[0] == 1:
+            return micro(params, {name: field[0] for name, field in batch.items()})
+
+        def body(total: Any, part: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, micro(params, part)), None
+
+        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        return lax.scan(body, zero, batch)[0]
+
+    @cached_property
+    def train_step(self) -> Any:
+        """Jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+            loss, grads = self.gradients(state.params, batch)
+            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            metrics = {
+                "loss": loss,
+                "grad_norm": optax.global_norm(grads),
+                "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
+            }
+            params = optax.apply_updates(state.params, updates)
+            return dataclasses.replace(
+                state, step=state.step + 1, params=params, opt_state=opt_state
+            ), metrics
+
+        return jax.jit(step, donate_argnums=0)
+
+    @cached_property
+    def eval_step(self) -> Any:
+        """Jitted `(params, batch) -> (summed loss, tokens)`."""
+
+        def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            part = {name: field[0] for name, field in batch.items()}
+            return self.loss_sum(params, part), jnp.sum(part["loss_mask"])
+
+        return jax.jit(step)
