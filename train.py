@@ -1,4 +1,4 @@
-"""Trains a sharded transformer: `python train.py --config configs/tp8.yaml [section.key=value ...]`.
+"""Trains a sharded transformer: `python train.py --config configs/tp8.yaml [key=value ...]`.
 
 Exit codes: 0 done, 2 bad input, 75 stopped by a signal and resumable, 1 anything else.
 """
@@ -13,29 +13,14 @@ from typing import Any
 
 import jax
 
+from configs.build import build_program
 from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from model.generate import generate
-from parallel.linear import TensorParallelConfig
-from parallel.mesh import build_mesh, find_devices
-from parallel.partition import residual_rules
+from parallel.mesh import find_devices
 from training.loop import open_run
-from training.optimizer import make_optimizer, make_schedule
-from training.step import Program
 
 EXIT_BAD_INPUT = 2
-
-
-def build_program(config: Config, devices: list[jax.Device]) -> Program:
-    """The jitted functions of this configuration on these devices."""
-    tp = TensorParallelConfig(
-        mesh=build_mesh(config.mesh, devices),
-        partition_axis=residual_rules(config.parallel.residual),
-        overlap=config.parallel.overlap,
-    )
-    schedule = make_schedule(config.optimizer, config.training.steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
-    return Program(config.model, tp, optimizer, schedule, config.training.seed)
 
 
 @contextlib.contextmanager

@@ -120,7 +120,9 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             node[name] = {}
         node = node[name]
         if not isinstance(node, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value")
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value"
+            )
     node[key] = _parse(text, f"override {override!r}")
 
 
@@ -192,7 +194,9 @@ def _cross_check(config: Config) -> None:
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
     if config.parallel.residual == "hidden":
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
-    _divides("data.global_batch_size", data.global_batch_size, "training.gradient_accumulation", micro)
+    _divides(
+        "data.global_batch_size", data.global_batch_size, "training.gradient_accumulation", micro
+    )
     _divides(
         "data.global_batch_size / training.gradient_accumulation",
         data.global_batch_size // micro,

@@ -7,6 +7,7 @@ that its devices hold.
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +101,18 @@ def global_batch(
     rows: dict[int, dict[str, np.ndarray]] = {}
 
     def local(field: str, index: tuple[slice, ...]) -> np.ndarray:
-        steps, places = (range(*part.indices(size)) for part, size in zip(index, shape[:2]))
+        steps, places = (
+            range(*part.indices(size)) for part, size in zip(index[:2], shape[:2], strict=True)
+        )
         for row in (a * shape[1] + b for a in steps for b in places):
             if row not in rows:
                 rows[row] = read_row(first_row + row)
         return np.stack(
-            [
-                np.stack([rows[a * shape[1] + b][field][index[2]] for b in places])
-                for a in steps
-            ]
+            [np.stack([rows[a * shape[1] + b][field][index[2]] for b in places]) for a in steps]
         )
 
     return {
-        field: jax.make_array_from_callback(
-            shape, sharding, lambda index, field=field: local(field, index)
-        )
+        field: jax.make_array_from_callback(shape, sharding, partial(local, field))
         for field in FIELDS
     }
 

@@ -44,7 +44,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrin
     attention: str = "vanilla"
     """Name of the attention operation."""
     remat: RematPolicy = "dots"
-    """What the backward pass recomputes: none, all but projections (dots), all of a block (full)."""
+    """What the backward pass recomputes: none, all but projections (dots), a whole block (full)."""
     loss_chunk: PositiveInt = 2048
     """Tokens per device whose logits exist at a time."""
 

@@ -68,7 +68,7 @@ def _continue(
     model: Transformer = nnx.merge(definition, params)
     spec = jax.typeof(tokens_BL).sharding.spec
     index_L = jnp.arange(tokens_BL.shape[1])
-    positions_BL = jax.sharding.reshard(jnp.broadcast_to(index_L, tokens_BL.shape), spec)
+    positions_BL = jnp.broadcast_to(index_L, tokens_BL.shape)
 
     def body(position: jax.Array, tokens_BL: jax.Array) -> jax.Array:
         hidden_BLD = model(tokens_BL, positions_BL, jnp.zeros_like(tokens_BL))
@@ -79,9 +79,7 @@ def _continue(
             token = jax.random.categorical(step_key, logits_V.astype(jnp.float32) / temperature)
         else:
             token = jnp.argmax(logits_V)
-        here_BL = jax.sharding.reshard(
-            jnp.broadcast_to(index_L == position, tokens_BL.shape), spec
-        )
+        here_BL = jax.sharding.reshard(jnp.broadcast_to(index_L == position, tokens_BL.shape), spec)
         return jnp.where(here_BL, token.astype(jnp.int32), tokens_BL)
 
     tokens_BL = lax.fori_loop(start, stop, body, tokens_BL)

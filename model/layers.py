@@ -5,7 +5,9 @@ Activations are typed by the explicit mesh: heads and F on tp, L on sp, B on (dp
 residual stream x_BLD as the residual rule says.
 """
 
+from collections.abc import Mapping
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from model.config import ModelConfig
 from parallel.axes import BATCH, HEAD, HEAD_DIM, QUERY_LENGTH, Replicated, ResidualSharding, RowWise
 from parallel.linear import (
     ColumnParallelLinear,
+    ParallelLinear,
     RowParallelLinear,
     TensorParallelConfig,
     gather_kernel,
@@ -26,6 +29,8 @@ from parallel.linear import (
     named_rngs,
 )
 from parallel.ring import all_gather, reduce_scatter
+
+Kind = TypeVar("Kind", bound=ParallelLinear)
 
 
 class RMSNorm(nnx.Module):
@@ -91,7 +96,13 @@ class Embedding(nnx.Module):
 
 
 def _embed_body(
-    table: jax.Array, tokens_BL: jax.Array, *, table_spec: P, layout: str, axis_name: str, dtype
+    table: jax.Array,
+    tokens_BL: jax.Array,
+    *,
+    table_spec: P,
+    layout: str,
+    axis_name: str,
+    dtype: jnp.dtype,
 ) -> jax.Array:
     """`V/tp D/fsdp`, `B L` -> `B L D`, with D or L over tp if the layout says so."""
     table = gather_kernel(table, table_spec, keep=axis_name, dtype=dtype)
@@ -105,7 +116,7 @@ def _embed_body(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention: one fused q,k,v column linear, an operation by name, a row linear."""
+    """Grouped-query attention: one column linear for q,k,v, an operation by name, a row linear."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
         self.config, self.tp = config, tp
@@ -237,13 +248,13 @@ class SwiGLU(nnx.Module):
 def linear_of(
     config: ModelConfig,
     tp: TensorParallelConfig,
-    kind: type,
+    kind: type[Kind],
     in_features: int,
-    out_features,
+    out_features: int | Mapping[str, int],
     *,
     rngs: nnx.Rngs,
     last: bool = False,
-):
+) -> Kind:
     """A linear in this model's dtypes and initialisation.
 
     last: it ends a residual branch; its weights shrink with depth so that the sum of 2 * layers

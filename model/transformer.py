@@ -15,6 +15,7 @@ from jax import lax
 import model.attention  # noqa: F401  (fills the registry of operations)
 from model.config import ModelConfig
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, linear_of
+from parallel.axes import TokenSharding
 from parallel.linear import ColumnParallelLinear, TensorParallelConfig, named_rngs
 
 _POLICIES: dict[str, Any] = {
@@ -47,7 +48,7 @@ class Transformer(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.tp = config, tp
         self.embed = Embedding(config, tp, rngs=named_rngs(rngs, "embed"))
         self.layers = _stack(
             lambda layer_rngs: Block(config, tp, rngs=layer_rngs),
@@ -69,6 +70,9 @@ class Transformer(nnx.Module):
         self, tokens_BL: jax.Array, positions_BL: jax.Array, segment_ids_BL: jax.Array
     ) -> jax.Array:
         """Tokens `B L` -> normed hidden states x_BLD in the residual layout."""
+        rows = (tokens_BL, positions_BL, segment_ids_BL)
+        constrain = self.tp.manager.constrain
+        tokens_BL, positions_BL, segment_ids_BL = (constrain(y, TokenSharding) for y in rows)
         definition, stacked = nnx.split(self.layers)
 
         def body(x_BLD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
@@ -85,7 +89,7 @@ class Transformer(nnx.Module):
         return self.norm(x_BLD)
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
-        """Hidden states -> logits `B L V` with V on tp. Training uses `cross_entropy_sum` instead."""
+        """Hidden states -> logits `B L V`, V on tp. Training uses `cross_entropy_sum` instead."""
         if self.config.tie_word_embeddings:
             return jnp.matmul(x_BLD, self.head_kernel().astype(x_BLD.dtype))
         return self.head(x_BLD)

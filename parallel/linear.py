@@ -25,6 +25,7 @@ from parallel.ring import Overlap, all_gather, gather_matmul, matmul_scatter
 
 Layout = Literal["hidden", "sequence", "replicated"]
 Initializer = Callable[..., jax.Array]
+_LECUN_NORMAL = nnx.initializers.lecun_normal()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +124,8 @@ class ParallelLinear(nnx.Module):
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         precision: lax.PrecisionLike = None,
-        kernel_init: Initializer = nnx.initializers.lecun_normal(),
-        bias_init: Initializer = nnx.initializers.zeros_init(),
+        kernel_init: Initializer = _LECUN_NORMAL,
+        bias_init: Initializer = nnx.initializers.zeros,
         parallel_config: TensorParallelConfig | None = None,
         rngs: nnx.Rngs,
     ):
@@ -144,15 +145,18 @@ class ParallelLinear(nnx.Module):
         for name, width in self._widths().items():
             stream = named_rngs(rngs, name) if name else rngs
             kernels[name] = self._parameter(
-                (in_features, width), kernel_axes, param_dtype, partial(kernel_init, stream.params())
+                (in_features, width),
+                kernel_axes,
+                param_dtype,
+                partial(kernel_init, stream.params()),
             )
             if use_bias:
                 biases[name] = self._parameter(
                     (width,), bias_axes, param_dtype, partial(bias_init, stream.params())
                 )
         single = set(kernels) == {""}
-        self.kernel = kernels[""] if single else nnx.Dict(kernels)
-        self.bias = None if not use_bias else biases[""] if single else nnx.Dict(biases)
+        self.kernel: Any = kernels[""] if single else nnx.Dict(kernels)
+        self.bias: Any = None if not use_bias else biases[""] if single else nnx.Dict(biases)
 
     def _widths(self) -> dict[str, int]:
         """Output name to width, in the caller's order (nnx.Dict does not keep it)."""

@@ -70,7 +70,10 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
     called before anything else starts a jax backend, which fixes the number of CPU devices.
     Raises: ValueError when accelerators would stay unused, or the backend started with too few.
     """
-    if not jax.distributed.is_initialized() and jax.config.jax_num_cpu_devices < num_devices:
+    if (
+        not jax.distributed.is_initialized()
+        and jax.config.values["jax_num_cpu_devices"] < num_devices
+    ):
         try:
             jax.config.update("jax_num_cpu_devices", num_devices)
         except RuntimeError as error:

@@ -91,9 +91,7 @@ class PartitionAxis:
         generation.pop(semantic_axis, None)
         if generation_axis_rule is not ax.NOT_GIVEN:
             generation[semantic_axis] = generation_axis_rule
-        return dataclasses.replace(
-            self, rules=rules, generation_rules=MappingProxyType(generation)
-        )
+        return dataclasses.replace(self, rules=rules, generation_rules=MappingProxyType(generation))
 
     def resolve_axis(self, semantic_axis: Any, mode: str) -> tuple[str, ...]:
         """The mesh axes, outermost first, of one entry of a `DynamicShardingAxes.axes`.

@@ -69,7 +69,9 @@ def move_aside(directory: Path) -> Path | None:
 
     The lock file stays behind, with whoever holds it.
     """
-    old = [path for path in directory.iterdir() if path.name != ".lock"] if directory.exists() else []
+    old = (
+        [path for path in directory.iterdir() if path.name != ".lock"] if directory.exists() else []
+    )
     if not old:
         return None
     number = 1

@@ -114,9 +114,7 @@ def open_run(
             log.info("%s", line)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
-        yield Run(
-            program, rows, training, checkpoint, checkpoints, metrics, display, stop, start
-        )
+        yield Run(program, rows, training, checkpoint, checkpoints, metrics, display, stop, start)
 
 
 def _start_step(

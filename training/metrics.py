@@ -124,7 +124,11 @@ class Display:
         step_time = sum(self._times) / len(self._times)
         tokens_per_second = values["tokens_per_second"] * values["step_time"] / step_time
         self._times.clear()
-        mfu = f"  mfu {values['mfu'] * values['step_time'] / step_time:.1%}" if "mfu" in values else ""
+        mfu = (
+            f"  mfu {values['mfu'] * values['step_time'] / step_time:.1%}"
+            if "mfu" in values
+            else ""
+        )
         log.info(
             f"step {step:>{len(str(self._stop))}}/{self._stop}  loss {values['loss']:.4f}  "
             f"grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}  "

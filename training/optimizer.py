@@ -59,7 +59,9 @@ def decays(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
     """Clip by global norm, then AdamW."""
     adamw = optax.adamw(
         schedule,

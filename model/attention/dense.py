@@ -39,9 +39,7 @@ def vanilla(
     q_BLHh = q_BLHh * jnp.asarray(softmax_scale, q_BLHh.dtype)
     q_BKXh = q_BLHh.reshape(B, L, K, G, h).transpose(0, 2, 3, 1, 4).reshape(B, K, G * L, h)
     k_BKTh, v_BKTh = k_BTKh.transpose(0, 2, 1, 3), v_BTKh.transpose(0, 2, 1, 3)
-    scores_BKXT = jnp.einsum(
-        "BKXh,BKTh->BKXT", q_BKXh, k_BKTh, preferred_element_type=jnp.float32
-    )
+    scores_BKXT = jnp.einsum("BKXh,BKTh->BKXT", q_BKXh, k_BKTh, preferred_element_type=jnp.float32)
     visible_BLT = (q_index_L[:, None] >= kv_index_T[None, :]) & (
         q_segment_ids_BL[:, :, None] == kv_segment_ids_BT[:, None, :]
     )

@@ -1,0 +1,229 @@
+"""What a configuration accepts, gives back and refuses: one line with path, law and remedy."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from pydantic import BaseModel
+
+from configs.schema import Config, ConfigError, config_keys, dump_config, load_config
+
+TP8 = ROOT / "configs" / "tp8.yaml"
+
+# Override of configs/tp8.yaml (8 heads, 8 kv heads, tp 8) -> what the refusal says.
+REFUSALS = {
+    # Unknown keys name the nearest one.
+    "mesh.tpp=8": "mesh.tpp: unknown key; did you mean mesh.tp?",
+    "model.hiden_size=64": "model.hiden_size: unknown key; did you mean model.hidden_size?",
+    "modle.hidden_size=64": "modle: unknown key; sections: run, model, mesh",
+    "learning_rate=1": "learning_rate: unknown key; did you mean optimizer.learning_rate?",
+    "model.sequence_length=8": "model.sequence_length: unknown key; did you mean data.sequence_le",
+    "training.warmup_steps=8": "training.warmup_steps: unknown key; did you mean optimizer.warmup",
+    "model.tp=8": "model.tp: unknown key; did you mean mesh.tp?",
+    "optimizer.steps=8": "optimizer.steps: unknown key; did you mean training.steps?",
+    "qqqqqq=8": "qqqqqq: unknown key; sections: run, model, mesh",
+    # Types are not converted.
+    "training.steps=ten": "training.steps='ten': input should be a valid integer",
+    "training.steps=1.5": "training.steps=1.5: input should be a valid integer",
+    "training.steps='100'": "training.steps='100': input should be a valid integer",
+    "training.steps=true": "training.steps=True: input should be a valid integer",
+    "model.rope_theta=true": "model.rope_theta=True: input should be a valid number",
+    "model.tie_word_embeddings=1": "model.tie_word_embeddings=1: input should be a valid boolean",
+    "run.dir=null": "run.dir=None: input should be a valid string",
+    "run.dir=7": "run.dir=7: input should be a valid string",
+    "mesh.tp=[8]": "mesh.tp=[8]: input should be a valid integer",
+    # Ranges.
+    "mesh.tp=0": "mesh.tp=0: input should be greater than 0",
+    "training.seed=-1": "training.seed=-1: input should be greater than or equal to 0",
+    "data.eval_fraction=1": "data.eval_fraction=1: input should be less than 1",
+    "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan: input should be",
+    "optimizer.learning_rate=.inf": "optimizer.learning_rate=inf: input should be",
+    "optimizer.schedule=cosin": "optimizer.schedule='cosin': input should be 'cosine', 'wsd' or",
+    "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
+    # Overrides and sections.
+    "mesh.tp": "override 'mesh.tp': write section.key=value",
+    "=8": "override '=8': write section.key=value",
+    "mesh.tp.size=8": "override 'mesh.tp.size=8': mesh.tp is a value",
+    "mesh.tp=[": "override 'mesh.tp=[' is not YAML: ",
+    "mesh=8": "mesh=8 is not a section; write mesh: with dp, fsdp, tp, sp, ep",
+    "mesh=null": "mesh=None is not a section; write mesh: with dp",
+    # Laws between sections.
+    "mesh.tp=3": "model.num_attention_heads=8 is not divisible by mesh.tp=3; use mesh.tp=2 or 4",
+    "model.num_attention_heads=3": "model.hidden_size=256 is not divisible by model.num_attention",
+    "model.num_key_value_heads=3": "num_attention_heads=8 is not divisible by model.num_key_value",
+    "model.num_key_value_heads=4": (
+        "model.num_key_value_heads=4 is not divisible by mesh.tp=8; "
+        "use mesh.tp=4, or parallel.replicate_kv=true"
+    ),
+    "model.head_dim=5": "model.head_dim=5: rope turns pairs; use an even width",
+    "model.intermediate_size=100": "model.intermediate_size=100 is not divisible by mesh.tp=8",
+    "model.vocab_size=265": "model.vocab_size=265 is not divisible by mesh.tp=8; use mesh.tp=",
+    "model.vocab_size=256": "model.vocab_size=256 is smaller than the tokenizer's 257 ids; raise",
+    "mesh.fsdp=3": "model.hidden_size=256 is not divisible by mesh.fsdp * mesh.sp=3",
+    "data.sequence_length=100": "data.sequence_length=100 is not divisible by mesh.sp * mesh.tp=8",
+    "training.gradient_accumulation=3": (
+        "data.global_batch_size=16 is not divisible by training.gradient_accumulation=3; "
+        "use training.gradient_accumulation=2 or 4"
+    ),
+    "mesh.dp=3": (
+        "data.global_batch_size / training.gradient_accumulation=16 is not divisible by "
+        "mesh.dp * mesh.fsdp * mesh.ep=3; use mesh.dp * mesh.fsdp * mesh.ep=2 or 4"
+    ),
+    "model.attention=flashh": "model.attention: unknown attention operation 'flashh'; registered:",
+}
+
+
+def refusal(path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    return str(error.value)
+
+
+def written(folder: Path, text: str) -> Path:
+    (folder / "config.yaml").write_text(text)
+    return folder / "config.yaml"
+
+
+def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
+    kinds = [info.annotation for info in model.model_fields.values()]
+    below = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return [model, *(s for kind in below for s in sections(kind))]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_configuration_loads_and_survives_the_round_trip(path, tmp_path):
+    config = load_config(path)
+    assert load_config(written(tmp_path, dump_config(config))) == config
+
+
+def test_a_file_without_values_gives_the_defaults(tmp_path):
+    assert load_config(written(tmp_path, "# nothing\n")) == Config()
+
+
+def test_the_dump_gives_back_values_that_are_not_defaults(tmp_path):
+    overrides = [
+        "run.compilation_cache=null",
+        "run.dir='runs/a: b #c'",
+        "model.head_dim=16",
+        "optimizer.learning_rate=1.2345678901234567e-5",
+        "optimizer.clip_norm=null",
+        "model.tie_word_embeddings=true",
+        "training.sample_prompt='ünïcode \"quoted\": {x} # y'",
+        "data.files='~/texts/**/*.txt'",
+    ]
+    config = load_config(TP8, overrides)
+    assert load_config(written(tmp_path, dump_config(config))) == config
+
+
+def test_overrides_are_yaml_values_and_the_last_one_wins():
+    config = load_config(
+        TP8,
+        [
+            "optimizer.learning_rate=1e-3",
+            "optimizer.clip_norm=null",
+            "optimizer.weight_decay=0",
+            "run.compilation_cache=null",
+            "parallel.replicate_kv=true",
+            "data.files=a=b/*.txt",
+            "training.steps=5",
+            "training.steps=7",
+        ],
+    )
+    assert config.optimizer.learning_rate == 1e-3
+    assert isinstance(config.optimizer.learning_rate, float)
+    assert config.optimizer.clip_norm is None and config.run.compilation_cache is None
+    assert config.optimizer.weight_decay == 0
+    assert config.parallel.replicate_kv is True
+    assert config.data.files == "a=b/*.txt"
+    assert config.training.steps == 7
+
+
+def test_an_override_leaves_the_other_keys_of_its_section():
+    plain, changed = load_config(TP8), load_config(TP8, ["mesh.dp=2"])
+    assert changed.mesh == plain.mesh.model_copy(update={"dp": 2})
+    assert changed == plain.model_copy(update={"mesh": changed.mesh})
+
+
+def test_there_are_fewer_than_120_keys_and_all_of_them_are_told():
+    keys = list(config_keys())
+    assert 40 < len(keys) == len(set(keys)) < 120
+    assert {"mesh.tp", "run.dir", "optimizer.clip_norm"} <= set(keys)
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda s: s.__name__)
+def test_every_field_says_what_it_means(section):
+    silent = [name for name, info in section.model_fields.items() if not info.description]
+    assert silent == [] and section.__doc__
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda s: s.__name__)
+def test_sections_are_frozen_and_refuse_what_they_do_not_know(section):
+    assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
+
+
+@pytest.mark.parametrize("override", REFUSALS)
+def test_what_cannot_be_is_refused_with_path_law_and_remedy(override):
+    message = refusal(TP8, override)
+    assert REFUSALS[override] in message
+    assert "\n" not in message
+
+
+def test_a_missing_file_names_the_files_there_are(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    message = refusal("configs/tp9.yaml")
+    assert message.startswith("--config configs/tp9.yaml: No such file or directory; give a YAML")
+    assert "configs/tp8.yaml" in message
+
+
+def test_a_folder_is_no_configuration(tmp_path):
+    assert refusal(tmp_path).startswith(f"--config {tmp_path}: Is a directory; give a YAML file")
+
+
+@pytest.mark.parametrize(
+    ("text", "law"),
+    [
+        ("mesh: {tp: 1", "is not YAML: "),
+        ("mesh:\n\ttp: 1\n", "is not YAML: "),
+        ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*found duplicate key "tp"'),
+        ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*found duplicate key "mesh"'),
+        ("- mesh\n", "is a list; write 'section:' mappings"),
+        ("just words\n", "is a str; write 'section:' mappings"),
+    ],
+)
+def test_a_file_that_is_no_mapping_of_sections_is_refused(tmp_path, text, law):
+    path = written(tmp_path, text)
+    message = refusal(path)
+    assert re.match(f"--config {re.escape(str(path))} ({law})", message)
+    assert "\n" not in message
+
+
+def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b"mesh: {tp: 1}\n# \xff\xfe\n")
+    assert f"--config {path}" in refusal(path)
+
+
+def test_every_wrong_value_is_told_on_one_line():
+    message = refusal(TP8, "training.steps=ten", "mesh.dp=-1")
+    assert "training.steps='ten'" in message and "mesh.dp=-1" in message
+    assert "\n" not in message
+
+
+def test_kv_heads_that_do_not_divide_are_accepted_when_they_may_be_replicated():
+    overrides = ["model.num_key_value_heads=4", "parallel.replicate_kv=true"]
+    assert load_config(TP8, overrides).model.num_key_value_heads == 4
+
+
+@pytest.mark.parametrize("residual", ["hidden", "replicated"])
+def test_only_the_sequence_layout_splits_a_row_over_tp(residual):
+    load_config(TP8, ["data.sequence_length=100", f"parallel.residual={residual}"])
+    message = refusal(TP8, "data.sequence_length=101", "mesh.sp=2", "mesh.tp=1")
+    assert "data.sequence_length=101 is not divisible by mesh.sp * mesh.tp=2" in message
+    message = refusal(TP8, "data.sequence_length=101", "mesh.sp=2", f"parallel.residual={residual}")
+    assert "data.sequence_length=101 is not divisible by mesh.sp=2" in message
+
+
+def test_the_hidden_layout_splits_the_residual_stream_over_tp():
+    message = refusal(TP8, "model.hidden_size=252", "model.head_dim=32", "parallel.residual=hidden")
+    assert "model.hidden_size=252 is not divisible by mesh.tp=8" in message

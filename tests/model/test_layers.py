@@ -1,0 +1,74 @@
+"""Norm, rope and embedding equal their formulas."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, tensor_parallel
+from flax import nnx
+
+from model.config import ModelConfig
+from model.layers import Embedding, RMSNorm, rope
+from parallel.axes import ResidualSharding, TokenSharding
+
+CONFIG = ModelConfig(vocab_size=64, hidden_size=16, dtype="float32")
+
+
+def rngs() -> nnx.Rngs:
+    return nnx.Rngs(params=jax.random.key(0))
+
+
+@pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
+def test_rms_norm_equals_its_formula_in_every_layout(layout: str) -> None:
+    tp = tensor_parallel(MESHES["tp4-sp2"], layout)
+    x = np.random.default_rng(0).normal(size=(2, 16, 16)).astype(np.float32) * 3
+    with jax.set_mesh(tp.mesh):
+        norm = RMSNorm(CONFIG, tp)
+        norm.scale[...] = jnp.arange(16.0)
+        y = jax.jit(norm)(jax.device_put(x, tp.manager.sharding(ResidualSharding)))
+    want = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * np.arange(16)
+    np.testing.assert_allclose(y, want, rtol=2e-6, atol=1e-6)
+
+
+def test_rope_turns_pairs_and_scores_depend_on_distance_only() -> None:
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(1, 5, 2, 8)).astype(np.float32)
+    positions = np.array([[0, 3, 7, 100, 5000]])
+    y = np.asarray(rope(jnp.asarray(x), jnp.asarray(positions), 10000.0))
+    for i in range(4):
+        angle = positions[0][:, None] * 10000.0 ** (-2 * i / 8)
+        a, b = x[0, :, :, i], x[0, :, :, i + 4]
+        np.testing.assert_allclose(y[0, :, :, i], a * np.cos(angle) - b * np.sin(angle), atol=2e-3)
+        np.testing.assert_allclose(
+            y[0, :, :, i + 4], b * np.cos(angle) + a * np.sin(angle), atol=2e-3
+        )
+
+    def score(at: int, distance: int) -> float:
+        pair = rope(jnp.asarray(x[:, :2]), jnp.asarray([[at + distance, at]]), 10000.0)
+        return float(jnp.sum(pair[0, 0] * pair[0, 1]))
+
+    assert score(0, 9) == pytest.approx(score(200, 9), rel=1e-4)
+    assert score(0, 9) != pytest.approx(score(0, 8), rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
+@pytest.mark.parametrize("mesh", ["tp8", "dp2-fsdp2-tp2", "tp4-sp2"])
+def test_embedding_looks_rows_up_on_every_mesh(mesh: str, layout: str) -> None:
+    tp = tensor_parallel(MESHES[mesh], layout)
+    tokens = np.random.default_rng(2).integers(0, 64, (8, 16)).astype(np.int32)
+    with jax.set_mesh(tp.mesh):
+        embed = Embedding(CONFIG, tp, rngs=rngs())
+        definition, params = nnx.split(embed)
+        placed = jax.device_put(tokens, tp.manager.sharding(TokenSharding))
+
+        def loss(params):
+            x = nnx.merge(definition, params)(placed)
+            return jnp.sum(x**2) / 2, x
+
+        (_, x), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        assert x.sharding.spec == tp.manager.resolve(ResidualSharding)
+    table = np.asarray(params["table"][...])
+    np.testing.assert_array_equal(x, table[tokens])
+    want = np.zeros_like(table)
+    np.add.at(want, tokens, table[tokens])
+    np.testing.assert_allclose(grads["table"][...], want, atol=1e-6)

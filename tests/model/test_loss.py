@@ -1,0 +1,99 @@
+"""The chunked vocab-parallel loss equals the whole-logits formula, in values and gradients."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, ONE_DEVICE, tensor_parallel
+
+from model.loss import cross_entropy_sum
+from parallel.axes import ColumnWise, ResidualSharding, TokenSharding
+
+B, L, D, V = 8, 16, 16, 64
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(B, L, D)).astype(np.float32)
+    kernel = rng.normal(size=(D, V)).astype(np.float32)
+    targets = rng.integers(0, V, (B, L)).astype(np.int32)
+    mask = (rng.random((B, L)) < 0.7).astype(np.float32)
+    return x, kernel, targets, mask
+
+
+def oracle(x, kernel, targets, mask):
+    """numpy, float64: loss and gradients of the whole logits."""
+    x, kernel = x.astype(np.float64), kernel.astype(np.float64)
+    logits = x @ kernel
+    logits -= logits.max(-1, keepdims=True)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    hit = np.eye(V)[targets]
+    loss = -(np.log(p) * hit).sum(-1)
+    dlogits = (p - hit) * mask[..., None]
+    return (loss * mask).sum(), dlogits @ kernel.T, np.einsum("bld,blv->dv", x, dlogits)
+
+
+def run(tp, arrays, chunk):
+    x, kernel, targets, mask = arrays
+    with jax.set_mesh(tp.mesh):
+        put = lambda array, axes: jax.device_put(array, tp.manager.sharding(axes))  # noqa: E731
+        args = put(x, ResidualSharding), put(kernel, ColumnWise)
+        fixed = put(targets, TokenSharding), put(mask, TokenSharding)
+        f = partial(cross_entropy_sum, tp=tp, chunk=chunk)
+        loss, grads = jax.jit(jax.value_and_grad(lambda a, k: f(a, k, *fixed), (0, 1)))(*args)
+        only = jax.jit(lambda a, k: f(a, k, *fixed))(*args)
+    return np.asarray(loss), np.asarray(only), *map(np.asarray, grads)
+
+
+def assert_is_oracle(got, arrays) -> None:
+    loss, dx, dkernel = oracle(*arrays)
+    np.testing.assert_allclose(got[0], loss, rtol=1e-6)
+    np.testing.assert_array_equal(got[1], got[0])
+    np.testing.assert_allclose(got[2], dx, atol=2e-6)
+    np.testing.assert_allclose(got[3], dkernel, atol=2e-5)
+
+
+@pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_loss_equals_the_whole_logits_formula_on_every_mesh(arrays, mesh, layout) -> None:
+    assert_is_oracle(run(tensor_parallel(MESHES[mesh], layout), arrays, chunk=8), arrays)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
+def test_any_chunk_gives_the_same_loss(arrays, chunk) -> None:
+    assert_is_oracle(run(tensor_parallel(ONE_DEVICE), arrays, chunk), arrays)
+
+
+def test_the_whole_logits_never_exist(arrays) -> None:
+    tp = tensor_parallel(ONE_DEVICE)
+    kinds = ResidualSharding, ColumnWise, TokenSharding, TokenSharding
+    with jax.set_mesh(tp.mesh):
+        f = partial(cross_entropy_sum, tp=tp, chunk=8)
+        args = [
+            jax.device_put(array, tp.manager.sharding(axes))
+            for array, axes in zip(arrays, kinds, strict=True)
+        ]
+        text = jax.jit(jax.grad(f)).lower(*args).compile().as_text()
+    assert f"f32[8,{V}]" in text
+    assert f"[{B * L},{V}]" not in text and f"[{B},{L},{V}]" not in text
+
+
+def test_huge_logits_stay_finite() -> None:
+    tp = tensor_parallel(MESHES["tp8"])
+    x = np.full((8, 8, 8), 1e4, np.float32)
+    kernel = np.ones((8, V), np.float32)
+    kernel[:, 3] = 2
+    arrays = x, kernel, np.full((8, 8), 3, np.int32), np.ones((8, 8), np.float32)
+    loss, _, dx, dkernel = run(tp, arrays, chunk=8)
+    assert loss == 0 and np.all(dx == 0) and np.all(dkernel == 0)
+
+
+def test_bfloat16_hidden_states_keep_a_float32_loss(arrays) -> None:
+    x, kernel, targets, mask = arrays
+    loss = run(tensor_parallel(ONE_DEVICE), (x.astype(jnp.bfloat16), *arrays[1:]), 32)[0]
+    assert loss.dtype == np.float32
+    rounded = np.asarray(x.astype(jnp.bfloat16), np.float32)
+    np.testing.assert_allclose(loss, oracle(rounded, kernel, targets, mask)[0], rtol=2e-3)

@@ -1,0 +1,165 @@
+"""The whole model: the same loss, gradients and initial parameters on every mesh and layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from flax import nnx
+
+from model.config import ModelConfig
+from model.loss import cross_entropy_sum
+from model.transformer import Transformer
+from parallel.axes import TokenSharding
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    intermediate_size=48,
+    dtype="float32",
+    initializer_range=0.1,
+    loss_chunk=8,
+)
+B, L = 8, 16
+# Stated bound: float32 rounding, loss relative, gradients relative to the largest of each array.
+LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 3, (B, L)), axis=1)
+    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in segments])
+    return {
+        "tokens": rng.integers(0, 64, (B, L)).astype(np.int32),
+        "positions": (np.arange(L) - starts).astype(np.int32),
+        "segment_ids": segments.astype(np.int32),
+        "targets": rng.integers(0, 64, (B, L)).astype(np.int32),
+        "loss_mask": (rng.random((B, L)) < 0.8).astype(np.float32),
+    }
+
+
+def run(config: ModelConfig, tp):
+    """(loss, gradients, initial parameters) as numpy."""
+    build = lambda: Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))  # noqa: E731
+    with jax.set_mesh(tp.mesh):
+        definition = nnx.graphdef(nnx.eval_shape(build))
+        params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+        data = {
+            k: jax.device_put(x, tp.manager.sharding(TokenSharding)) for k, x in batch().items()
+        }
+
+        def loss(params):
+            model = nnx.merge(definition, params)
+            x = model(data["tokens"], data["positions"], data["segment_ids"])
+            args = x, model.head_kernel(), data["targets"], data["loss_mask"]
+            return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return float(value), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, params)
+
+
+def assert_equal_runs(got, want, bound: float = GRADIENT_BOUND) -> None:
+    assert got[0] == pytest.approx(want[0], rel=LOSS_BOUND)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(want[1])
+    assert jax.tree.structure(got[1]) == treedef
+    for (path, b), a in zip(flat, jax.tree.leaves(got[1]), strict=True):
+        scale = np.abs(b).max()
+        assert scale > 0, f"{path} has no gradient"
+        assert np.abs(a - b).max() <= bound * scale, jax.tree_util.keystr(path)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return run(CONFIG, tensor_parallel(ONE_DEVICE, "replicated"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "overlap"),
+    [
+        *((mesh, "sequence", "none") for mesh in MESHES),
+        ("tp8", "hidden", "none"),
+        ("tp8", "replicated", "none"),
+        ("tp4-sp2", "hidden", "ring"),
+        ("tp4-sp2", "sequence", "ring"),
+        ("dp2-fsdp2-tp2", "hidden", "none"),
+        ("dp2-fsdp2-tp2", "replicated", "ring"),
+    ],
+)
+def test_loss_and_every_gradient_equal_one_device(one_device, mesh, layout, overlap) -> None:
+    got = run(CONFIG, tensor_parallel(MESHES[mesh], layout, overlap))
+    assert_equal_runs(got, one_device)
+    for a, b in zip(jax.tree.leaves(got[2]), jax.tree.leaves(one_device[2]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", ["none", "ring"])
+@pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_layout_and_overlap_equals_one_device(one_device, mesh, layout, overlap) -> None:
+    assert_equal_runs(run(CONFIG, tensor_parallel(MESHES[mesh], layout, overlap)), one_device)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_remat_changes_memory_not_numbers(one_device, remat) -> None:
+    config = CONFIG.model_copy(update={"remat": remat})
+    assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_fewer_kv_heads_than_tp_equal_one_device(kv_heads) -> None:
+    config = CONFIG.model_copy(update={"num_key_value_heads": kv_heads, "head_dim": 8})
+    want = run(config, tensor_parallel(ONE_DEVICE))
+    assert_equal_runs(run(config, tensor_parallel(MESHES["tp8"])), want)
+
+
+def test_a_tied_head_gets_both_gradients() -> None:
+    config = CONFIG.model_copy(update={"tie_word_embeddings": True})
+    want = run(config, tensor_parallel(ONE_DEVICE))
+    assert "head" not in want[2]
+    assert_equal_runs(run(config, tensor_parallel(MESHES["dp2-fsdp2-tp2"])), want)
+
+
+def test_bfloat16_stays_near_float32(one_device) -> None:
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    loss, grads, _ = run(config, tensor_parallel(MESHES["tp8"]))
+    assert loss == pytest.approx(one_device[0], rel=2e-3)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(one_device[1]), strict=True):
+        assert a.dtype == np.float32
+        assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b)
+
+
+def test_parameters_are_counted_right() -> None:
+    for tied in (False, True):
+        config = CONFIG.model_copy(update={"tie_word_embeddings": tied})
+        tp = tensor_parallel(ONE_DEVICE)
+        with jax.set_mesh(tp.mesh):
+            model = nnx.eval_shape(lambda c=config, t=tp: Transformer(c, t, rngs=nnx.Rngs(0)))
+        leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
+        assert sum(leaf.size for leaf in leaves) == config.num_parameters
+
+
+def test_flops_are_six_per_matmul_parameter_and_causal_attention() -> None:
+    per_token = CONFIG.flops_per_token(L)
+    visible = sum(range(1, L + 1)) / L
+    attention = 3 * CONFIG.num_hidden_layers * 4 * CONFIG.hidden_size * visible
+    assert per_token == pytest.approx(6 * CONFIG.num_matmul_parameters + attention)
+
+
+def test_compile_time_does_not_grow_with_depth() -> None:
+    tp = tensor_parallel(ONE_DEVICE)
+    sizes = []
+    for layers in (2, 6):
+        config = CONFIG.model_copy(update={"num_hidden_layers": layers})
+        with jax.set_mesh(tp.mesh):
+            model = nnx.eval_shape(lambda c=config: Transformer(c, tp, rngs=nnx.Rngs(0)))
+            definition, params = nnx.split(model)
+            tokens = jax.ShapeDtypeStruct((B, L), jnp.int32)
+            jaxpr = jax.make_jaxpr(lambda p, *a, d=definition: nnx.merge(d, p)(*a))(
+                params, tokens, tokens, tokens
+            )
+        sizes.append(len(str(jaxpr).splitlines()))
+    assert sizes[0] == sizes[1]

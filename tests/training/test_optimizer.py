@@ -1,0 +1,175 @@
+"""Schedules against closed formulas, the decay mask on a real tree, AdamW against numpy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema import load_config
+from train import build_program
+from training.optimizer import OptimizerConfig, decays, make_optimizer, make_schedule
+
+PEAK = 3e-3
+LONGEST = 48
+
+
+def rates(config: OptimizerConfig, steps: int) -> np.ndarray:
+    """Learning rate of every step of the run, and of the step after the last."""
+    schedule = make_schedule(config, steps)
+    return np.asarray(schedule(jnp.arange(LONGEST + 1)))[: steps + 1]
+
+
+def formula(config: OptimizerConfig, steps: int, step: int) -> float:
+    """The learning rate as the documentation of the schedule says it, in double precision."""
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = min(config.warmup_steps, steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "constant":
+        return peak
+    if config.schedule == "cosine":
+        done = (step - warmup) / max(1, steps - warmup)
+        return final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
+    decay = min(config.decay_steps or max(1, steps // 10), steps - warmup)
+    down = max(0, step - (steps - decay))
+    return peak + (final - peak) * down / max(1, decay)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+    steps=st.integers(1, LONGEST),
+    warmup=st.integers(0, 2 * LONGEST),
+    decay=st.integers(0, 2 * LONGEST),
+    final=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_a_schedule_equals_its_closed_formula_at_every_step(schedule, steps, warmup, decay, final):
+    config = OptimizerConfig(
+        learning_rate=PEAK,
+        schedule=schedule,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        final_fraction=final,
+    )
+    wanted = [formula(config, steps, step) for step in range(steps)]
+    np.testing.assert_allclose(rates(config, steps)[:steps], wanted, rtol=0, atol=1e-6 * PEAK)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_the_corner_steps_of_a_schedule(schedule):
+    config = OptimizerConfig(
+        learning_rate=PEAK, schedule=schedule, warmup_steps=10, decay_steps=8, final_fraction=0.25
+    )
+    found = rates(config, 40) / PEAK
+    corners = {
+        "cosine": {10: 1, 25: 0.625, 40: 0.25},
+        "wsd": {10: 1, 31: 1, 32: 1, 36: 0.625, 40: 0.25},
+        "constant": {10: 1, 25: 1, 39: 1, 40: 1},
+    }[schedule]
+    for step, wanted in {0: 0.1, 4: 0.5, 9: 1, **corners}.items():
+        assert found[step] == pytest.approx(wanted, rel=1e-6), step
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_without_warm_up_the_first_step_is_at_the_peak(schedule, warmup):
+    config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup)
+    assert rates(config, 20)[0] == pytest.approx(PEAK, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("warmup", [12, 13, 1000])
+def test_a_warm_up_longer_than_the_run_reaches_the_peak_at_the_last_step(schedule, warmup):
+    config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup)
+    np.testing.assert_allclose(rates(config, 12)[:12], PEAK * np.arange(1, 13) / 12, rtol=1e-6)
+
+
+def test_wsd_goes_down_over_a_tenth_of_the_run_unless_told():
+    config = OptimizerConfig(learning_rate=PEAK, schedule="wsd", warmup_steps=5)
+    found = rates(config, 40) / PEAK
+    assert found[36] == pytest.approx(1) and found[37] < 1
+    assert found[40] == pytest.approx(config.final_fraction)
+
+
+@pytest.fixture(scope="module")
+def abstract_params():
+    """Of a real model with stacked layers; no memory."""
+    config = load_config(ROOT / "configs" / "tp8.yaml", ["model.num_hidden_layers=2"])
+    program = build_program(config, jax.devices())
+    with jax.set_mesh(program.tp.mesh):
+        return program.abstract_state.params
+
+
+def test_kernels_and_the_table_decay_and_scales_do_not(abstract_params):
+    mask = jax.tree_util.tree_flatten_with_path(decays(abstract_params))[0]
+    kinds = {}
+    for path, decay in mask:
+        name = next(k.key for k in path if k.key in ("kernel", "table", "scale", "bias"))
+        kinds.setdefault(name, set()).add(decay)
+    assert kinds == {"kernel": {True}, "table": {True}, "scale": {False}}
+    assert sum(decay for _, decay in mask) == 9 and len(mask) == 12
+
+
+def test_biases_do_not_decay_however_deep_or_stacked():
+    tree = {"layers": {"qkv": {"bias": {"q": jnp.ones((2, 3))}, "kernel": {"q": jnp.ones((2, 3))}}}}
+    assert decays(tree) == {"layers": {"qkv": {"bias": {"q": False}, "kernel": {"q": True}}}}
+
+
+def random_tree(seed: int, scale: float) -> dict[str, dict[str, jax.Array]]:
+    rng = np.random.default_rng(seed)
+    shapes = {"kernel": (3, 4), "scale": (4,), "bias": (4,), "table": (5, 3)}
+    return {"layer": {n: jnp.asarray(scale * rng.normal(size=s), "f4") for n, s in shapes.items()}}
+
+
+def adamw(config: OptimizerConfig, params: dict, gradients: list[dict]) -> dict:
+    """AdamW (arXiv 1711.05101, algorithm 2) with global clipping, in double precision."""
+    params = {name: np.float64(p) for name, p in params.items()}
+    m = {name: np.zeros_like(p) for name, p in params.items()}
+    v = {name: np.zeros_like(p) for name, p in params.items()}
+    for t, gradient in enumerate(gradients, start=1):
+        g = {name: np.float64(x) for name, x in gradient.items()}
+        norm = math.sqrt(sum(np.sum(x * x) for x in g.values()))
+        shrink = min(1.0, config.clip_norm / norm) if config.clip_norm is not None else 1.0
+        rate = formula(config, 10, t - 1)
+        for name in params:
+            m[name] = config.beta1 * m[name] + (1 - config.beta1) * shrink * g[name]
+            v[name] = config.beta2 * v[name] + (1 - config.beta2) * (shrink * g[name]) ** 2
+            mean, square = m[name] / (1 - config.beta1**t), v[name] / (1 - config.beta2**t)
+            decay = config.weight_decay if name in ("kernel", "table") else 0.0
+            update = mean / (np.sqrt(square) + config.eps) + decay * params[name]
+            params[name] = params[name] - rate * update
+    return params
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1e9, None])
+def test_three_steps_equal_adamw_in_numpy(clip_norm):
+    config = OptimizerConfig(
+        learning_rate=0.1, warmup_steps=2, weight_decay=0.3, eps=0.01, clip_norm=clip_norm
+    )
+    optimizer = make_optimizer(config, make_schedule(config, 10))
+    params = random_tree(0, 1.0)
+    # The second gradient is below the clipping norm, the others above.
+    gradients = [random_tree(1, 2.0), random_tree(2, 0.02), random_tree(3, 0.7)]
+    wanted = adamw(config, params["layer"], [g["layer"] for g in gradients])
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, value in params["layer"].items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_without_gradient_only_what_decays_moves():
+    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
+    optimizer = make_optimizer(config, make_schedule(config, 10))
+    params = random_tree(0, 1.0)
+    updates, _ = optimizer.update(random_tree(0, 0.0), optimizer.init(params), params)
+    for name, update in updates["layer"].items():
+        shrink = 0.05 if name in ("kernel", "table") else 0.0
+        np.testing.assert_allclose(update, -shrink * params["layer"][name], rtol=1e-6, atol=0)

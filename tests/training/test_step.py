@@ -1,0 +1,187 @@
+"""One step: exact accumulation, what counts, what is donated, and the same start on every mesh."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, ROOT
+
+from configs.schema import load_config
+from data.packing import pack_row
+from parallel.mesh import MeshConfig
+from train import build_program
+from training.step import Program
+
+LENGTH, ROWS = 16, 8
+GRID = MeshConfig(dp=2, tp=2)
+TINY = [
+    "model.hidden_size=32",
+    "model.num_hidden_layers=2",
+    "model.intermediate_size=64",
+    "model.initializer_range=0.2",
+    f"data.sequence_length={LENGTH}",
+    f"data.global_batch_size={ROWS}",
+    "optimizer.warmup_steps=0",
+    "training.steps=10",
+]
+
+
+@cache
+def program_on(mesh: MeshConfig) -> Program:
+    overrides = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
+    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *overrides])
+    return build_program(config, jax.devices()[: mesh.num_devices])
+
+
+@cache
+def params_on(mesh: MeshConfig):
+    """Never donated: for tests that only read."""
+    with jax.set_mesh(program_on(mesh).tp.mesh):
+        return program_on(mesh).init().params
+
+
+@pytest.fixture
+def fields() -> dict[str, np.ndarray]:
+    """Eight rows (8, L) of random documents: every row masks another number of tokens."""
+    rng = np.random.default_rng(0)
+    stream = rng.integers(0, 256, ROWS * LENGTH + 1)
+    stream[rng.choice(len(stream), 20, replace=False)] = 256
+    rows = [pack_row(stream.astype(np.uint16), row, LENGTH, 256) for row in range(ROWS)]
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    counts = batch["loss_mask"].reshape(4, -1).sum(axis=1)
+    assert len(set(counts)) > 1, "microbatches of equal weight would prove nothing"
+    return batch
+
+
+def placed(program: Program, fields: dict[str, np.ndarray], accumulation: int = 1):
+    def place(field: np.ndarray) -> jax.Array:
+        return jax.device_put(field.reshape(accumulation, -1, LENGTH), program.batch_sharding)
+
+    return {name: place(field) for name, field in fields.items()}
+
+
+def gradients(fields: dict[str, np.ndarray], accumulation: int = 1, mesh: MeshConfig = GRID):
+    """Mean loss, and its gradient as numpy by path."""
+    program = program_on(mesh)
+    with jax.set_mesh(program.tp.mesh):
+        batch = placed(program, fields, accumulation)
+        loss, grads = jax.jit(program.gradients)(params_on(mesh), batch)
+    return float(loss), leaves(grads)
+
+
+def leaves(tree) -> dict[str, np.ndarray]:
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
+
+
+def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]):
+    """To float32 rounding, relative to the largest entry of each leaf."""
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        scale = np.abs(grad).max()
+        assert scale > 0, name
+        assert np.abs(found[name] - grad).max() <= 1e-5 * scale, name
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulated_gradients_equal_those_of_the_whole_batch(fields, accumulation):
+    loss, grads = gradients(fields)
+    parts_loss, parts_grads = gradients(fields, accumulation)
+    assert parts_loss == pytest.approx(loss, rel=1e-6)
+    assert_same_gradients(parts_grads, grads)
+
+
+def test_the_loss_is_the_mean_over_the_tokens_that_count(fields):
+    program, params = program_on(GRID), params_on(GRID)
+    with jax.set_mesh(program.tp.mesh):
+        batch = placed(program, fields)
+        total, count = program.eval_step(params, batch)
+    loss, _ = gradients(fields)
+    assert count == fields["loss_mask"].sum()
+    assert loss == pytest.approx(float(total) / float(count), rel=1e-6)
+
+
+def test_targets_that_are_masked_change_nothing(fields):
+    loss, grads = gradients(fields)
+    other = np.where(fields["loss_mask"] > 0, fields["targets"], 7)
+    assert (other != fields["targets"]).any()
+    changed_loss, changed_grads = gradients({**fields, "targets": other.astype(np.int32)})
+    assert changed_loss == loss
+    for name, grad in grads.items():
+        np.testing.assert_array_equal(changed_grads[name], grad, err_msg=name)
+
+
+def test_a_masked_row_counts_as_if_it_were_not_there(fields):
+    """Row 3 masked out of eight equals the mean over the seven others, each counted alone."""
+    mask = fields["loss_mask"].copy()
+    mask[3] = 0
+    loss, grads = gradients({**fields, "loss_mask": mask})
+    elsewhere = {name: np.where(mask > 0, field, 0 * field) for name, field in fields.items()}
+    hidden = {**fields, "loss_mask": mask, "tokens": fields["tokens"].copy()}
+    hidden["tokens"][3] = elsewhere["tokens"][3]
+    other_loss, other_grads = gradients(hidden)
+    assert other_loss == pytest.approx(loss, rel=1e-6)
+    assert_same_gradients(other_grads, grads)
+
+
+def test_a_batch_without_a_token_that_counts_gives_zero_and_no_nan(fields):
+    loss, grads = gradients({**fields, "loss_mask": np.zeros_like(fields["loss_mask"])})
+    assert loss == 0
+    assert all(not grad.any() for grad in grads.values())
+
+
+def test_the_state_is_donated_and_keeps_its_layout(fields):
+    program = program_on(GRID)
+    with jax.set_mesh(program.tp.mesh):
+        state = program.init()
+        after, _ = program.train_step(state, placed(program, fields))
+        jax.block_until_ready(after)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    for got, want in zip(
+        jax.tree.leaves(after), jax.tree.leaves(program.abstract_state), strict=True
+    ):
+        assert (got.sharding, got.shape, got.dtype) == (want.sharding, want.shape, want.dtype)
+    assert int(after.step) == 1
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_fresh_state_lies_as_the_abstract_state_says(name):
+    program = program_on(MESHES[name])
+    with jax.set_mesh(program.tp.mesh):
+        state = program.init()
+    for got, want in zip(
+        jax.tree.leaves(state), jax.tree.leaves(program.abstract_state), strict=True
+    ):
+        assert (got.sharding, got.shape, got.dtype) == (want.sharding, want.shape, want.dtype)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_initial_parameters_are_the_same_bits_on_every_mesh(name):
+    wanted, found = leaves(params_on(MeshConfig())), leaves(params_on(MESHES[name]))
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        assert found[path].tobytes() == value.tobytes(), path
+
+
+def test_layers_and_linears_start_from_different_numbers():
+    params = params_on(MeshConfig())
+    qkv = params["layers"]["attention"]["qkv"]["kernel"]
+    kernels = [np.asarray(qkv[name][layer]) for name in "qkv" for layer in range(2)]
+    assert len({kernel.tobytes() for kernel in kernels}) == 6
+
+
+def test_metrics_are_the_loss_the_norm_before_clipping_and_the_rate_of_this_step(fields):
+    program = program_on(GRID)
+    loss, grads = gradients(fields)
+    with jax.set_mesh(program.tp.mesh):
+        state, metrics = program.train_step(program.init(), placed(program, fields))
+        _, second = program.train_step(state, placed(program, fields))
+    norm = np.sqrt(sum(np.sum(np.float64(grad) ** 2) for grad in grads.values()))
+    assert norm > 1.0, "clipping must be at work"
+    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-6)
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+    assert metrics["learning_rate"] == jnp.float32(program.schedule(0))
+    assert second["learning_rate"] == jnp.float32(program.schedule(1))
+    assert float(second["loss"]) < loss
