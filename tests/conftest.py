@@ -1,6 +1,10 @@
 """One process with eight simulated CPU devices, and compiled programs kept in the checkout."""
 
+import os
 from pathlib import Path
+
+# Tests compile much and run little: LLVM's optimisations would double their time.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
 import pytest

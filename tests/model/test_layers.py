@@ -8,7 +8,7 @@ from conftest import MESHES, tensor_parallel
 from flax import nnx
 
 from model.config import ModelConfig
-from model.layers import Embedding, RMSNorm, rope
+from model.layers import Embedding, RMSNorm, bell, rope
 from parallel.axes import ResidualSharding, TokenSharding
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=16, dtype="float32")
@@ -72,3 +72,12 @@ def test_embedding_looks_rows_up_on_every_mesh(mesh: str, layout: str) -> None:
     want = np.zeros_like(table)
     np.add.at(want, tokens, table[tokens])
     np.testing.assert_allclose(grads["table"][...], want, atol=1e-6)
+
+
+def test_bell_has_the_moments_it_promises_and_exact_values() -> None:
+    x = np.asarray(bell(0.5)(jax.random.key(0), (1000, 1000), jnp.float32), np.float64) / 0.5
+    assert abs(x.mean()) < 4e-3 and abs(x.std() - 1) < 2e-3
+    assert 2.7 - 0.02 < (x**4).mean() < 2.7 + 0.02  # a normal has 3, a uniform 1.8
+    assert 3.3 < np.abs(x).max() < 3.5
+    levels = x * (4 * (2**32 - 1) / 12) ** 0.5 * 2
+    np.testing.assert_allclose(levels, np.round(levels), atol=0.05)

@@ -11,8 +11,8 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.build import build_program
 from configs.schema import load_config
-from train import build_program
 from training.optimizer import OptimizerConfig, decays, make_optimizer, make_schedule
 
 PEAK = 3e-3

@@ -1,0 +1,290 @@
+"""The command line: refusals on one line, a whole run, resuming, and runs that are killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from ruamel.yaml import YAML
+
+import train
+from training.checkpoint import CheckpointConfig, Checkpoints
+from training.loop import EXIT_RESUMABLE, Run
+
+TP8 = str(ROOT / "configs" / "tp8.yaml")
+STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
+TINY = """
+run: {dir: FOLDER/run, compilation_cache: CACHE}
+mesh: {dp: 2, tp: 2}
+model:
+  vocab_size: 264
+  hidden_size: 32
+  num_hidden_layers: 1
+  num_attention_heads: 4
+  num_key_value_heads: 4
+  intermediate_size: 64
+  dtype: float32
+data:
+  files: FOLDER/*.txt
+  sequence_length: 32
+  global_batch_size: 8
+  eval_fraction: 0.05
+  cache_dir: FOLDER/cache
+optimizer: {schedule: constant, warmup_steps: 0, learning_rate: 1e-2}
+training: {steps: 6, eval_every: 4, sample_tokens: 8}
+checkpoint: {every: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """A run takes over the signals of its process, here pytest's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def write_config(folder: Path, cache: str = "null") -> str:
+    """A tiny run with its text and all of its traces in `folder`."""
+    (folder / "a.txt").write_text("".join(f"def f{n}(x): return x * {n * n}\n" for n in range(200)))
+    (folder / "tiny.yaml").write_text(TINY.replace("FOLDER", str(folder)).replace("CACHE", cache))
+    return str(folder / "tiny.yaml")
+
+
+def run(config: str, *overrides: str) -> int:
+    return train.main(["--config", config, *overrides])
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """By step; a step that is there twice is an error."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["step"] for line in lines}) == len(lines)
+    return {line["step"]: line["loss"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """Folder of a run of six steps that nobody interrupted, with one more for comparison."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    assert run(write_config(folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def half(tmp_path) -> str:
+    """Configuration of a run that stopped after three of six steps."""
+    config = write_config(tmp_path)
+    assert run(config, "training.steps=3") == 0
+    return config
+
+
+def refusal(capsys, config: str, *overrides: str) -> str:
+    """The one line on stderr of a command that ends with exit code 2."""
+    capsys.readouterr()
+    assert run(config, *overrides) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.endswith("\n")
+    assert error.count("\n") == 1 and "Traceback" not in error
+    return error
+
+
+@pytest.mark.parametrize(
+    ("override", "law"),
+    [
+        ("mesh.tpp=8", "mesh.tpp: unknown key; did you mean mesh.tp?"),
+        ("mesh.tp=3", "model.num_attention_heads=4 is not divisible by mesh.tp=3; use mesh.tp=2"),
+        ("training.steps=ten", "training.steps='ten': input should be a valid integer"),
+        ("data.files=/nowhere/*.txt", "data.files='/nowhere/*.txt' matches no file; give a glob"),
+        ("data.files=FOLDER/empty", "matches 1 file(s), all empty; give files with text"),
+        ("data.sequence_length=9000", "rows of data.sequence_length=9000 need at least 18001"),
+        ("run.dir=FOLDER/a.txt/run", "cannot be written: Not a directory; give a directory"),
+        ("data.cache_dir=FOLDER/a.txt/cache", "Not a directory"),
+        ("checkpoint.resume=must", "the run directory holds no checkpoint; check run.dir"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, override, law):
+    config = write_config(tmp_path)
+    (tmp_path / "empty").touch()
+    assert law in refusal(capsys, config, override.replace("FOLDER", str(tmp_path)))
+
+
+def test_a_missing_configuration_is_one_line_and_exit_code_2(capsys):
+    assert "--config nowhere.yaml: No such file" in refusal(capsys, "nowhere.yaml")
+
+
+def test_print_config_prints_yaml_that_parses_and_trains_nothing(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert train.main(["--config", config, "--print-config", "optimizer.learning_rate=3e-4"]) == 0
+    printed = capsys.readouterr().out
+    values = YAML(typ="safe").load(printed)
+    assert values["optimizer"]["learning_rate"] == 3e-4 and values["model"]["head_dim"] is None
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert train.main(["--config", str(tmp_path / "printed.yaml"), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert run(config) == 0
+    shown, directory = capsys.readouterr().out, tmp_path / "run"
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert all(line.keys() >= STEP_KEYS for line in lines)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert [line["learning_rate"] for line in lines] == [pytest.approx(1e-2)] * 6
+    logged = (directory / "log.txt").read_text()
+    for text in ("sample:\ndef ", "step 6/6  loss", "saved step 6", "mesh dp2 x tp2", "eval loss"):
+        assert text in shown and text in logged
+    assert {path.name for path in (directory / "checkpoints").iterdir()} == {"2", "4", "6"}
+    assert list((directory / "tensorboard").iterdir())
+    saved = YAML(typ="safe").load(directory / "config.yaml")
+    assert saved["run"]["dir"] == str(directory) and saved["training"]["steps"] == 6
+
+
+def test_the_same_run_again_has_the_same_losses(undisturbed, tmp_path):
+    assert run(write_config(tmp_path)) == 0
+    assert losses(tmp_path / "run") == losses(undisturbed / "run")
+
+
+def test_two_halves_equal_one_whole_bit_for_bit(undisturbed, half, tmp_path):
+    assert run(half) == 0
+    assert losses(tmp_path / "run") == losses(undisturbed / "run")
+    assert "resumed from step 3" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_finished_run_has_nothing_left_to_train(half, tmp_path, capsys):
+    before = losses(tmp_path / "run")
+    capsys.readouterr()
+    assert run(half, "training.steps=3") == 0
+    assert "step 3 is the last: nothing left to train" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == before
+
+
+def test_a_run_goes_on_upon_another_mesh(undisturbed, half, tmp_path):
+    assert run(half, "mesh.dp=1", "mesh.fsdp=2", "mesh.tp=4") == 0
+    wanted = losses(undisturbed / "run")
+    assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5)
+    assert "mesh fsdp2 x tp4" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_never_resuming_moves_the_old_run_aside(half, tmp_path):
+    old = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert run(half, "training.steps=2", "checkpoint.resume=never") == 0
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == old
+    assert (tmp_path / "run.old-1" / "checkpoints" / "3").is_dir()
+    assert list(losses(tmp_path / "run")) == [1, 2]
+
+
+def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
+    (tmp_path / "b.txt").write_text("one document more")
+    assert "trained on another data order: files, data.seed" in refusal(capsys, half)
+
+
+@pytest.mark.parametrize(
+    ("override", "law"),
+    [
+        ("data.seed=1", "trained on another data order: files, data.seed"),
+        ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
+        ("training.steps=2", "training.steps=2 but the run directory already holds step 3"),
+        ("optimizer.clip_norm=null", "checkpoint 3"),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_and_the_run_stays(half, tmp_path, capsys, override, law):
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert law in refusal(capsys, half, override)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert run(half, "training.steps=3") == 0
+
+
+def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, monkeypatch):
+    """An evaluation takes long: many signals arrive there."""
+    signals = iter([signal.SIGTERM])
+
+    def interrupted(self, params):
+        for number in signals:  # once: a second signal ends the process
+            os.kill(os.getpid(), number)
+        return 0.0
+
+    config = write_config(tmp_path)
+    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_RESUMABLE
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    latest = checkpoints.latest_step
+    checkpoints.close()
+    assert latest == max(losses(tmp_path / "run"))
+
+
+STEPS = 300
+
+
+def start(config: str, *overrides: str) -> subprocess.Popen:
+    command = [sys.executable, "train.py", "--config", config, f"training.steps={STEPS}"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *overrides], cwd=ROOT, **quiet)
+
+
+def wait_for(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
+    """Until the condition holds; the process must live so long."""
+    limit = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory) -> Path:
+    """A folder with an undisturbed run in a process of its own, and compiled programs."""
+    folder = tmp_path_factory.mktemp("long")
+    process = start(write_config(folder, cache=str(folder / "xla")), "checkpoint.every=1000")
+    _, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, errors
+    assert any((folder / "xla").iterdir())
+    return folder
+
+
+def resume_and_compare(config: str, directory: Path, long_run: Path) -> int:
+    """Runs to the end: every step once, as if nothing had happened. The step it resumed from."""
+    again = start(config, "checkpoint.resume=must")
+    _, errors = again.communicate(timeout=280)
+    assert again.returncode == 0, errors
+    assert losses(directory) == losses(long_run / "run")
+    return int(re.search(r"resumed from step (\d+)", (directory / "log.txt").read_text())[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_run_that_is_asked_to_stop_resumes_as_if_nothing_had_happened(long_run, tmp_path, number):
+    config, directory = write_config(tmp_path, cache=str(long_run / "xla")), tmp_path / "run"
+    process, log = start(config, "checkpoint.every=100000"), directory / "log.txt"
+    wait_for(process, lambda: log.exists() and re.search(r"step +40/", log.read_text()))
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == EXIT_RESUMABLE == 75, errors
+    last = max(losses(directory))
+    assert 40 <= last < STEPS
+    assert f"stopped by {number.name} after step {last}; run again to resume" in log.read_text()
+    assert resume_and_compare(config, directory, long_run) == last
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_resumes_from_its_last_checkpoint(long_run, tmp_path):
+    config, directory = write_config(tmp_path, cache=str(long_run / "xla")), tmp_path / "run"
+    process = start(config, "checkpoint.every=30")
+    wait_for(process, (directory / "checkpoints" / "60").exists)
+    process.kill()
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGKILL
+    last = max(losses(directory))
+    assert 60 <= last < STEPS
+    assert 60 <= resume_and_compare(config, directory, long_run) <= last

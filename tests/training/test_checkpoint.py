@@ -1,0 +1,252 @@
+"""Saving on one mesh and restoring on another, and the run directory that is held alone."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from conftest import MESHES, ROOT
+
+from configs.build import build_program
+from configs.schema import load_config
+from parallel.mesh import MeshConfig
+from training.checkpoint import CheckpointConfig, Checkpoints, locked_run, move_aside
+from training.step import Program, TrainState
+
+GRID = MeshConfig(dp=2, tp=2)
+TINY = [
+    "model.hidden_size=32",
+    "model.num_hidden_layers=1",
+    "model.intermediate_size=64",
+    "data.sequence_length=16",
+]
+
+
+@cache
+def program_on(mesh: MeshConfig, *overrides: str) -> Program:
+    sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
+    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *sizes, *overrides])
+    return build_program(config, jax.devices()[: mesh.num_devices])
+
+
+def abstract_on(mesh: MeshConfig, *overrides: str) -> TrainState:
+    with jax.set_mesh(program_on(mesh, *overrides).tp.mesh):
+        return program_on(mesh, *overrides).abstract_state
+
+
+def numbered_state(mesh: MeshConfig, offset: int = 0) -> TrainState:
+    """A state whose every number is another one, also in the optimizer's moments."""
+    count = [offset]
+
+    def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
+        size = int(np.prod(x.shape, dtype=int))
+        values = np.arange(count[0], count[0] + size).reshape(x.shape).astype(x.dtype)
+        count[0] += size
+        return jax.device_put(values, x.sharding)
+
+    return jax.tree.map(fill, abstract_on(mesh))
+
+
+@pytest.fixture
+def open_at(tmp_path):
+    """Opens checkpoints of one directory, and closes all of them at the end."""
+    opened = []
+
+    def open_at(**values) -> Checkpoints:
+        opened.append(Checkpoints(tmp_path / "checkpoints", CheckpointConfig(**values)))
+        return opened[-1]
+
+    yield open_at
+    for checkpoints in opened:
+        checkpoints.close()
+
+
+def save(checkpoints: Checkpoints, step: int, metadata: dict | None = None) -> TrainState:
+    state = numbered_state(GRID, offset=step)
+    checkpoints.save(state, step, metadata or {})
+    assert checkpoints.finish() == step
+    return state
+
+
+@pytest.mark.parametrize("name", [*MESHES, "one device"])
+def test_what_is_saved_on_one_mesh_is_restored_bit_equal_on_every_other(name, open_at):
+    saved = save(open_at(), 3)
+    wanted = abstract_on(MESHES.get(name, MeshConfig()))
+    restored = open_at().restore(3, wanted)
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    for got, was, want in zip(*map(jax.tree.leaves, (restored, saved, wanted)), strict=True):
+        assert np.asarray(got).tobytes() == np.asarray(was).tobytes()
+        assert (got.sharding, got.shape, got.dtype) == (want.sharding, want.shape, want.dtype)
+
+
+def test_an_empty_directory_has_no_latest_step(open_at):
+    assert open_at().latest_step is None
+
+
+def test_the_newest_are_kept_and_the_others_go(open_at, tmp_path):
+    checkpoints = open_at(keep=2)
+    for step in (2, 4, 6, 8):
+        save(checkpoints, step)
+        assert checkpoints.latest_step == step
+    checkpoints.close()
+    kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == [6, 8]
+    reopened = open_at(keep=2)
+    assert reopened.latest_step == 8
+    for step in kept:
+        got = reopened.restore(step, abstract_on(GRID)).params["norm"]["scale"]
+        np.testing.assert_array_equal(got, numbered_state(GRID, step).params["norm"]["scale"])
+
+
+def test_metadata_comes_back_as_it_was(open_at):
+    given = {"order_hash": "ab" * 32, "nested": {"list": [1, 2.5, None, True, "ü"]}}
+    save(open_at(), 7, given)
+    assert open_at().metadata(7) == given == json.loads(json.dumps(given))
+
+
+def test_a_step_that_is_saved_is_not_saved_again(open_at):
+    checkpoints = open_at()
+    save(checkpoints, 5, {"time": "first"})
+    checkpoints.save(numbered_state(GRID), 5, {"time": "second"})
+    assert checkpoints.finish() is None
+    assert checkpoints.metadata(5) == {"time": "first"}
+
+
+def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
+    """The next step donates the buffers while the save still runs."""
+    checkpoints, state = open_at(), numbered_state(GRID, offset=11)
+    wanted = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]
+    checkpoints.save(state, 1, {})
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    assert checkpoints.finish() == 1
+    restored = jax.tree.leaves(checkpoints.restore(1, abstract_on(GRID)))
+    for got, want in zip(restored, wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_finished_save_is_told_once(open_at):
+    checkpoints = open_at()
+    assert checkpoints.poll() is None
+    checkpoints.save(numbered_state(GRID), 4, {})
+    told = [checkpoints.poll(), checkpoints.finish(), checkpoints.poll(), checkpoints.finish()]
+    assert sorted(step for step in told if step is not None) == [4]
+
+
+# Override of the model -> what the refusal says of the first parameter that differs.
+DIFFERENCES = {
+    "model.hidden_size=64": "embed.table as ((264, 32), 'float32'), the config asks for ((264, 64)",
+    "model.vocab_size=272": "embed.table as ((264, 32), 'float32'), the config asks for ((272, 32)",
+    "model.tie_word_embeddings=true": "head.kernel as ((32, 264), 'float32'), the config asks for",
+    "model.param_dtype=bfloat16": "the config asks for ((264, 32), 'bfloat16')",
+    "model.num_hidden_layers=2": "holds layers.attention.o.kernel as ((1, 32, 32), 'float32')",
+    "model.intermediate_size=96": "holds layers.mlp.down.kernel as ((1, 64, 32), 'float32')",
+}
+
+
+@pytest.mark.parametrize("override", DIFFERENCES)
+def test_a_model_that_differs_is_refused_by_the_name_of_a_parameter(override, open_at):
+    checkpoints = open_at()
+    save(checkpoints, 2)
+    with pytest.raises(ValueError) as error:
+        checkpoints.check(2, abstract_on(GRID, override))
+    assert DIFFERENCES[override] in str(error.value)
+    assert str(error.value).startswith("checkpoint 2 holds ")
+    assert str(error.value).endswith("give another run.dir") and "\n" not in str(error.value)
+
+
+def test_a_parameter_that_is_not_stored_is_named(open_at):
+    checkpoints, tied = open_at(), program_on(GRID, "model.tie_word_embeddings=true")
+    with jax.set_mesh(tied.tp.mesh):
+        checkpoints.save(tied.init(), 2, {})
+    checkpoints.finish()
+    with pytest.raises(ValueError, match=r"holds head\.kernel as nothing, the config asks for "):
+        checkpoints.check(2, abstract_on(GRID))
+
+
+def test_the_same_model_on_another_mesh_passes_the_check(open_at):
+    checkpoints = open_at()
+    save(checkpoints, 2)
+    checkpoints.check(2, abstract_on(MESHES["fsdp8"]))
+
+
+def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_path):
+    save(open_at(), 2)
+    stored = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
+    largest = max((path for path in stored if path.is_file()), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    with pytest.raises(RuntimeError, match=r"^checkpoint 2 cannot be restored: "):
+        open_at().restore(2, abstract_on(GRID))
+
+
+def test_a_run_directory_is_held_alone_and_only_for_so_long(tmp_path):
+    directory = tmp_path / "deep" / "run"
+    with locked_run(directory, 0), pytest.raises(ValueError, match="is in use by another") as error:
+        with locked_run(directory, 0):
+            pytest.fail("two runs at once")
+    assert f"run.dir={str(directory)!r}" in str(error.value)
+    assert "give another run.dir" in str(error.value)
+    with locked_run(directory, 0):
+        assert directory.is_dir()
+
+
+def test_another_process_holds_the_directory_until_it_is_killed(tmp_path):
+    hold = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match="is in use by another process"):
+            with locked_run(tmp_path, 0):
+                pytest.fail("two runs at once")
+        other.kill()
+        other.wait()
+    with locked_run(tmp_path, 0):
+        pass
+
+
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, below):
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / below
+    with pytest.raises(ValueError, match=r"cannot be written: .*; give a directory that") as error:
+        with locked_run(directory, 0):
+            pytest.fail("a file is no directory")
+    assert f"run.dir={str(directory)!r}" in str(error.value)
+
+
+def test_room_for_less_than_two_checkpoints_is_refused(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
+    with locked_run(tmp_path, 50 * 2**20):
+        pass
+    with pytest.raises(ValueError, match="has 100 MiB free, but two checkpoints need 102 MiB"):
+        with locked_run(tmp_path, 51 * 2**20):
+            pytest.fail("no room")
+
+
+def test_old_runs_are_numbered_and_keep_everything(tmp_path):
+    directory = tmp_path / "run"
+    assert move_aside(directory) is None
+    for number in (1, 2):
+        with locked_run(directory, 0):
+            assert move_aside(directory) == (None if number == 1 else tmp_path / "run.old-1")
+        (directory / "checkpoints" / "4").mkdir(parents=True)
+        (directory / "checkpoints" / "4" / "x").write_text(f"run {number}")
+        (directory / "log.txt").write_text(f"log {number}")
+    assert move_aside(directory) == tmp_path / "run.old-2"
+    assert os.listdir(directory) == [".lock"]
+    assert move_aside(directory) is None
+    for number in (1, 2):
+        old = tmp_path / f"run.old-{number}"
+        assert sorted(os.listdir(old)) == ["checkpoints", "log.txt"]
+        assert (old / "checkpoints" / "4" / "x").read_text() == f"run {number}"
+        assert (old / "log.txt").read_text() == f"log {number}"
