@@ -18,9 +18,10 @@ from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from model.generate import generate
 from parallel.mesh import find_devices
+from training.checkpoint import CheckpointError
 from training.loop import open_run
 
-EXIT_BAD_INPUT = 2
+EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 @contextlib.contextmanager
@@ -88,7 +89,11 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return EXIT_BAD_INPUT
-        return train()
+        try:
+            return train()
+        except (CheckpointError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import train
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.loop import EXIT_RESUMABLE, Run
 
-TP8 = str(ROOT / "configs" / "tp8.yaml")
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
 TINY = """
 run: {dir: FOLDER/run, compilation_cache: CACHE}
@@ -59,8 +58,8 @@ def write_config(folder: Path, cache: str = "null") -> str:
     return str(folder / "tiny.yaml")
 
 
-def run(config: str, *overrides: str) -> int:
-    return train.main(["--config", config, *overrides])
+def run(config: str, *arguments: str) -> int:
+    return train.main(["--config", config, *arguments])
 
 
 def losses(directory: Path) -> dict[int, float]:
@@ -72,7 +71,7 @@ def losses(directory: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """Folder of a run of six steps that nobody interrupted, with one more for comparison."""
+    """Folder of a run of six steps that nobody interrupted."""
     folder = tmp_path_factory.mktemp("undisturbed")
     assert run(write_config(folder)) == 0
     return folder
@@ -122,19 +121,18 @@ def test_a_missing_configuration_is_one_line_and_exit_code_2(capsys):
 
 def test_print_config_prints_yaml_that_parses_and_trains_nothing(tmp_path, capsys):
     config = write_config(tmp_path)
-    assert train.main(["--config", config, "--print-config", "optimizer.learning_rate=3e-4"]) == 0
+    assert run(config, "--print-config", "optimizer.learning_rate=3e-4") == 0
     printed = capsys.readouterr().out
     values = YAML(typ="safe").load(printed)
     assert values["optimizer"]["learning_rate"] == 3e-4 and values["model"]["head_dim"] is None
     assert not (tmp_path / "run").exists()
     (tmp_path / "printed.yaml").write_text(printed)
-    assert train.main(["--config", str(tmp_path / "printed.yaml"), "--print-config"]) == 0
+    assert run(str(tmp_path / "printed.yaml"), "--print-config") == 0
     assert capsys.readouterr().out == printed
 
 
 def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
-    config = write_config(tmp_path)
-    assert run(config) == 0
+    assert run(write_config(tmp_path)) == 0
     shown, directory = capsys.readouterr().out, tmp_path / "run"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
@@ -143,12 +141,16 @@ def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [line["learning_rate"] for line in lines] == [pytest.approx(1e-2)] * 6
     logged = (directory / "log.txt").read_text()
-    for text in ("sample:\ndef ", "step 6/6  loss", "saved step 6", "mesh dp2 x tp2", "eval loss"):
+    for text in ("sample:\ndef ", "step 6/6  loss", "mesh dp2 x tp2", "eval loss"):
         assert text in shown and text in logged
     assert {path.name for path in (directory / "checkpoints").iterdir()} == {"2", "4", "6"}
     assert list((directory / "tensorboard").iterdir())
-    saved = YAML(typ="safe").load(directory / "config.yaml")
-    assert saved["run"]["dir"] == str(directory) and saved["training"]["steps"] == 6
+    assert YAML(typ="safe").load(directory / "config.yaml")["run"]["dir"] == str(directory)
+
+
+def test_every_save_is_logged(undisturbed):
+    logged = (undisturbed / "run" / "log.txt").read_text()
+    assert re.findall(r"saved step (\d+)", logged) == ["2", "4", "6"]
 
 
 def test_the_same_run_again_has_the_same_losses(undisturbed, tmp_path):
@@ -224,13 +226,13 @@ def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, mo
     assert latest == max(losses(tmp_path / "run"))
 
 
-STEPS = 300
+STEPS = 200
 
 
 def start(config: str, *overrides: str) -> subprocess.Popen:
     command = [sys.executable, "train.py", "--config", config, f"training.steps={STEPS}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *overrides], cwd=ROOT, **quiet)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *overrides], cwd=ROOT, **pipes)
 
 
 def wait_for(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
@@ -253,9 +255,17 @@ def long_run(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
+def test_a_refusal_after_opening_the_run_directory_is_one_line_too(tmp_path):
+    process = start(write_config(tmp_path), "checkpoint.resume=must")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert errors.startswith("error: checkpoint.resume=must") and errors.count("\n") == 1
+
+
 def resume_and_compare(config: str, directory: Path, long_run: Path) -> int:
     """Runs to the end: every step once, as if nothing had happened. The step it resumed from."""
-    again = start(config, "checkpoint.resume=must")
+    again = start(config, "checkpoint.resume=must", "checkpoint.every=1000")
     _, errors = again.communicate(timeout=280)
     assert again.returncode == 0, errors
     assert losses(directory) == losses(long_run / "run")

@@ -17,6 +17,7 @@ import jax
 from orbax.checkpoint import v1
 from pydantic import BaseModel, PositiveInt
 
+from training.metrics import log
 from training.step import TrainState
 
 _ocp = v1.training
@@ -31,6 +32,17 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """How many of the newest checkpoints stay on disk."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue if there is a checkpoint; never: move an old run aside; must: or fail."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message says which and why, on one line."""
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what lies beneath orbax's own error."""
+    while error.__cause__ is not None:
+        error = error.__cause__  # type: ignore[assignment]  # causes of exceptions are exceptions
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 @contextlib.contextmanager
@@ -115,7 +127,7 @@ class Checkpoints:
     def save(self, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
         """Starts saving; returns when the state is copied off the devices.
 
-        metadata: JSON values that `restore` gives back. Raises: OSError of an earlier failed save.
+        metadata: JSON values, read back by `metadata`. Raises: CheckpointError of an earlier save.
         """
         self.finish()
         if step == self.latest_step:
@@ -125,19 +137,21 @@ class Checkpoints:
         )
         self._pending = None if response is None else (step, response)
 
-    def poll(self) -> int | None:
-        """The step of a save that has finished since the last call. Raises what the save raised."""
-        if self._pending is None or self._saver.is_saving_in_progress():
-            return None
-        return self.finish()
+    def poll(self) -> None:
+        """Says so if a save has finished. Raises: CheckpointError if it failed."""
+        if self._pending is not None and not self._saver.is_saving_in_progress():
+            self.finish()
 
-    def finish(self) -> int | None:
-        """Waits for a save in progress; its step. Raises what the save raised."""
+    def finish(self) -> None:
+        """Waits for a save in progress. Raises: CheckpointError if it failed."""
         if self._pending is None:
-            return None
+            return
         (step, response), self._pending = self._pending, None
-        response.result()
-        return step
+        try:
+            response.result()
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {step} was not saved: {_reason(error)}") from error
+        log.info("saved step %d", step)
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What `save` was given for this step."""
@@ -162,14 +176,13 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: TrainState) -> TrainState:
         """The state of a step, on the mesh of `abstract_state`.
 
-        Raises: RuntimeError if it cannot be read.
+        Raises: CheckpointError if it cannot be read.
         """
         abstract = {"state": _as_tree(abstract_state)}
         try:
             tree = self._saver.load_checkpointables(step, abstract)["state"]
         except Exception as error:
-            cause = error.__cause__ or error
-            raise RuntimeError(f"checkpoint {step} cannot be restored: {cause}") from error
+            raise CheckpointError(f"checkpoint {step} cannot be read: {_reason(error)}") from error
         state = TrainState(**tree)
         for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(abstract_state), strict=True):
             assert got.sharding == want.sharding and got.dtype == want.dtype

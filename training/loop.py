@@ -216,18 +216,13 @@ class Run:
                 previous = None
             if last or step % self.checkpoint.every == 0:
                 self.checkpoints.save(state, step, {"order_hash": self.rows.order_hash})
-            if (saved := self.checkpoints.poll()) is not None:
-                log.info("saved step %d", saved)
+            self.checkpoints.poll()
             if stop.signal is not None and step < steps:
-                self._finish_save()
+                self.checkpoints.finish()
                 log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
                 return state, EXIT_RESUMABLE
-        self._finish_save()
+        self.checkpoints.finish()
         return state, EXIT_DONE
-
-    def _finish_save(self) -> None:
-        if (saved := self.checkpoints.finish()) is not None:
-            log.info("saved step %d", saved)
 
     def _log(
         self, step: int, values: dict[str, jax.Array], clock: _Clock, evaluate: Any = None
