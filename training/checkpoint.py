@@ -7,6 +7,7 @@ error, never a silent start from scratch.
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -111,6 +112,8 @@ class Checkpoints:
     """The checkpoints of one run directory."""
 
     def __init__(self, directory: Path, config: CheckpointConfig):
+        # orbax prints tracebacks from its threads before it raises; what it raises, we report.
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._saver = _ocp.Checkpointer(
             os.path.abspath(directory),
             cleanup_tmp_directories=True,
