@@ -1,16 +1,19 @@
-"""Matmuls that move data around a ring of devices while they multiply, and their plain twins.
+"""Collectives and matmuls that move data around a ring of devices, and their plain twins.
 
 Every function here runs inside `jax.shard_map` on local blocks; `axis_name` is the ring, n its
-size, s this device's index on it. Two families, each onto rows (dim -2, tokens) or onto features
-(dim -1), each as `overlap="none"` (one collective, one matmul) or `overlap="ring"` (n - 1 hops,
-each under one of n partial matmuls). Every hop is a `ppermute` to the next device; the derivative
-is the same ring backwards. It refuses to know what the numbers mean: no model word in here.
+size, s this device's index on it. First the verbs: `async_gather*` and `async_scatter*` hop by hop,
+`all_gather` and `reduce_scatter` in one collective. Then the matmuls built on them, onto rows (dim
+-2, tokens) or onto features (dim -1), each as `overlap="none"` (one collective, one matmul) or
+`overlap="ring"` (n - 1 hops, each under one of n partial matmuls). Every hop is a `ppermute` to a
+neighbour; the derivative is the same ring backwards. It refuses to know what the numbers mean: no
+model word in here. The names and list orders of the async verbs are those of the published
+reference `xlstm_jax.distributed.tensor_parallel`.
 
 Letters: R rows, D in features, F out features; n the size of the ring.
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +53,92 @@ def reduce_scatter(x: jax.Array, axis_name: str, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axis_name, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-def _shift_up(x: jax.Array, axis_name: str) -> jax.Array:
-    """Device j's block goes to device j + 1."""
+def _shift(x: Any, axis_name: str, up: bool = True) -> Any:
+    """Every leaf of x to the next device: j to j + 1 if `up`, else to j - 1."""
     n = lax.axis_size(axis_name)
-    return lax.ppermute(x, axis_name, [(j, (j + 1) % n) for j in range(n)])
+    pairs = [(j, (j + (1 if up else -1)) % n) for j in range(n)]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis_name, pairs), x)
+
+
+def async_gather(x: Any, axis_name: str, shift_up: bool = True) -> list[Any]:
+    """All-gathers an array or a pytree by a one-way ring: a list of n shards, x itself first.
+
+    shift_up: device j sends to j + 1, and entry i at device s is the shard of s - i; otherwise the
+    other way round. Communication: n - 1 hops of x, each waiting for the one before only.
+    """
+    shards = [x]
+    for _ in range(lax.axis_size(axis_name) - 1):
+        shards.append(_shift(shards[-1], axis_name, shift_up))
+    return shards
+
+
+def async_gather_bidirectional(x: Any, axis_name: str, shift_up: bool = True) -> list[Any]:
+    """`async_gather`, entry for entry, with half of the hops each way.
+
+    Communication: n - 1 blocks as before, but the longest chain is n // 2 hops.
+    """
+    n = lax.axis_size(axis_name)
+    forth, back = [x], [x]
+    for _ in range(n // 2):
+        forth.append(_shift(forth[-1], axis_name, shift_up))
+    for _ in range((n - 1) // 2):
+        back.append(_shift(back[-1], axis_name, not shift_up))
+    return forth + back[:0:-1]
+
+
+def async_gather_split(x: Any, axis_name: str) -> list[Any]:
+    """All-gathers with the features of every leaf (last dim, even) split between two rings.
+
+    The list has 2 n - 1 entries, as documented: x itself, whole; then for i in 1 .. n - 1 the lower
+    half of the shard of s - i; then for i in 1 .. n - 1 the upper half of the shard of s + i. (The
+    reference's source returns 2 n, its own shard in halves too.)
+    Communication: n - 1 hops of half of x each way at once.
+    """
+    lower, upper = (jax.tree.map(lambda leaf, h=h: _half(leaf, h), x) for h in (0, 1))
+    ups = async_gather(lower, axis_name, shift_up=True)
+    downs = async_gather(upper, axis_name, shift_up=False)
+    return [x, *ups[1:], *downs[1:]]
+
+
+def async_scatter(xs: Sequence[Any], axis_name: str, shift_up: bool = True) -> Any:
+    """Reduce-scatters by a one-way ring: partial sums travel and are added to on the way.
+
+    xs: n arrays or pytrees; entry k at device s is its part of the sum that ends at device
+    s - 1 - k (shift_up) or s + 1 + k. Returns the sum that ends here. Communication: n - 1 hops.
+    Raises: ValueError if there are not n entries.
+    """
+    _check_shards(xs, axis_name)
+    total = xs[0]
+    for x in xs[1:]:
+        total = jax.tree.map(jnp.add, _shift(total, axis_name, shift_up), x)
+    return total
+
+
+def async_scatter_split(xs: Sequence[Any], axis_name: str) -> Any:
+    """`async_scatter` with the lower half of the features going up and the upper half going down.
+
+    For entry k the two halves belong to different owners: s - 1 - k and s + 1 + k. The halves that
+    end here are concatenated. Communication: n - 1 hops of half an entry each way at once.
+    """
+    _check_shards(xs, axis_name)
+    halves = [[jax.tree.map(lambda leaf, h=h: _half(leaf, h), x) for x in xs] for h in (0, 1)]
+    lower = async_scatter(halves[0], axis_name, shift_up=True)
+    upper = async_scatter(halves[1], axis_name, shift_up=False)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-1), lower, upper)
+
+
+def _half(x: jax.Array, which: int) -> jax.Array:
+    if x.shape[-1] % 2:
+        raise ValueError(f"features of {x.shape} cannot be split in two: use an even width")
+    return jnp.split(x, 2, axis=-1)[which]
+
+
+def _check_shards(xs: Sequence[Any], axis_name: str) -> None:
+    n = lax.axis_size(axis_name)
+    if len(xs) != n:
+        raise ValueError(
+            f"Number of shards needs to match axis size: got {len(xs)} for {axis_name} of size {n}"
+        )
 
 
 def _block(x: jax.Array, index: jax.Array, size: int, dim: int) -> jax.Array:
@@ -92,7 +177,7 @@ def _gather_rows(
     rows = x.shape[-2]
     outs: list[jax.Array | None] = [None] * len(kernels)
     for hop in range(n):
-        following = _shift_up(x, axis_name) if hop < n - 1 else x
+        following = _shift(x, axis_name) if hop < n - 1 else x
         start = (s - hop) % n * rows
         for index, w in enumerate(kernels):
             y = jnp.matmul(x, w, precision=precision)
@@ -111,7 +196,7 @@ def _gather_features(
     features = x.shape[-1]
     sums: list[jax.Array | None] = [None] * len(kernels)
     for hop in range(n):
-        following = _shift_up(x, axis_name) if hop < n - 1 else x
+        following = _shift(x, axis_name) if hop < n - 1 else x
         for index, w in enumerate(kernels):
             part = jnp.matmul(
                 x,
@@ -155,5 +240,5 @@ def matmul_scatter(
 
     y = chunk(0)
     for k in range(1, n):
-        y = _shift_up(y, axis_name) + chunk(k)
+        y = _shift(y, axis_name) + chunk(k)
     return y

@@ -16,7 +16,14 @@ from conftest import MESHES, ROOT
 from configs.build import build_program
 from configs.schema import load_config
 from parallel.mesh import MeshConfig
-from training.checkpoint import CheckpointConfig, Checkpoints, locked_run, move_aside
+from training.checkpoint import (
+    CheckpointConfig,
+    CheckpointError,
+    Checkpoints,
+    locked_run,
+    move_aside,
+)
+from training.metrics import logging_to
 from training.step import Program, TrainState
 
 GRID = MeshConfig(dp=2, tp=2)
@@ -70,7 +77,8 @@ def open_at(tmp_path):
 def save(checkpoints: Checkpoints, step: int, metadata: dict | None = None) -> TrainState:
     state = numbered_state(GRID, offset=step)
     checkpoints.save(state, step, metadata or {})
-    assert checkpoints.finish() == step
+    checkpoints.finish()
+    assert checkpoints.latest_step == step
     return state
 
 
@@ -114,7 +122,7 @@ def test_a_step_that_is_saved_is_not_saved_again(open_at):
     checkpoints = open_at()
     save(checkpoints, 5, {"time": "first"})
     checkpoints.save(numbered_state(GRID), 5, {"time": "second"})
-    assert checkpoints.finish() is None
+    checkpoints.finish()
     assert checkpoints.metadata(5) == {"time": "first"}
 
 
@@ -125,18 +133,33 @@ def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
     checkpoints.save(state, 1, {})
     for leaf in jax.tree.leaves(state):
         leaf.delete()
-    assert checkpoints.finish() == 1
+    checkpoints.finish()
     restored = jax.tree.leaves(checkpoints.restore(1, abstract_on(GRID)))
     for got, want in zip(restored, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
 
 
-def test_a_finished_save_is_told_once(open_at):
+def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
     checkpoints = open_at()
-    assert checkpoints.poll() is None
-    checkpoints.save(numbered_state(GRID), 4, {})
-    told = [checkpoints.poll(), checkpoints.finish(), checkpoints.poll(), checkpoints.finish()]
-    assert sorted(step for step in told if step is not None) == [4]
+    with logging_to(tmp_path / "log.txt", None):
+        checkpoints.poll()
+        for step in (4, 5):
+            checkpoints.save(numbered_state(GRID), step, {})
+        for _ in range(2):
+            checkpoints.poll()
+            checkpoints.finish()
+    told = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert told == ["saved step 4", "saved step 5"]
+
+
+def test_a_save_that_fails_is_an_error_on_one_line(open_at, tmp_path):
+    checkpoints = open_at()
+    save(checkpoints, 1)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match=r"^checkpoint 2 was not saved: .+$") as error:
+        save(checkpoints, 2)
+    assert "\n" not in str(error.value)
 
 
 # Override of the model -> what the refusal says of the first parameter that differs.
@@ -181,8 +204,9 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_
     stored = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
     largest = max((path for path in stored if path.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    with pytest.raises(RuntimeError, match=r"^checkpoint 2 cannot be restored: "):
+    with pytest.raises(CheckpointError, match=r"^checkpoint 2 cannot be read: .+$") as error:
         open_at().restore(2, abstract_on(GRID))
+    assert "\n" not in str(error.value)
 
 
 def test_a_run_directory_is_held_alone_and_only_for_so_long(tmp_path):
