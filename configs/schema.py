@@ -140,13 +140,12 @@ def _check_keys(tree: dict[str, Any], model: type[BaseModel], prefix: str) -> No
 
 
 def _nearest(path: str) -> str:
+    """The key that was meant: the same name in another section, else the nearest spelling."""
     known = list(config_keys())
-    close = difflib.get_close_matches(path, known, n=1, cutoff=0.6)
+    leaves = {name.rpartition(".")[2]: name for name in known}
     leaf = path.rpartition(".")[2]
-    close = close or [name for name in known if name.rpartition(".")[2] == leaf]
-    if not close:
-        leaves = {name.rpartition(".")[2]: name for name in known}
-        close = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
+    close = [leaves[leaf]] if leaf in leaves else difflib.get_close_matches(path, known, n=1)
+    close = close or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)]
     return f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
 
 

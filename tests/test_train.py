@@ -298,3 +298,17 @@ def test_a_run_that_is_killed_resumes_from_its_last_checkpoint(long_run, tmp_pat
     last = max(losses(directory))
     assert 60 <= last < STEPS
     assert 60 <= resume_and_compare(config, directory, long_run) <= last
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_is_one_line_and_ends_at_once(tmp_path):
+    """No file may grow beyond 64 KiB: what a full disk does to a save, without a disk to fill."""
+    config = write_config(tmp_path)
+    command = (
+        f"ulimit -f 64; exec {sys.executable} train.py --config {config} model.hidden_size=128"
+    )
+    arguments = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
+    process = subprocess.run(["bash", "-c", command], **arguments)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: checkpoint 2 was not saved: ")
+    assert process.stderr.count("\n") == 1

@@ -210,14 +210,16 @@ class Run:
             if previous is not None:
                 self._log(step - 1, previous, clock)
             previous = values
-            last = step == steps or stop.signal is not None
-            if last or step % self.training.eval_every == 0:
+            due = step == steps or step % self.training.eval_every == 0
+            if due or stop.signal is not None:
                 self._log(step, values, clock, None if stop.signal else state.params)
                 previous = None
-            if last or step % self.checkpoint.every == 0:
+            # A signal that comes in a step whose metrics are not written waits for the next one.
+            stopping = stop.signal is not None and previous is None
+            if step == steps or stopping or step % self.checkpoint.every == 0:
                 self.checkpoints.save(state, step, {"order_hash": self.rows.order_hash})
             self.checkpoints.poll()
-            if stop.signal is not None and step < steps:
+            if stopping and stop.signal is not None and step < steps:
                 self.checkpoints.finish()
                 log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
                 return state, EXIT_RESUMABLE

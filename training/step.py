@@ -123,7 +123,7 @@ class Program:
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             metrics = {
                 "loss": loss,
-                "grad_norm": optax.global_norm(grads),
+                "grad_norm": optax.tree.norm(grads),
                 "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
             }
             params = optax.apply_updates(state.params, updates)

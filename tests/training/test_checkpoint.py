@@ -1,6 +1,5 @@
 """Saving on one mesh and restoring on another, and the run directory that is held alone."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -151,18 +150,6 @@ def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
             checkpoints.finish()
     told = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert told == ["saved step 4", "saved step 5"]
-
-
-def test_a_save_that_fails_is_an_error_on_one_line(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
-    save(checkpoints, 1)
-    shutil.rmtree(tmp_path / "checkpoints")
-    (tmp_path / "checkpoints").touch()
-    with pytest.raises(CheckpointError, match=r"^checkpoint 2 was not saved: .+$") as error:
-        save(checkpoints, 2)
-    assert "\n" not in str(error.value)
-    with contextlib.suppress(OSError):  # orbax raises it a second time
-        checkpoints.close()
 
 
 # Override of the model -> what the refusal says of the first parameter that differs.
