@@ -69,7 +69,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Values are YAML 1.2 (1e-3 is a number, null is null). Raises: ConfigError.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"--config {path} is not text: {error.reason}; give a YAML file"
+        ) from error
     except OSError as error:
         near = ", ".join(str(p) for p in sorted(Path("configs").glob("*.yaml")))
         raise ConfigError(
@@ -189,7 +193,9 @@ def _cross_check(config: Config) -> None:
         mesh.tp,
     )
     _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
-    _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp)
+    padded = -(-model.vocab_size // mesh.tp) * mesh.tp
+    or_pad = f"pad it: model.vocab_size={padded}"
+    _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp, or_pad)
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
     if config.parallel.residual == "hidden":
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)

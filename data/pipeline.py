@@ -22,7 +22,9 @@ from data.store import digest_files, open_store
 from data.tokenizer import ByteTokenizer
 
 
-class DataConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class DataConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
     """What is read, and how it is cut into batches."""
 
     files: str | None = None
@@ -63,12 +65,16 @@ class Rows:
                 "give more text or shorter rows"
             )
         split = grain.MapDataset.range(num_rows).seed(0).shuffle()
-        self._eval = [split[i] for i in range(self.num_eval)]
-        self._train = split.slice(slice(self.num_eval, None)).seed(config.seed).shuffle().repeat()
-        identity = (digest_files(files, self.tokenizer), config.sequence_length, config.seed)
-        head = [int(self._train[i]) for i in range(min(64, self.num_train))]
-        self.order_hash = hashlib.sha256(repr((identity, self._eval, head)).encode()).hexdigest()
-        """Identity of the order: equal hashes give equal batches."""
+        self._eval = [int(split[index]) for index in range(self.num_eval)]
+        # How many training rows come before each held-out row: what `_train_number` skips.
+        self._before = np.sort(self._eval) - np.arange(self.num_eval)
+        self._order = grain.MapDataset.range(self.num_train).seed(config.seed).shuffle().repeat()
+        head = [self._train_number(index) for index in range(min(64, self.num_train))]
+        digest = digest_files(files, self.tokenizer)
+        shape = config.sequence_length, config.global_batch_size
+        identity = digest, shape, config.seed, self._eval, head
+        self.order_hash = hashlib.sha256(repr(identity).encode()).hexdigest()
+        """Identity of the order: equal hashes give equal batches at every step."""
 
     @property
     def epoch_tokens(self) -> int:
@@ -77,7 +83,11 @@ class Rows:
 
     def train_row(self, index: int) -> dict[str, np.ndarray]:
         """Row `index` of the endless training order."""
-        return self._row(self._train[index])
+        return self._row(self._train_number(index))
+
+    def _train_number(self, index: int) -> int:
+        number = int(self._order[index])
+        return number + int(np.searchsorted(self._before, number, side="right"))
 
     def eval_row(self, index: int) -> dict[str, np.ndarray]:
         """Held-out row `index`; past the end, a row that counts for nothing."""
@@ -86,9 +96,9 @@ class Rows:
         row = self._row(self._eval[0])
         return {**row, "loss_mask": np.zeros_like(row["loss_mask"])}
 
-    def _row(self, row: Any) -> dict[str, np.ndarray]:
+    def _row(self, number: int) -> dict[str, np.ndarray]:
         length = self.config.sequence_length
-        return pack_row(self._stream, int(row), length, self.tokenizer.eos_id)
+        return pack_row(self._stream, number, length, self.tokenizer.eos_id)
 
 
 def global_batch(

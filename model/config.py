@@ -12,7 +12,9 @@ DTypeName = Literal["bfloat16", "float32"]
 RematPolicy = Literal["none", "dots", "full"]
 
 
-class ModelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class ModelConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
     """A decoder-only transformer: RMSNorm, rope, grouped-query attention, SwiGLU."""
 
     vocab_size: PositiveInt = 264

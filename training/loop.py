@@ -33,7 +33,9 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Folder for compiled programs, shared by runs; null: compile every time."""
 
 
-class TrainingConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class TrainingConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
     """How long, from which seed, and what is shown on the way."""
 
     steps: PositiveInt = 1000
@@ -140,8 +142,8 @@ def _start_step(
     if checkpoints.metadata(step).get("order_hash") != rows.order_hash:
         raise ValueError(
             f"checkpoint {step} was trained on another data order: files, data.seed, "
-            "data.sequence_length or data.eval_fraction changed; restore them, or give another "
-            "run.dir"
+            "data.sequence_length, data.global_batch_size or data.eval_fraction changed; restore "
+            "them, or give another run.dir"
         )
     checkpoints.check(step, program.abstract_state)
     return step

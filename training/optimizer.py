@@ -7,7 +7,9 @@ import optax
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 
-class OptimizerConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+class OptimizerConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
     """AdamW (arXiv 1711.05101), clipped by global norm."""
 
     learning_rate: PositiveFloat = 3e-4
@@ -71,6 +73,7 @@ def make_optimizer(
         weight_decay=config.weight_decay,
         mask=decays,
     )
-    if config.clip_norm is None:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    # identity holds the place of the clipping, so that the state has one structure either way.
+    no_clip = config.clip_norm is None
+    clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, adamw)
