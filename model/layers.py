@@ -16,9 +16,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from model.attention.operation import AttentionFunction, OperationRegistry
+from model.attention.operation import Operation, OperationRegistry
 from model.config import ModelConfig
-from parallel.axes import BATCH, HEAD, HEAD_DIM, QUERY_LENGTH, Replicated, ResidualSharding, RowWise
+from parallel.axes import (
+    MODE_TRAIN,
+    AttnQSharding,
+    Replicated,
+    ResidualSharding,
+    RowWise,
+    TokenSharding,
+)
 from parallel.linear import (
     ColumnParallelLinear,
     Initializer,
@@ -186,13 +193,13 @@ class Attention(nnx.Module):
         self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
     ) -> jax.Array:
         manager = self.tp.manager
-        q_spec = manager.resolve([BATCH, QUERY_LENGTH, HEAD, HEAD_DIM])
+        q_spec = manager.resolve(AttnQSharding, MODE_TRAIN)
         kv_spec = jax.typeof(k).sharding.spec
-        token_spec = manager.resolve([BATCH, QUERY_LENGTH])
+        token_spec = manager.resolve(TokenSharding)
         operation = OperationRegistry.get(self.config.attention)
         body = partial(
             _attend_body,
-            function=operation.function,
+            operation=operation,
             softmax_scale=self.config.head_size**-0.5,
             head_axis=self.tp.axis_name,
             length_axis=manager.partition_axis.sequence_parallel_axis,
@@ -214,7 +221,7 @@ def _attend_body(
     v: jax.Array,
     segment_ids: jax.Array,
     *,
-    function: AttentionFunction,
+    operation: Operation,
     softmax_scale: float,
     head_axis: str,
     length_axis: str,
@@ -223,20 +230,23 @@ def _attend_body(
 ) -> jax.Array:
     """q `B L/sp H/tp h`, k and v `B L/sp K/tp h` (or K whole), ids `B L/sp` -> `B L/sp H/tp h`.
 
-    Communication: an all-gather over sp of k, v and the segment ids.
+    Communication: an all-gather over sp of k, v and the segment ids if the operation needs it.
     """
     if kv_replicated:
         heads = q.shape[2]
         own = (lax.axis_index(head_axis) * heads + jnp.arange(heads)) // heads_per_kv
         k, v = jnp.take(k, own, axis=2), jnp.take(v, own, axis=2)
-    length = q.shape[1]
-    k, v, kv_segment_ids = (all_gather(y, length_axis, 1) for y in (k, v, segment_ids))
-    return function(
+    index_L = lax.axis_index(length_axis) * q.shape[1] + jnp.arange(q.shape[1])
+    kv_index_T, kv_segment_ids = index_L, segment_ids
+    if operation.capabilities.needs_all_keys:
+        k, v, kv_segment_ids = (all_gather(y, length_axis, 1) for y in (k, v, segment_ids))
+        kv_index_T = jnp.arange(k.shape[1])
+    return operation.function(
         q,
         k,
         v,
-        q_index_L=lax.axis_index(length_axis) * length + jnp.arange(length),
-        kv_index_T=jnp.arange(k.shape[1]),
+        q_index_L=index_L,
+        kv_index_T=kv_index_T,
         q_segment_ids_BL=segment_ids,
         kv_segment_ids_BT=kv_segment_ids,
         softmax_scale=softmax_scale,

@@ -13,7 +13,7 @@ from parallel.axes import DEFAULT_MASK_VALUE
 
 @OperationRegistry.register(
     "vanilla",
-    capabilities=Capabilities(segment_ids=True, grouped_query=True, gathers_keys=True),
+    capabilities=Capabilities(needs_all_keys=True),
 )
 def vanilla(
     q_BLHh: jax.Array,

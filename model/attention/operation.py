@@ -33,14 +33,10 @@ class AttentionFunction(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an operation does beyond causal attention."""
+    """What the attention layer must know of an operation."""
 
-    segment_ids: bool
-    """Packed documents do not see each other."""
-    grouped_query: bool
-    """Fewer key and value heads than query heads."""
-    gathers_keys: bool
-    """Over sp it needs all keys and values on every device (an all-gather of both)."""
+    needs_all_keys: bool
+    """Over sp it is given all keys and values (an all-gather of both), not its own block."""
 
 
 @dataclass(frozen=True)

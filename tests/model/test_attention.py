@@ -90,6 +90,6 @@ def test_the_registry_refuses_unknown_and_double_names() -> None:
     assert OperationRegistry.list_implementations()[0] == "vanilla"
     with pytest.raises(ValueError, match=r"unknown attention operation 'vanila'.*vanilla"):
         OperationRegistry.get("vanila")
-    record = Capabilities(segment_ids=True, grouped_query=True, gathers_keys=True)
+    record = Capabilities(needs_all_keys=True)
     with pytest.raises(ValueError, match="registered twice"):
         OperationRegistry.register("vanilla", capabilities=record)(vanilla)
