@@ -8,7 +8,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,11 +29,16 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
 
     Raises: ValueError for what the user can mend.
     """
-    rows = Rows(config.data)
+    try:
+        rows = Rows(config.data)
+    except OSError as error:
+        raise ValueError(
+            f"data: {error.filename}: {error.strerror}; check data.files and data.cache_dir"
+        ) from error
     devices, notice = find_devices(config.mesh.num_devices)
     if config.run.compilation_cache is not None:
-        cache = Path(config.run.compilation_cache).expanduser()
-        jax.config.update("jax_compilation_cache_dir", os.path.abspath(cache))
+        cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
+        jax.config.update("jax_compilation_cache_dir", cache)
     program = build_program(config, devices)
     mesh = " x ".join(f"{name}{size}" for name, size in program.tp.mesh.shape.items() if size > 1)
     announce = [
@@ -78,22 +82,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(argv)
-    with contextlib.ExitStack() as stack:
-        try:
-            config = load_config(args.config, args.overrides)
-            if args.print_config:
-                print(dump_config(config), end="")
-                return 0
-            train = stack.enter_context(open_session(config))
-        except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_BAD_INPUT
-        try:
+    args = parser.parse_intermixed_args(argv)
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                config = load_config(args.config, args.overrides)
+                if args.print_config:
+                    print(dump_config(config), end="")
+                    return 0
+                train = stack.enter_context(open_session(config))
+            except (ValueError, OSError) as error:
+                print(f"error: {error}", file=sys.stderr)
+                return EXIT_BAD_INPUT
             return train()
-        except (CheckpointError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return EXIT_FAILED
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
@@ -21,6 +21,7 @@ from data.tokenizer import ByteTokenizer
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
 from parallel.mesh import MeshConfig
+from parallel.partition import Residual
 from parallel.ring import Overlap
 from training.checkpoint import CheckpointConfig
 from training.loop import RunConfig, TrainingConfig
@@ -34,7 +35,7 @@ class ConfigError(ValueError):
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """How activations lie and how linears communicate."""
 
-    residual: Literal["hidden", "sequence", "replicated"] = "sequence"
+    residual: Residual = "sequence"
     """Layout of the residual stream over tp."""
     overlap: Overlap = "none"
     """How linears hide communication under their matmuls."""

@@ -6,6 +6,7 @@ that its devices hold.
 """
 
 import hashlib
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt
 
 from data.packing import FIELDS, count_rows, pack_row
 from data.source import find_files
@@ -35,7 +36,7 @@ class DataConfig(
     """Rows per optimizer step, over all devices and accumulation steps."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1)
     """Share of the rows held out for evaluation."""
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the order of rows."""
     cache_dir: str = ".cache/data"
     """Folder for tokenised stores."""
@@ -51,7 +52,7 @@ class Rows:
         self.config = config
         self.tokenizer = ByteTokenizer()
         files = find_files(config.files)
-        self._stream = open_store(files, self.tokenizer, Path(config.cache_dir))
+        self._stream = open_store(files, self.tokenizer, Path(os.path.expanduser(config.cache_dir)))
         num_rows = count_rows(len(self._stream), config.sequence_length)
         self.num_eval = round(num_rows * config.eval_fraction)
         if config.eval_fraction:

@@ -4,6 +4,7 @@ A document is one file, whole. Their order is the sorted order of their paths.
 """
 
 import glob
+import os
 import sysconfig
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def find_files(pattern: str | None) -> list[Path]:
         ]
         what = f"the standard library at {root}"
     else:
-        names = glob.glob(str(Path(pattern).expanduser()), recursive=True)
+        names = glob.glob(os.path.expanduser(pattern), recursive=True)
         files = [Path(name) for name in names if Path(name).is_file()]
         what = f"data.files={pattern!r}"
     if not files:

@@ -5,7 +5,6 @@ then renamed, so that a half-written one is never read. Its name is a digest of 
 """
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -36,12 +35,13 @@ def open_store(files: Sequence[Path], tokenizer: ByteTokenizer, cache: Path) -> 
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix="building-", dir=cache))
         end = np.array([tokenizer.eos_id], np.uint16)
-        documents = (tokenizer.encode(data) for path in files if (data := path.read_bytes()))
-        np.save(
-            building / "tokens.npy", np.concatenate([part for d in documents for part in (d, end)])
-        )
         try:
-            os.rename(building, folder)
-        except OSError:  # another process was first; both hold the same bytes
+            documents = (tokenizer.encode(data) for path in files if (data := path.read_bytes()))
+            stream = np.concatenate([part for document in documents for part in (document, end)])
+            np.save(building / "tokens.npy", stream)
+            building.rename(folder)
+        except OSError:
             shutil.rmtree(building)
+            if not folder.exists():  # else another process was first; both hold the same bytes
+                raise
     return np.load(folder / "tokens.npy", mmap_mode="r")

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from model.attention.operation import Operation, OperationRegistry
@@ -134,11 +133,13 @@ def _embed_body(
     dtype: jnp.dtype,
 ) -> jax.Array:
     """`V/tp D/fsdp`, `B L` -> `B L D`, with D or L over tp if the layout says so."""
-    table = gather_kernel(table, table_spec, keep=axis_name, dtype=dtype)
+    # Looked up before the cast: the gradient adds up the rows of equal tokens, in float32.
+    table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
     rows = table.shape[0]
     local_BL = tokens_BL - lax.axis_index(axis_name) * rows
     owned_BL = (local_BL >= 0) & (local_BL < rows)
-    x_BLD = jnp.where(owned_BL[..., None], table[jnp.clip(local_BL, 0, rows - 1)], 0)
+    x_BLD = table[jnp.clip(local_BL, 0, rows - 1)].astype(dtype)
+    x_BLD = jnp.where(owned_BL[..., None], x_BLD, 0)
     if layout == "replicated":
         return lax.psum(x_BLD, axis_name)
     return reduce_scatter(x_BLD, axis_name, 1 if layout == "sequence" else 2)
@@ -167,15 +168,13 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         with jax.named_scope("qkv"):
             qkv = self.qkv(x_BLD)
-            q, k, v = (self._split_heads(checkpoint_name(qkv[name], name)) for name in "qkv")
+            q, k, v = (self._split_heads(qkv[name]) for name in "qkv")
             q, k = (rope(y, positions_BL, self.config.rope_theta) for y in (q, k))
         with jax.named_scope("attention"):
             out_BLHh = self._attend(q, k, v, segment_ids_BL)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
-            out_BLF = checkpoint_name(
-                out_BLHh.reshape(B, L, H * h, out_sharding=features), "attention"
-            )
+            out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
         with jax.named_scope("o"):
             return self.o(out_BLF, jax.typeof(x_BLD).sharding.spec)
 
@@ -271,7 +270,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         with jax.named_scope("gate_up"):
-            y = {name: checkpoint_name(y, name) for name, y in self.gate_up(x_BLD).items()}
+            y = self.gate_up(x_BLD)
         with jax.named_scope("down"):
             hidden_BLF = jax.nn.silu(y["gate"]) * y["up"]
             return self.down(hidden_BLF, jax.typeof(x_BLD).sharding.spec)

@@ -3,7 +3,6 @@
 Letters: N tokens of this device, D embed, V vocabulary, C tokens of one chunk.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -69,14 +68,16 @@ def _loss_body(
     """`B L/tp D` or `B L D/tp` or `B L D`, kernel `D/fsdp V/tp`, tokens `B L` -> scalar."""
     if layout != "replicated":
         x = all_gather(x, axis_name, 1 if layout == "sequence" else 2)
-    kernel = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype)
+    kernel = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype, like=x)
     # Varying over all axes: what a custom derivative returns must have the type of its input, and
     # the transpose of this cast is the all-sum of the gradients over the axes that repeat it.
     x, kernel = (vary(y, mesh_axes) for y in (x, kernel))
     tokens_ND = x.reshape(-1, x.shape[-1])
-    count = tokens_ND.shape[0]
-    chunk = math.gcd(count, chunk)
-    total = _chunked_sum(tokens_ND, kernel, targets.reshape(-1), mask.reshape(-1), axis_name, chunk)
+    rows: tuple[jax.Array, ...] = (tokens_ND, targets.reshape(-1), mask.reshape(-1))
+    chunk = min(chunk, tokens_ND.shape[0])
+    if missing := -tokens_ND.shape[0] % chunk:  # the last chunk is filled up with masked tokens
+        rows = tuple(jnp.pad(y, [(0, missing)] + [(0, 0)] * (y.ndim - 1)) for y in rows)
+    total = _chunked_sum(rows[0], kernel, *rows[1:], axis_name, chunk)
     return lax.psum(total, tuple(name for name in mesh_axes if name != axis_name))
 
 

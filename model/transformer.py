@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-import model.attention  # noqa: F401  (fills the registry of operations)
 from model.config import ModelConfig
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, linear_of
 from parallel.axes import TokenSharding
-from parallel.linear import ColumnParallelLinear, TensorParallelConfig, named_rngs
+from parallel.linear import ColumnParallelLinear, TensorParallelConfig, column_parallel, named_rngs
 
 _POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -90,9 +89,7 @@ class Transformer(nnx.Module):
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Hidden states -> logits `B L V`, V on tp. Training uses `cross_entropy_sum` instead."""
-        if self.config.tie_word_embeddings:
-            return jnp.matmul(x_BLD, self.head_kernel().astype(x_BLD.dtype))
-        return self.head(x_BLD)
+        return column_parallel(x_BLD, [self.head_kernel()], self.tp)[0]
 
     def head_kernel(self) -> jax.Array:
         """The head's kernel (D, V), ColumnWise; the transposed embedding if tied."""

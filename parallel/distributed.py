@@ -8,7 +8,7 @@ from types import FrameType
 class StopRequest:
     """Turns the first SIGTERM or SIGINT into a flag that the loop reads between steps.
 
-    A second signal exits at once with 128 + its number. Install it before jax.distributed starts: a
+    A second signal exits at once with 1. Install it before jax.distributed starts: a
     Python handler installed afterwards would disable jax's own preemption notice.
     """
 
@@ -23,5 +23,5 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            os._exit(128 + number)
+            os._exit(1)
         self.signal = signal.Signals(number)

@@ -1,4 +1,4 @@
-"""Linears whose kernels are split over devices; the only way the model multiplies by a parameter.
+"""Linears whose kernels are split over devices: every projection of the model is one of them.
 
 A column-parallel linear splits its outputs over tp, a row-parallel one its inputs. Neither is told
 what to communicate: it reads the layout of its input from the input's type and the layout of its
@@ -20,10 +20,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallel.axes import ColumnWise, Replicated, RowWise, SRowWise
-from parallel.partition import PartitionAxis, PartitionManager
-from parallel.ring import Overlap, all_gather, gather_matmul, matmul_scatter
+from parallel.partition import PartitionAxis, PartitionManager, Residual
+from parallel.ring import Overlap, all_gather, gather_matmul, matmul_scatter, vary
 
-Layout = Literal["hidden", "sequence", "replicated"]
 Initializer = Callable[..., jax.Array]
 _LECUN_NORMAL = nnx.initializers.lecun_normal()
 
@@ -64,11 +63,11 @@ def named_rngs(rngs: nnx.Rngs, name: str) -> nnx.Rngs:
     return nnx.Rngs(params=jax.random.fold_in(rngs.params.key[...], zlib.crc32(name.encode())))
 
 
-def layout_of(spec: P, axis_name: str) -> Layout:
+def layout_of(spec: P, axis_name: str) -> Residual:
     """How activations `... L D` with this spec lie on the tensor-parallel axis."""
 
     def carries(entry: Any) -> bool:
-        return axis_name == entry or (isinstance(entry, tuple) and axis_name in entry)
+        return axis_name in _names(entry)
 
     if carries(spec[-1]):
         return "hidden"
@@ -79,26 +78,67 @@ def layout_of(spec: P, axis_name: str) -> Layout:
     return "replicated"
 
 
+def _names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
 def without_axis(entry: Any, axis_name: str) -> Any:
     """One entry of a PartitionSpec with one mesh axis taken out."""
-    names = entry if isinstance(entry, tuple) else (entry,)
-    kept = tuple(name for name in names if name is not None and name != axis_name)
+    kept = tuple(name for name in _names(entry) if name != axis_name)
     return kept[0] if len(kept) == 1 else kept or None
 
 
 def gather_kernel(
-    kernel: jax.Array, spec: P, *, keep: str, dtype: jax.typing.DTypeLike | None
+    kernel: jax.Array,
+    spec: P,
+    *,
+    keep: str,
+    dtype: jax.typing.DTypeLike | None,
+    like: jax.Array,
 ) -> jax.Array:
     """Inside shard_map: a parameter whole on all axes but `keep`, cast before it travels.
 
-    Communication: one all-gather over the axes that shard it, one reduce-scatter of its gradient.
+    like: the activations that it will meet. Communication: one all-gather in `dtype` over the axes
+    that shard it; backwards one reduce-scatter in `dtype`, then, of this device's shard alone and
+    in the parameter's own dtype, an all-sum over the axes that repeat it (dp and ep).
     """
+    sharding = {name for entry in spec for name in _names(entry)}
+    repeating = jax.typeof(like).manual_axis_type.varying - sharding - {keep}
+    kernel = vary(kernel, tuple(sorted(repeating)))
     kernel = kernel if dtype is None else kernel.astype(dtype)
     for dim, entry in enumerate(spec):
         names = without_axis(entry, keep)
         if names is not None:
             kernel = all_gather(kernel, names, dim)
     return kernel
+
+
+def column_parallel(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> tuple[jax.Array, ...]:
+    """`... L D` in any layout, `ColumnWise` kernels (D, F) -> `... L F` each, F on tp."""
+    spec = jax.typeof(x).sharding.spec
+    kernel_spec = config.manager.resolve(ColumnWise)
+    length = [without_axis(entry, config.axis_name) for entry in spec[:-1]]
+    body = partial(
+        _column_body,
+        kernel_spec=kernel_spec,
+        layout=layout_of(spec, config.axis_name),
+        axis_name=config.axis_name,
+        overlap=config.overlap,
+        precision=precision,
+    )
+    island = jax.shard_map(
+        body,
+        mesh=config.mesh,
+        in_specs=(spec, *(kernel_spec for _ in kernels)),
+        out_specs=tuple(P(*length, config.axis_name) for _ in kernels),
+    )
+    return island(x, *kernels)
 
 
 class ParallelLinear(nnx.Module):
@@ -221,43 +261,25 @@ class ColumnParallelLinear(ParallelLinear):
 
     direction = "column"
 
-    def __call__(self, inputs: jax.Array, w: jax.Array | None = None) -> Any:
+    def __call__(self, inputs: jax.Array) -> Any:
         if self.parallel_config is None:
-            return self.native_forward(inputs, w)
-        config, x = self.parallel_config, inputs.astype(self.dtype or inputs.dtype)
-        spec = jax.typeof(x).sharding.spec
-        kernel_spec = config.manager.resolve(ColumnWise)
-        length = [without_axis(entry, config.axis_name) for entry in spec[:-1]]
-        out_spec = P(*length, config.axis_name)
-        kernels = self._each(self.kernel) if w is None else [w]
-        body = partial(
-            _column_body,
-            kernel_spec=kernel_spec,
-            layout=layout_of(spec, config.axis_name),
-            axis_name=config.axis_name,
-            overlap=config.overlap,
-            precision=self.precision,
-        )
-        island = jax.shard_map(
-            body,
-            mesh=config.mesh,
-            in_specs=(spec, *(kernel_spec for _ in kernels)),
-            out_specs=tuple(out_spec for _ in kernels),
-        )
-        return self._finish(island(x, *kernels))
+            return self.native_forward(inputs)
+        x = inputs.astype(self.dtype or inputs.dtype)
+        kernels = self._each(self.kernel)
+        return self._finish(column_parallel(x, kernels, self.parallel_config, self.precision))
 
 
 def _column_body(
     x: jax.Array,
     *kernels: jax.Array,
     kernel_spec: P,
-    layout: Layout,
+    layout: Residual,
     axis_name: str,
     overlap: Overlap,
     precision: lax.PrecisionLike,
 ) -> tuple[jax.Array, ...]:
     """`... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each."""
-    whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype) for w in kernels]
+    whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype, like=x) for w in kernels]
     if layout == "replicated":
         return tuple(jnp.matmul(x, w, precision=precision) for w in whole)
     dim: Literal[-2, -1] = -2 if layout == "sequence" else -1
@@ -311,7 +333,7 @@ def _row_body(
     x: jax.Array,
     *kernels: jax.Array,
     kernel_spec: P,
-    layout: Layout,
+    layout: Residual,
     axis_name: str,
     overlap: Overlap,
     precision: lax.PrecisionLike,
@@ -319,7 +341,7 @@ def _row_body(
     """`... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each."""
     outputs = []
     for kernel in kernels:
-        w = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype)
+        w = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype, like=x)
         if layout == "replicated":
             y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
         else:

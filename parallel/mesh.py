@@ -44,22 +44,18 @@ class Chip:
 
     peak_flops: float
     """Dense bfloat16 FLOP/s."""
-    hbm_bytes: float
-    """High-bandwidth memory in bytes."""
-    hbm_bandwidth: float
-    """Bytes per second between that memory and the cores."""
 
 
 # By jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages);
 # GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures. Read November 2026.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(275e12, 32 * 2**30, 1.228e12),
-    "TPU v5 lite": Chip(197e12, 16 * 2**30, 0.819e12),
-    "TPU v5": Chip(459e12, 95 * 2**30, 2.765e12),
-    "TPU v6 lite": Chip(918e12, 32 * 2**30, 1.64e12),
-    "NVIDIA A100-SXM4-80GB": Chip(312e12, 80 * 2**30, 2.039e12),
-    "NVIDIA H100 80GB HBM3": Chip(989e12, 80 * 2**30, 3.35e12),
-    "NVIDIA H200": Chip(989e12, 141e9, 4.8e12),
+    "TPU v4": Chip(275e12),
+    "TPU v5 lite": Chip(197e12),
+    "TPU v5": Chip(459e12),
+    "TPU v6 lite": Chip(918e12),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12),
+    "NVIDIA H100 80GB HBM3": Chip(989e12),
+    "NVIDIA H200": Chip(989e12),
 }
 
 
@@ -81,7 +77,13 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
                 f"the mesh needs {num_devices} CPU devices, but jax already started with "
                 f"{jax.device_count('cpu')}; build the mesh first"
             ) from error
-    devices = jax.devices()
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"jax finds no device: {str(error).splitlines()[0] if str(error) else 'no backend'}; "
+            "check JAX_PLATFORMS and the installed plugins"
+        ) from error
     platform = devices[0].platform
     if platform != "cpu":
         if len(devices) == num_devices:
@@ -106,7 +108,13 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     if len(devices) != config.num_devices:
         raise ValueError(f"mesh {shape} needs {config.num_devices} devices, got {len(devices)}")
     if devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(shape, devices)
+        try:
+            grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"mesh {dict(zip(AXIS_NAMES, shape, strict=True))} does not fit the torus of these "
+                f"{len(devices)} chips; use powers of two that multiply to its sides"
+            ) from error
     else:
         grid = np.array(devices).reshape(shape)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Explicit,) * len(AXIS_NAMES))

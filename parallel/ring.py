@@ -2,8 +2,8 @@
 
 Every function here runs inside `jax.shard_map` on local blocks; `axis_name` is the ring, n its
 size, s this device's index on it. First the verbs: `async_gather*` and `async_scatter*` hop by hop,
-`all_gather` and `reduce_scatter` in one collective. Then the matmuls built on them, onto rows (dim
--2, tokens) or onto features (dim -1), each as `overlap="none"` (one collective, one matmul) or
+`all_gather` and `reduce_scatter` in one collective. Then matmuls that travel, onto rows (dim -2,
+tokens) or onto features (dim -1), each as `overlap="none"` (one collective, one matmul) or
 `overlap="ring"` (n - 1 hops, each under one of n partial matmuls). Every hop is a `ppermute` to a
 neighbour; the derivative is the same ring backwards. It refuses to know what the numbers mean: no
 model word in here. The names and list orders of the async verbs are those of the published

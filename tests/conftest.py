@@ -7,7 +7,6 @@ from pathlib import Path
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 import jax
-import pytest
 
 from parallel.linear import TensorParallelConfig
 from parallel.mesh import MeshConfig, build_mesh
@@ -38,9 +37,3 @@ def tensor_parallel(mesh: MeshConfig, residual="sequence", overlap="none") -> Te
         partition_axis=residual_rules(residual),
         overlap=overlap,
     )
-
-
-@pytest.fixture
-def root() -> Path:
-    """The checkout."""
-    return ROOT

@@ -131,6 +131,12 @@ def test_print_config_prints_yaml_that_parses_and_trains_nothing(tmp_path, capsy
     assert capsys.readouterr().out == printed
 
 
+def test_overrides_may_stand_around_options(tmp_path, capsys):
+    arguments = ["mesh.tp=2", "--config", write_config(tmp_path), "--print-config", "mesh.dp=1"]
+    assert train.main(arguments) == 0
+    assert "tp: 2" in capsys.readouterr().out
+
+
 def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
     assert run(write_config(tmp_path)) == 0
     shown, directory = capsys.readouterr().out, tmp_path / "run"

@@ -47,10 +47,10 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def locked_run(directory: Path, state_bytes: int) -> Iterator[None]:
+def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
     """Makes the run directory, and holds it alone for as long as the context lasts.
 
-    state_bytes: size of one checkpoint; two must fit, since the old goes after the new is whole.
+    required_bytes: what the checkpoints to come will take.
     Raises: ValueError if it cannot be written, has too little room, or another run holds it.
     """
     try:
@@ -64,15 +64,16 @@ def locked_run(directory: Path, state_bytes: int) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise ValueError(
                 f"run.dir={str(directory)!r} is in use by another process; give another run.dir"
             ) from error
         free = shutil.disk_usage(directory).free
-        if free < 2 * state_bytes:
+        if free < required_bytes:
             raise ValueError(
-                f"run.dir={str(directory)!r} has {free / 2**20:.0f} MiB free, but two checkpoints "
-                f"need {2 * state_bytes / 2**20:.0f} MiB; free some room or give another run.dir"
+                f"run.dir={str(directory)!r} has {free / 2**20:.0f} MiB free, but its checkpoints "
+                f"need {required_bytes / 2**20:.0f} MiB; free some room, lower checkpoint.keep, or "
+                "give another run.dir"
             )
         yield
 

@@ -5,6 +5,7 @@ Metrics of step n - 1 are read after step n is dispatched, so the devices never 
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from data.pipeline import Rows, eval_batches, train_batches
 from parallel.distributed import StopRequest
@@ -40,7 +41,7 @@ class TrainingConfig(
 
     steps: PositiveInt = 1000
     """Optimizer steps in all, resumed ones included."""
-    seed: NonNegativeInt = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the initial parameters."""
     gradient_accumulation: PositiveInt = 1
     """Microbatches per optimizer step; the global batch stays the same."""
@@ -50,7 +51,7 @@ class TrainingConfig(
     """Steps between passes over the held-out rows; the last step is always evaluated."""
     eval_batches: PositiveInt = 8
     """Batches of held-out rows per evaluation, always the same; fewer if there are no more."""
-    sample_prompt: str = "def "
+    sample_prompt: str = Field(default="def ", min_length=1)
     """What the sample at the end continues."""
     sample_tokens: NonNegativeInt = 64
     """Length of that sample; 0: none."""
@@ -99,12 +100,17 @@ def open_run(
     resolved_config: YAML, saved with the run. announce: lines to show first.
     Raises: ValueError for what the user can mend; no device has worked until then.
     """
-    directory = Path(config.dir)
+    if "://" in config.dir:
+        raise ValueError(f"run.dir={config.dir!r} is a URL; give a directory of this machine")
+    directory = Path(os.path.expanduser(config.dir))
     stop = StopRequest().install()
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    # An old checkpoint goes only after the new one is whole: one more than are kept.
+    existing = len(list(directory.glob("checkpoints/[0-9]*")))
+    required_bytes = max(0, checkpoint.keep + 1 - existing) * state_bytes
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked_run(directory, state_bytes))
+        stack.enter_context(locked_run(directory, required_bytes))
         moved = move_aside(directory) if checkpoint.resume == "never" else None
         checkpoints = Checkpoints(directory / "checkpoints", checkpoint)
         start = _start_step(checkpoints, checkpoint, training, rows, program)
@@ -139,7 +145,13 @@ def _start_step(
             f"training.steps={training.steps} but the run directory already holds step {step}; "
             "raise training.steps, or give another run.dir"
         )
-    if checkpoints.metadata(step).get("order_hash") != rows.order_hash:
+    order_hash = checkpoints.metadata(step).get("order_hash")
+    if order_hash is None:
+        raise ValueError(
+            f"checkpoint {step} is not one of ours, or damaged: it has no order_hash; move the "
+            f"folder checkpoints/{step} away to resume from the one before"
+        )
+    if order_hash != rows.order_hash:
         raise ValueError(
             f"checkpoint {step} was trained on another data order: files, data.seed, "
             "data.sequence_length, data.global_batch_size or data.eval_fraction changed; restore "
@@ -212,13 +224,16 @@ class Run:
             if previous is not None:
                 self._log(step - 1, previous, clock)
             previous = values
-            due = step == steps or step % self.training.eval_every == 0
-            if due or stop.signal is not None:
-                self._log(step, values, clock, None if stop.signal else state.params)
+            evaluating = step == steps or step % self.training.eval_every == 0
+            saving = step == steps or step % self.checkpoint.every == 0
+            # What is saved is written down first: a kill after the save must not lose the line.
+            if evaluating or saving or stop.signal is not None:
+                params = state.params if evaluating and stop.signal is None else None
+                self._log(step, values, clock, params)
                 previous = None
             # A signal that comes in a step whose metrics are not written waits for the next one.
             stopping = stop.signal is not None and previous is None
-            if step == steps or stopping or step % self.checkpoint.every == 0:
+            if saving or stopping:
                 self.checkpoints.save(state, step, {"order_hash": self.rows.order_hash})
             self.checkpoints.poll()
             if stopping and stop.signal is not None and step < steps:
@@ -251,7 +266,7 @@ class Run:
             self.rows,
             self.program.batch_sharding,
             batch_size=self.rows.config.global_batch_size // self.training.gradient_accumulation,
-            limit=self.training.eval_batches,
+            limit=self.training.eval_batches * self.training.gradient_accumulation,
         )
         sums = [self.program.eval_step(params, batch) for batch in batches]
         return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)

@@ -56,6 +56,7 @@ class Metrics:
         kept = []
         if self._path.exists():
             kept = [line for line in self._path.read_text().splitlines(True) if line.endswith("\n")]
+            kept = [line for line in kept if line.strip()]
             kept = [line for line in kept if json.loads(line)["step"] <= resumed_step]
         replacement = self._path.with_suffix(".tmp")
         replacement.write_text("".join(kept))

@@ -85,15 +85,22 @@ class Program:
     def loss_sum(self, params: Any, batch: Batch) -> jax.Array:
         """Summed cross-entropy in nats of one microbatch, fields (B, L)."""
         model = nnx.merge(self.definition, params)
-        hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"])
-        return cross_entropy_sum(
-            hidden,
-            model.head_kernel(),
-            batch["targets"],
-            batch["loss_mask"],
-            tp=self.tp,
-            chunk=self.config.loss_chunk,
-        )
+        with jax.default_matmul_precision(self._precision):
+            hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+            return cross_entropy_sum(
+                hidden,
+                model.head_kernel(),
+                batch["targets"],
+                batch["loss_mask"],
+                tp=self.tp,
+                chunk=self.config.loss_chunk,
+            )
+
+    @property
+    def _precision(self) -> str | None:
+        """float32 must mean float32: TPUs and GPUs would multiply it in bfloat16 or TF32 passes."""
+        on_cpu = self.tp.mesh.devices.flat[0].platform == "cpu"
+        return "highest" if self.config.dtype == "float32" and not on_cpu else None
 
     def gradients(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
         """Mean loss over all tokens of the batch (A, B/A, L), and its gradient.

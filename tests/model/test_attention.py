@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import model.attention  # noqa: F401
 from model.attention.dense import vanilla
 from model.attention.operation import Capabilities, OperationRegistry
 

@@ -24,8 +24,8 @@ CONFIG = ModelConfig(
 PROMPT = np.array([5, 9, 2])
 
 
-def continue_prompt(tp, prompt=PROMPT, **options) -> np.ndarray:
-    build = lambda: Transformer(CONFIG, tp, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
+def continue_prompt(tp, prompt=PROMPT, config=CONFIG, **options) -> np.ndarray:
+    build = lambda: Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
     with jax.set_mesh(tp.mesh):
         definition = nnx.graphdef(nnx.eval_shape(build))
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
@@ -48,6 +48,13 @@ def test_greedy_generation_equals_argmax_of_the_full_forward() -> None:
 def test_every_mesh_writes_the_same_text(mesh: str) -> None:
     want = continue_prompt(tensor_parallel(ONE_DEVICE), max_new_tokens=6)
     got = continue_prompt(tensor_parallel(MESHES[mesh]), max_new_tokens=6)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_tied_head_writes_the_same_text_on_every_mesh() -> None:
+    config = CONFIG.model_copy(update={"tie_word_embeddings": True})
+    want = continue_prompt(tensor_parallel(ONE_DEVICE), config=config, max_new_tokens=6)
+    got = continue_prompt(tensor_parallel(MESHES["tp4-sp2"]), config=config, max_new_tokens=6)
     np.testing.assert_array_equal(got, want)
 
 

@@ -81,3 +81,18 @@ def test_bell_has_the_moments_it_promises_and_exact_values() -> None:
     assert 3.3 < np.abs(x).max() < 3.5
     levels = x * (4 * (2**32 - 1) / 12) ** 0.5 * 2
     np.testing.assert_allclose(levels, np.round(levels), atol=0.05)
+
+
+def test_equal_tokens_add_up_their_gradients_in_float32() -> None:
+    tp = tensor_parallel(MESHES["tp8"])
+    config = CONFIG.model_copy(update={"dtype": "bfloat16"})
+    with jax.set_mesh(tp.mesh):
+        definition, params = nnx.split(Embedding(config, tp, rngs=rngs()))
+        tokens = jax.device_put(np.zeros((8, 512), np.int32), tp.manager.sharding(TokenSharding))
+
+        def loss(params):
+            return jnp.sum(nnx.merge(definition, params)(tokens).astype(jnp.float32))
+
+        grads = jax.jit(jax.grad(loss))(params)
+    # 4096 ones: a bfloat16 sum would stop at 256.
+    np.testing.assert_array_equal(np.asarray(grads["table"][...])[0], 4096)

@@ -97,3 +97,19 @@ def test_bfloat16_hidden_states_keep_a_float32_loss(arrays) -> None:
     assert loss.dtype == np.float32
     rounded = np.asarray(x.astype(jnp.bfloat16), np.float32)
     np.testing.assert_allclose(loss, oracle(rounded, kernel, targets, mask)[0], rtol=2e-3)
+
+
+def test_a_count_without_divisors_is_filled_up_not_cut_to_pieces(arrays) -> None:
+    tp = tensor_parallel(ONE_DEVICE)
+    odd = tuple(
+        array[:1, :13] if array.ndim > 1 and array.shape[0] == B else array for array in arrays
+    )
+    assert_is_oracle(run(tp, odd, chunk=8), odd)
+    kinds = ResidualSharding, ColumnWise, TokenSharding, TokenSharding
+    with jax.set_mesh(tp.mesh):
+        put = [
+            jax.device_put(array, tp.manager.sharding(axes))
+            for array, axes in zip(odd, kinds, strict=True)
+        ]
+        text = str(jax.make_jaxpr(partial(cross_entropy_sum, tp=tp, chunk=8))(*put))
+    assert "length=2" in text  # 13 tokens in two chunks of 8

@@ -237,13 +237,13 @@ def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, below):
     assert f"run.dir={str(directory)!r}" in str(error.value)
 
 
-def test_room_for_less_than_two_checkpoints_is_refused(tmp_path, monkeypatch):
+def test_too_little_room_for_the_checkpoints_is_refused(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
-    with locked_run(tmp_path, 50 * 2**20):
+    with locked_run(tmp_path, 100 * 2**20):
         pass
-    with pytest.raises(ValueError, match="has 100 MiB free, but two checkpoints need 102 MiB"):
-        with locked_run(tmp_path, 51 * 2**20):
+    with pytest.raises(ValueError, match="has 100 MiB free, but its checkpoints need 102 MiB"):
+        with locked_run(tmp_path, 102 * 2**20):
             pytest.fail("no room")
 
 
