@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from configs.build import build_program
 from configs.schema import Config, dump_config, load_config
@@ -47,6 +48,14 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
         f"residual {config.parallel.residual}, overlap {config.parallel.overlap}",
         f"data {rows.epoch_tokens:,} training tokens per epoch, {rows.num_eval} held-out rows",
     ]
+    model, tp = config.model, config.mesh.tp
+    if model.num_key_value_heads % tp:
+        width = 2 * model.num_key_value_heads * model.head_size
+        size = width * jnp.dtype(model.dtype).itemsize
+        announce.append(
+            f"{model.num_key_value_heads} kv heads do not divide over tp {tp}: every device "
+            f"gathers all keys and values, {size:,} bytes per token and layer"
+        )
 
     def sample(params: Any, prompt: str, tokens: int) -> str:
         ids = generate(
