@@ -1,5 +1,7 @@
 """Greedy generation follows the argmax of the full forward pass."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +26,12 @@ CONFIG = ModelConfig(
 PROMPT = np.array([5, 9, 2])
 
 
+def initial_model(config: ModelConfig, tp) -> Transformer:
+    return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
+
+
 def continue_prompt(tp, prompt=PROMPT, config=CONFIG, **options) -> np.ndarray:
-    build = lambda: Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(0)))  # noqa: E731
+    build = partial(initial_model, config, tp)
     with jax.set_mesh(tp.mesh):
         definition = nnx.graphdef(nnx.eval_shape(build))
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
@@ -37,7 +43,7 @@ def test_greedy_generation_equals_argmax_of_the_full_forward() -> None:
     out = continue_prompt(tp, max_new_tokens=6)
     assert len(out) == 9 and list(out[:3]) == list(PROMPT)
     with jax.set_mesh(tp.mesh):
-        model = Transformer(CONFIG, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
+        model = initial_model(CONFIG, tp)
         tokens = jnp.asarray(out[None])
         index = jnp.arange(9)[None]
         logits = np.asarray(model.logits(model(tokens, index, jnp.zeros_like(tokens))))

@@ -36,12 +36,18 @@ def oracle(x, kernel, targets, mask):
     return (loss * mask).sum(), dlogits @ kernel.T, np.einsum("bld,blv->dv", x, dlogits)
 
 
+def place(tp, arrays) -> list[jax.Array]:
+    kinds = ResidualSharding, ColumnWise, TokenSharding, TokenSharding
+    return [
+        jax.device_put(array, tp.manager.sharding(axes))
+        for array, axes in zip(arrays, kinds, strict=True)
+    ]
+
+
 def run(tp, arrays, chunk):
-    x, kernel, targets, mask = arrays
     with jax.set_mesh(tp.mesh):
-        put = lambda array, axes: jax.device_put(array, tp.manager.sharding(axes))  # noqa: E731
-        args = put(x, ResidualSharding), put(kernel, ColumnWise)
-        fixed = put(targets, TokenSharding), put(mask, TokenSharding)
+        placed = place(tp, arrays)
+        args, fixed = placed[:2], placed[2:]
         f = partial(cross_entropy_sum, tp=tp, chunk=chunk)
         loss, grads = jax.jit(jax.value_and_grad(lambda a, k: f(a, k, *fixed), (0, 1)))(*args)
         only = jax.jit(lambda a, k: f(a, k, *fixed))(*args)
@@ -69,14 +75,9 @@ def test_any_chunk_gives_the_same_loss(arrays, chunk) -> None:
 
 def test_the_whole_logits_never_exist(arrays) -> None:
     tp = tensor_parallel(ONE_DEVICE)
-    kinds = ResidualSharding, ColumnWise, TokenSharding, TokenSharding
     with jax.set_mesh(tp.mesh):
         f = partial(cross_entropy_sum, tp=tp, chunk=8)
-        args = [
-            jax.device_put(array, tp.manager.sharding(axes))
-            for array, axes in zip(arrays, kinds, strict=True)
-        ]
-        text = jax.jit(jax.grad(f)).lower(*args).compile().as_text()
+        text = jax.jit(jax.grad(f)).lower(*place(tp, arrays)).compile().as_text()
     assert f"f32[8,{V}]" in text
     assert f"[{B * L},{V}]" not in text and f"[{B},{L},{V}]" not in text
 
@@ -105,11 +106,7 @@ def test_a_count_without_divisors_is_filled_up_not_cut_to_pieces(arrays) -> None
         array[:1, :13] if array.ndim > 1 and array.shape[0] == B else array for array in arrays
     )
     assert_is_oracle(run(tp, odd, chunk=8), odd)
-    kinds = ResidualSharding, ColumnWise, TokenSharding, TokenSharding
     with jax.set_mesh(tp.mesh):
-        put = [
-            jax.device_put(array, tp.manager.sharding(axes))
-            for array, axes in zip(odd, kinds, strict=True)
-        ]
-        text = str(jax.make_jaxpr(partial(cross_entropy_sum, tp=tp, chunk=8))(*put))
+        f = partial(cross_entropy_sum, tp=tp, chunk=8)
+        text = str(jax.make_jaxpr(f)(*place(tp, odd)))
     assert "length=2" in text  # 13 tokens in two chunks of 8

@@ -43,7 +43,10 @@ def batch() -> dict[str, np.ndarray]:
 
 def run(config: ModelConfig, tp):
     """(loss, gradients, initial parameters) as numpy."""
-    build = lambda: Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))  # noqa: E731
+
+    def build() -> Transformer:
+        return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
+
     with jax.set_mesh(tp.mesh):
         definition = nnx.graphdef(nnx.eval_shape(build))
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
