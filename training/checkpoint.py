@@ -41,9 +41,10 @@ class CheckpointError(Exception):
 
 def _reason(error: Exception) -> str:
     """The first line of what lies beneath orbax's own error."""
-    while error.__cause__ is not None:
-        error = error.__cause__  # type: ignore[assignment]  # causes of exceptions are exceptions
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
