@@ -7,19 +7,22 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from configs.build import build_program
+from configs.build import build_program, build_sharding_table, choose_overlaps
 from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from model.generate import generate
+from parallel.choice import Choice
 from parallel.mesh import find_devices
+from parallel.sharding_table import render, summary
 from training.checkpoint import CheckpointError
 from training.loop import open_run
+from training.metrics import log
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -41,12 +44,16 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
         cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
         jax.config.update("jax_compilation_cache_dir", cache)
     program = build_program(config, devices)
-    mesh = " x ".join(f"{name}{size}" for name, size in program.tp.mesh.shape.items() if size > 1)
+    table = build_sharding_table(config, program)
+    sizes = program.tp.manager.mesh.shape
+    mesh = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     announce = [
         *([notice] if notice else []),
         f"model {config.model.num_parameters:,} parameters, mesh {mesh or 'one device'}, "
-        f"residual {config.parallel.residual}, overlap {config.parallel.overlap}",
+        f"residual {config.parallel.residual}",
+        *_overlap_lines(choose_overlaps(config, program.tp)),
         f"data {rows.epoch_tokens:,} training tokens per epoch, {rows.num_eval} held-out rows",
+        f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
     ]
     model, tp = config.model, config.mesh.tp
     if model.num_key_value_heads % tp:
@@ -71,7 +78,7 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
         return rows.tokenizer.decode(ids)
 
     with (
-        jax.set_mesh(program.tp.mesh),
+        jax.set_mesh(program.tp.manager.mesh),
         open_run(
             program,
             rows,
@@ -82,7 +89,28 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
             announce=announce,
         ) as session,
     ):
+        log.debug("sharding of every tensor:\n%s", render(table))
         yield lambda: session.train(sample)
+
+
+def _overlap_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """One line per choice and reason, with the kinds of linears that it holds for."""
+    kinds: dict[Choice, list[str]] = {}
+    for kind, choice in choices.items():
+        kinds.setdefault(choice, []).append(kind)
+    return [
+        f"overlap {choice.overlap} for {', '.join(names)}: {choice.reason}"
+        for choice, names in kinds.items()
+    ]
+
+
+def print_sharding(config: Config) -> None:
+    """Prints where every tensor lies, without data and without allocating any.
+
+    Raises: ValueError for what the user can mend.
+    """
+    devices, _ = find_devices(config.mesh.num_devices)
+    print(render(build_sharding_table(config, build_program(config, devices))))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -90,6 +118,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
+    parser.add_argument(
+        "--print-sharding", action="store_true", help="print where every tensor lies, and stop"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     try:
@@ -98,6 +129,9 @@ def main(argv: list[str] | None = None) -> int:
                 config = load_config(args.config, args.overrides)
                 if args.print_config:
                     print(dump_config(config), end="")
+                    return 0
+                if args.print_sharding:
+                    print_sharding(config)
                     return 0
                 train = stack.enter_context(open_session(config))
             except (ValueError, OSError) as error:

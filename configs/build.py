@@ -1,13 +1,22 @@
 """From a configuration to the things that it describes."""
 
+import dataclasses
 from collections.abc import Sequence
+from typing import get_args
 
 import jax
+from flax import nnx
 
 from configs.schema import Config
-from parallel.linear import TensorParallelConfig
-from parallel.mesh import build_mesh
+from model.activations import activation_tensors, ring_shapes
+from model.attention.operation import OperationRegistry
+from model.config import LinearKind
+from parallel.axes import KV_HEAD, TP
+from parallel.choice import Choice, choose_overlap
+from parallel.layout import TensorParallelConfig
+from parallel.mesh import CHIPS, build_mesh
 from parallel.partition import residual_rules
+from parallel.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
 from training.optimizer import make_optimizer, make_schedule
 from training.step import Program
 
@@ -17,8 +26,82 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     tp = TensorParallelConfig(
         mesh=build_mesh(config.mesh, devices),
         partition_axis=residual_rules(config.parallel.residual),
-        overlap=config.parallel.overlap,
+        reduce_scatter_output=True,
+        overlap="none" if config.parallel.overlap == "auto" else config.parallel.overlap,
     )
+    choices = choose_overlaps(config, tp)
+    tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in choices.items()})
+    _check_attention(config, tp)
     schedule = make_schedule(config.optimizer, config.training.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
     return Program(config.model, tp, optimizer, schedule, config.training.seed)
+
+
+def _check_attention(config: Config, tp: TensorParallelConfig) -> None:
+    """What the configuration alone does not tell: the devices, and so what an operation can do."""
+    operation = OperationRegistry.get(config.model.attention)
+    platform = tp.manager.mesh.devices.flat[0].platform
+    if platform not in operation.capabilities.platforms:
+        raise ValueError(
+            f"model.attention={operation.name} does not run on {platform}, only on "
+            f"{', '.join(operation.capabilities.platforms)}; use vanilla"
+        )
+    if config.mesh.sp > 1 and not operation.capabilities.splits_length:
+        raise ValueError(
+            f"model.attention={operation.name} needs whole rows, but mesh.sp={config.mesh.sp} "
+            "splits them; use mesh.sp=1 or vanilla"
+        )
+
+
+def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choice]:
+    """The overlap method of every kind of linear on this mesh, and why.
+
+    Raises: ValueError if blocks that shall be split cannot be halved.
+    """
+    manager = tp.manager
+    n = manager.axis_size(TP)
+    shapes = ring_shapes(
+        config.model,
+        manager,
+        batch=config.data.global_batch_size // config.training.gradient_accumulation,
+        length=config.data.sequence_length,
+    )
+    chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
+    choices: dict[str, Choice] = {}
+    for kind in get_args(LinearKind):
+        named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
+        if named == "split" and n > 1 and kind in shapes and not shapes[kind].halves:
+            raise ValueError(
+                f"parallel.overlap split (for {kind}) halves the block of a device, but its batch "
+                "is odd and so is data.sequence_length / (mesh.sp * mesh.tp) or, with residual "
+                "hidden, model.hidden_size / mesh.tp; make one even, or use bidirectional"
+            )
+        if named != "auto":
+            choices[kind] = Choice(named, "as configured")
+        elif kind not in shapes:
+            choices[kind] = Choice("none", "a replicated residual stream is not gathered")
+        else:
+            choices[kind] = choose_overlap(shapes[kind], n, chip)
+    return choices
+
+
+def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row]]:
+    """Where everything lies that this program keeps, and one activation of every kind."""
+    manager = program.tp.manager
+    if config.parallel.replicate_kv:
+        manager = dataclasses.replace(manager, replicate=frozenset({KV_HEAD}))
+    with jax.set_mesh(manager.mesh):
+        state = program.abstract_state
+        parameters = tensors_of_model(nnx.merge(program.definition, state.params))
+    others = tensors_alike(dataclasses.replace(state, params=None), parameters)
+    activations = activation_tensors(
+        config.model,
+        manager,
+        batch=config.data.global_batch_size // config.training.gradient_accumulation,
+        length=config.data.sequence_length,
+    )
+    return {
+        "parameters": sharding_table(parameters, manager),
+        "optimizer": sharding_table(others, manager),
+        "activations": sharding_table(activations, manager),
+    }

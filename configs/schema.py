@@ -20,9 +20,9 @@ from data.pipeline import DataConfig
 from data.tokenizer import ByteTokenizer
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
+from parallel.choice import OverlapChoice
 from parallel.mesh import MeshConfig
 from parallel.partition import Residual
-from parallel.ring import Overlap
 from training.checkpoint import CheckpointConfig
 from training.loop import RunConfig, TrainingConfig
 from training.optimizer import OptimizerConfig
@@ -37,8 +37,14 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
 
     residual: Residual = "sequence"
     """Layout of the residual stream over tp."""
-    overlap: Overlap = "none"
-    """How linears hide communication under their matmuls."""
+    overlap: OverlapChoice = "auto"
+    """How linears hide communication under their matmuls; auto chooses by shape and chip."""
+    overlap_qkv: OverlapChoice | None = None
+    """The same for the q,k,v projections alone; null: as overlap."""
+    overlap_o: OverlapChoice | None = None
+    """The same for the output projection of attention."""
+    overlap_mlp: OverlapChoice | None = None
+    """The same for the gate, up and down projections."""
     replicate_kv: bool = False
     """Let tp exceed the kv heads: keys and values are gathered, each device takes its heads."""
 

@@ -10,6 +10,8 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt
 
 DTypeName = Literal["bfloat16", "float32"]
 RematPolicy = Literal["none", "dots", "full"]
+LinearKind = Literal["qkv", "o", "mlp"]
+"""Linears whose overlap can be chosen by itself; mlp is gate, up and down in one."""
 
 
 class ModelConfig(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.transformer import Transformer
 from parallel.axes import BATCH, TokenSharding
-from parallel.linear import TensorParallelConfig
+from parallel.layout import TensorParallelConfig
 
 
 def generate(
@@ -83,4 +83,4 @@ def _continue(
         return jnp.where(here_BL, token.astype(jnp.int32), tokens_BL)
 
     tokens_BL = lax.fori_loop(start, stop, body, tokens_BL)
-    return jax.sharding.reshard(tokens_BL, NamedSharding(tp.mesh, P()))[0]
+    return jax.sharding.reshard(tokens_BL, NamedSharding(tp.manager.mesh, P()))[0]

@@ -6,7 +6,7 @@ residual stream x_BLD as the residual rule says.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import jax
@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.attention.operation import Operation, OperationRegistry
-from model.config import ModelConfig
+from model.config import LinearKind, ModelConfig
 from parallel.axes import (
     MODE_TRAIN,
     AttnQSharding,
@@ -25,21 +25,22 @@ from parallel.axes import (
     RowWise,
     TokenSharding,
 )
+from parallel.layout import TensorParallelConfig, layout_of
 from parallel.linear import (
     ColumnParallelLinear,
     Initializer,
     ParallelLinear,
     RowParallelLinear,
-    TensorParallelConfig,
-    gather_kernel,
-    layout_of,
+    chain,
     named_rngs,
 )
+from parallel.projection import gather_kernel
 from parallel.ring import all_gather, reduce_scatter
 
-Kind = TypeVar("Kind", bound=ParallelLinear)
+Linear = TypeVar("Linear", bound=ParallelLinear)
 
 
+@lru_cache
 def bell(stddev: float) -> Initializer:
     """Initialiser: bell-shaped, mean 0, this standard deviation, never beyond 3.5 of them.
 
@@ -67,7 +68,8 @@ class RMSNorm(nnx.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig):
         spec = tp.manager.resolve(Replicated)
         shape, dtype = (config.hidden_size,), jnp.dtype(config.param_dtype)
-        self.scale = nnx.Param(jnp.ones(shape, dtype, out_sharding=spec))
+        value = jnp.ones(shape, dtype, out_sharding=spec)
+        self.scale = nnx.Param(value, semantic_axes=Replicated)
         self.eps = config.rms_norm_eps
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
@@ -98,7 +100,7 @@ class Embedding(nnx.Module):
         spec = tp.manager.resolve(RowWise, shape=shape, name="embedding")
         init = bell(config.initializer_range)
         table = init(rngs.params(), shape, jnp.dtype(config.param_dtype), out_sharding=spec)
-        self.table = nnx.Param(table)
+        self.table = nnx.Param(table, semantic_axes=RowWise)
         self.dtype = jnp.dtype(config.dtype)
         self.tp = tp
 
@@ -118,7 +120,7 @@ class Embedding(nnx.Module):
             dtype=self.dtype,
         )
         island = jax.shard_map(
-            body, mesh=self.tp.mesh, in_specs=(table_spec, tokens_spec), out_specs=out_spec
+            body, mesh=self.tp.manager.mesh, in_specs=(table_spec, tokens_spec), out_specs=out_spec
         )
         return island(self.table[...], tokens_BL)
 
@@ -157,10 +159,16 @@ class Attention(nnx.Module):
             ColumnParallelLinear,
             config.hidden_size,
             {"q": heads, "k": kv_heads, "v": kv_heads},
+            kind="qkv",
             rngs=named_rngs(rngs, "qkv"),
         )
         self.o = linear(
-            RowParallelLinear, heads, config.hidden_size, rngs=named_rngs(rngs, "o"), last=True
+            RowParallelLinear,
+            heads,
+            config.hidden_size,
+            kind="o",
+            rngs=named_rngs(rngs, "o"),
+            last=True,
         )
 
     def __call__(
@@ -183,7 +191,7 @@ class Attention(nnx.Module):
         B, L, features = y_BLF.shape
         heads = features // self.config.head_size
         spec = jax.typeof(y_BLF).sharding.spec
-        if heads % self.tp.mesh.shape[self.tp.axis_name]:
+        if heads % self.tp.manager.mesh.shape[self.tp.axis_name]:
             spec = P(*spec[:2], None)
             y_BLF = jax.sharding.reshard(y_BLF, spec)
         return y_BLF.reshape(B, L, heads, self.config.head_size, out_sharding=P(*spec, None))
@@ -207,9 +215,10 @@ class Attention(nnx.Module):
         )
         island = jax.shard_map(
             body,
-            mesh=self.tp.mesh,
+            mesh=self.tp.manager.mesh,
             in_specs=(q_spec, kv_spec, kv_spec, token_spec),
             out_specs=q_spec,
+            check_vma=operation.capabilities.types_varying,
         )
         return island(q, k, v, segment_ids)
 
@@ -262,43 +271,51 @@ class SwiGLU(nnx.Module):
             ColumnParallelLinear,
             config.hidden_size,
             {"gate": width, "up": width},
+            kind="mlp",
             rngs=named_rngs(rngs, "gate_up"),
         )
         self.down = linear(
-            RowParallelLinear, width, config.hidden_size, rngs=named_rngs(rngs, "down"), last=True
+            RowParallelLinear,
+            width,
+            config.hidden_size,
+            kind="mlp",
+            rngs=named_rngs(rngs, "down"),
+            last=True,
         )
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        with jax.named_scope("gate_up"):
-            y = self.gate_up(x_BLD)
-        with jax.named_scope("down"):
-            hidden_BLF = jax.nn.silu(y["gate"]) * y["up"]
-            return self.down(hidden_BLF, jax.typeof(x_BLD).sharding.spec)
+        return chain(x_BLD, self.gate_up, _gated_silu, self.down)
+
+
+def _gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate_BLF) * up_BLF
 
 
 def linear_of(
     config: ModelConfig,
     tp: TensorParallelConfig,
-    kind: type[Kind],
+    linear: type[Linear],
     in_features: int,
     out_features: int | Mapping[str, int],
     *,
+    kind: LinearKind | None,
     rngs: nnx.Rngs,
     last: bool = False,
-) -> Kind:
+) -> Linear:
     """A linear in this model's dtypes and initialisation.
 
+    kind: names it where overlap methods are chosen one by one; None: the general one.
     last: it ends a residual branch; its weights shrink with depth so that the sum of 2 * layers
     branches keeps the scale of one. Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     stddev = config.initializer_range / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
-    return kind(
+    return linear(
         in_features,
         out_features,
         use_bias=False,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=bell(stddev),
-        parallel_config=tp,
+        parallel_config=tp.for_kind(kind) if kind else tp,
         rngs=rngs,
     )

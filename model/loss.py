@@ -12,7 +12,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallel.axes import ColumnWise
-from parallel.linear import TensorParallelConfig, gather_kernel, layout_of
+from parallel.layout import TensorParallelConfig, layout_of
+from parallel.projection import gather_kernel
 from parallel.ring import all_gather, vary
 
 
@@ -41,12 +42,12 @@ def cross_entropy_sum(
         kernel_spec=kernel_spec,
         layout=layout_of(spec, tp.axis_name),
         axis_name=tp.axis_name,
-        mesh_axes=tp.mesh.axis_names,
+        mesh_axes=tp.manager.mesh.axis_names,
         chunk=chunk,
     )
     island = jax.shard_map(
         body,
-        mesh=tp.mesh,
+        mesh=tp.manager.mesh,
         in_specs=(spec, kernel_spec, token_spec, token_spec),
         out_specs=P(),
     )

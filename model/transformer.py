@@ -15,7 +15,9 @@ from jax import lax
 from model.config import ModelConfig
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, linear_of
 from parallel.axes import TokenSharding
-from parallel.linear import ColumnParallelLinear, TensorParallelConfig, column_parallel, named_rngs
+from parallel.layout import TensorParallelConfig
+from parallel.linear import ColumnParallelLinear, named_rngs
+from parallel.projection import column_parallel
 
 _POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -62,6 +64,7 @@ class Transformer(nnx.Module):
                 ColumnParallelLinear,
                 config.hidden_size,
                 config.vocab_size,
+                kind=None,
                 rngs=named_rngs(rngs, "head"),
             )
 

@@ -2,16 +2,17 @@
 
 All axes are `AxisType.Explicit`: shardings are part of array types, so an unplanned reshard is a
 trace-time error. All five axes always exist; an unused one has size 1. Tensor parallelism is
-innermost: its devices are neighbours.
+innermost: its devices are neighbours, on TPU in the order of a ring of physical links.
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 from pydantic import BaseModel, PositiveInt
 
@@ -44,18 +45,28 @@ class Chip:
 
     peak_flops: float
     """Dense bfloat16 FLOP/s."""
+    hbm_bandwidth: float = 0.0
+    """Bytes/s of its memory."""
+    hbm_bytes: float = 0.0
+    """Capacity of its memory."""
+    ici_bandwidth: float = 0.0
+    """Bytes/s one way over one link to a neighbour in the torus; 0: no torus."""
+    clock_hz: float = 0.0
+    """Cycles/s in which the compiler counts: peak / (MXUs * 128 * 128 * 2); 0: it does not."""
 
 
-# By jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages);
-# GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures. Read November 2026.
+# By jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages); links: the table
+# of "How to Scale Your Model" (jax-ml.github.io/scaling-book), 45 and 90 GB/s where Google's pages
+# give a nominal 50 and 100; GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures.
+# Read November 2026.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(275e12),
-    "TPU v5 lite": Chip(197e12),
-    "TPU v5": Chip(459e12),
-    "TPU v6 lite": Chip(918e12),
-    "NVIDIA A100-SXM4-80GB": Chip(312e12),
-    "NVIDIA H100 80GB HBM3": Chip(989e12),
-    "NVIDIA H200": Chip(989e12),
+    "TPU v4": Chip(275e12, 1.2e12, 32e9, 45e9, 1.05e9),
+    "TPU v5 lite": Chip(197e12, 0.82e12, 16e9, 45e9, 1.5e9),
+    "TPU v5": Chip(459e12, 2.765e12, 95e9, 90e9, 1.75e9),
+    "TPU v6 lite": Chip(918e12, 1.64e12, 32e9, 90e9, 1.75e9),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12, 80e9),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12, 80e9),
+    "NVIDIA H200": Chip(989e12, 4.8e12, 141e9),
 }
 
 
@@ -102,6 +113,25 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
     return cpus, f"found {found}; simulating {num_devices} {noun} on the CPU"
 
 
+def absent_devices(topology: str) -> list[jax.Device]:
+    """The devices of a TPU slice that is not here, such as "v5p:2x2x2": to compile for, not to run.
+
+    libtpu comes with `pip install "jax[tpu]"`, on any Linux x86 machine.
+    Raises: ValueError without libtpu, or for a topology that it does not know.
+    """
+    # libtpu would look for the cloud's metadata server, and refuse a second process.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # jaxlib has no type of its own for what libtpu throws
+        raise ValueError(
+            f"topology {topology}: {str(error).splitlines()[0]}; install libtpu by "
+            'pip install -e ".[plan]" and name a slice like v5p:2x2x2 or v5e:2x4'
+        ) from error
+
+
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
     """The explicit-sharding mesh over exactly `config.num_devices` devices."""
     shape = tuple(getattr(config, name) for name in AXIS_NAMES)
@@ -115,6 +145,51 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
                 f"mesh {dict(zip(AXIS_NAMES, shape, strict=True))} does not fit the torus of these "
                 f"{len(devices)} chips; use powers of two that multiply to its sides"
             ) from error
+        groups = grid.reshape(-1, config.tp)
+        grid = np.array([_around_a_ring(list(group)) for group in groups]).reshape(shape)
     else:
         grid = np.array(devices).reshape(shape)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Explicit,) * len(AXIS_NAMES))
+
+
+def _around_a_ring(group: list[jax.Device]) -> list[jax.Device]:
+    """The devices of one tp group in the order of a ring of physical links, if they form one."""
+    places = [(*device.coords, device.core_on_chip) for device in group]
+    order = ring_order(places)
+    return group if order is None else [group[index] for index in order]
+
+
+def ring_order(places: Sequence[tuple[int, ...]]) -> list[int] | None:
+    """Indices of places in a grid, each a neighbour of the next, the last of the first; or None.
+
+    A Hamiltonian cycle, by depth-first search that gives up after a million steps: slices whose
+    sides are even are found at once. Wrap-around links are not needed and not used.
+    """
+    n, steps = len(places), 0
+    if n <= 2:
+        return list(range(n))
+    near = [
+        [
+            other
+            for other in range(n)
+            if sum(abs(a - b) for a, b in zip(places[index], places[other], strict=True)) == 1
+        ]
+        for index in range(n)
+    ]
+    path, used = [0], {0}
+    choices = [iter(near[0])]
+    while choices and steps < 1_000_000:
+        steps += 1
+        following = next((index for index in choices[-1] if index not in used), None)
+        if following is None:
+            choices.pop()
+            used.discard(path.pop())
+            continue
+        path.append(following)
+        used.add(following)
+        if len(path) == n and 0 in near[following]:
+            return path
+        # Places with few ways left first: else they would be cut off.
+        ways = {index: sum(other not in used for other in near[index]) for index in near[following]}
+        choices.append(iter(sorted(near[following], key=ways.__getitem__)))
+    return None

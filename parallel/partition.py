@@ -8,8 +8,9 @@ an error instead of a silent replication. `PartitionAxis.reference()` gives the 
 """
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -51,6 +52,32 @@ _GENERATION_RULES: Mapping[str, AxisRule] = MappingProxyType(
 )
 
 
+def refuse_unknown_keys(owner: str, data: Any, known: Iterable[str]) -> None:
+    """ValueError, naming the nearest known key, if `data` has a key of its own or none at all."""
+    known = tuple(known)
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{owner}={data!r} is not a mapping; its keys are {', '.join(known)}")
+    for key in data:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(known)}"
+            raise ValueError(f"{owner}: unknown key {key!r}; {remedy}")
+
+
+def _plain(value: Any) -> Any:
+    """Mappings as dicts and sequences as lists, all the way down: what JSON has."""
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _frozen(value: Any) -> Any:
+    """The reverse of `_plain`: read-only mappings and tuples."""
+    if isinstance(value, Mapping):
+        return MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
+    return tuple(_frozen(inner) for inner in value) if isinstance(value, list | tuple) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartitionAxis:
     """Mesh axis names and the semantic table; immutable: `register` returns a new table."""
@@ -69,6 +96,24 @@ class PartitionAxis:
     def reference(cls) -> "PartitionAxis":
         """The rules of the reference library: BATCH on (fsdp, dp), so ep ranks repeat the batch."""
         return cls(rules=MappingProxyType({**_RULES, ax.BATCH: (ax.FSDP, ax.DP)}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Axis names and both tables, as values that JSON can hold."""
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "PartitionAxis":
+        """What `to_dict` wrote; a key that is left out takes its default.
+
+        Raises: ValueError for an unknown key, or a table that is not one.
+        """
+        refuse_unknown_keys(
+            "PartitionAxis", data, (entry.name for entry in dataclasses.fields(cls))
+        )
+        for table in ("rules", "generation_rules"):
+            if not isinstance(data.get(table, {}), Mapping):
+                raise ValueError(f"PartitionAxis.{table}={data[table]!r} is not a mapping of rules")
+        return cls(**{key: _frozen(value) for key, value in data.items()})
 
     def register(
         self,
@@ -139,12 +184,56 @@ def residual_rules(layout: Residual, base: PartitionAxis | None = None) -> Parti
     )
 
 
+def runtime_mode(axes: Any, mode: Any, shape: Sequence[int] | None, name: str = "tensor") -> str:
+    """The MODE_* constant in which `axes` are resolved.
+
+    mode: overrides the one that `axes` carries, unless NOT_GIVEN; a plain list means MODE_TRAIN. An
+        integer is the index of the dim to look at: length 1 means MODE_DECODE, else MODE_TRAIN.
+    Raises: ValueError if it is an index and there is no shape.
+    """
+    if mode is ax.NOT_GIVEN:
+        mode = getattr(axes, "mode", ax.MODE_TRAIN)
+    if not isinstance(mode, int):
+        return mode
+    if shape is None:
+        raise ValueError(f"{name}: mode {mode} is a dim index, so the shape is needed")
+    return ax.MODE_DECODE if shape[mode] == 1 else ax.MODE_TRAIN
+
+
+def axis_label(entry: Any) -> str:
+    """One entry of a `DynamicShardingAxes.axes` as its constants are named: `TP`, `[FSDP SP]`."""
+    if entry is None or entry == ax.EMPTY:
+        return ax.EMPTY
+    if not isinstance(entry, str):
+        return f"[{' '.join(axis_label(part) for part in entry)}]"
+    short = {ax.DP: "DP", ax.FSDP: "FSDP", ax.TP: "TP", ax.EP: "EP", ax.SP: "SP"}
+    return short.get(entry, entry.strip("_"))
+
+
+def _without(entry: Any, names: frozenset[str]) -> Any:
+    """An entry less these semantic axes."""
+    if entry is None or isinstance(entry, str):
+        return None if entry in names else entry
+    return tuple(_without(part, names) for part in entry)
+
+
 @dataclass(frozen=True)
 class PartitionManager:
-    """Resolves semantic axes to PartitionSpecs on one mesh."""
+    """Resolves semantic axes to PartitionSpecs on one mesh.
+
+    replicate: semantic axes that may stay whole. Where the shape is known and a dim does not
+        divide, they are taken out of its entry; what is left must divide. What that costs is in
+        the sharding table (parallel/sharding_table.py).
+    """
 
     partition_axis: PartitionAxis
     mesh: Mesh
+    replicate: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in sorted(self.replicate):
+            if not self.partition_axis.resolve_axis(name, ax.MODE_TRAIN):
+                raise ValueError(f"replicate={axis_label(name)}: no rule splits it; leave it out")
 
     def axis_size(self, semantic_axis: Any, mode: str = ax.MODE_TRAIN) -> int:
         """Over how many devices this semantic axis (or sequence of them) is split."""
@@ -167,18 +256,13 @@ class PartitionManager:
         Raises: ValueError for unknown names, a mesh axis used twice, a dim that does not divide.
         """
         entries = axes.axes if hasattr(axes, "axes") else axes
-        if mode is ax.NOT_GIVEN:
-            mode = getattr(axes, "mode", ax.MODE_TRAIN)
-        if isinstance(mode, int):
-            if shape is None:
-                raise ValueError(f"{name}: mode {mode} is a dim index, so the shape is needed")
-            mode = ax.MODE_DECODE if shape[mode] == 1 else ax.MODE_TRAIN
+        mode = runtime_mode(axes, mode, shape, name)
         dims = [self.partition_axis.resolve_axis(entry, mode) for entry in entries]
         used = [mesh_axis for dim in dims for mesh_axis in dim]
         if twice := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise ValueError(f"{name}: {list(entries)} uses mesh axis {twice[0]!r} twice")
         if shape is not None:
-            self._check_divides(name, shape, dims)
+            dims = self._divided(name, entries, mode, shape)
         return P(*(dim[0] if len(dim) == 1 else dim or None for dim in dims))
 
     def sharding(
@@ -191,16 +275,23 @@ class PartitionManager:
         """`x` laid out by the rules; moves data only if its type says otherwise."""
         return jax.sharding.reshard(x, self.resolve(axes, mode, x.shape))
 
-    def _check_divides(
-        self, name: str, shape: Sequence[int], dims: Sequence[tuple[str, ...]]
-    ) -> None:
-        if len(shape) != len(dims):
-            raise ValueError(f"{name}: shape {tuple(shape)} has not {len(dims)} dims")
-        for index, (size, dim) in enumerate(zip(shape, dims, strict=True)):
-            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in dim)
-            if size % parts:
+    def _divided(
+        self, name: str, entries: Sequence[Any], mode: str, shape: Sequence[int]
+    ) -> list[tuple[str, ...]]:
+        """The mesh axes of every dim of this shape, less those that may and must stay whole."""
+        if len(shape) != len(entries):
+            raise ValueError(f"{name}: shape {tuple(shape)} has not {len(entries)} dims")
+        dims = []
+        for index, (size, entry) in enumerate(zip(shape, entries, strict=True)):
+            divides = size % self.axis_size(entry, mode) == 0
+            kept = entry if divides else _without(entry, self.replicate)
+            if size % (parts := self.axis_size(kept, mode)):
+                mesh_axes = " x ".join(self.partition_axis.resolve_axis(kept, mode))
                 legal = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
                 raise ValueError(
                     f"{name} {tuple(shape)}: dim {index} = {size} is not divisible by "
-                    f"{' x '.join(dim)} = {parts}; sizes that divide it: {legal}"
+                    f"{mesh_axes} = {parts}; sizes that divide it: {legal}; or let "
+                    f"{axis_label(kept)} stay whole on every device (PartitionManager.replicate)"
                 )
+            dims.append(self.partition_axis.resolve_axis(kept, mode))
+        return dims

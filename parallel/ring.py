@@ -1,31 +1,22 @@
-"""Collectives and matmuls that move data around a ring of devices, and their plain twins.
+"""Data around a ring of devices, hop by hop, and the plain collectives that do the same.
 
 Every function here runs inside `jax.shard_map` on local blocks; `axis_name` is the ring, n its
-size, s this device's index on it. First the verbs: `async_gather*` and `async_scatter*` hop by hop,
-`all_gather` and `reduce_scatter` in one collective. Then matmuls that travel, onto rows (dim -2,
-tokens) or onto features (dim -1), each as `overlap="none"` (one collective, one matmul) or
-`overlap="ring"` (n - 1 hops, each under one of n partial matmuls). Every hop is a `ppermute` to a
-neighbour; the derivative is the same ring backwards. It refuses to know what the numbers mean: no
-model word in here. The names and list orders of the async verbs are those of the published
-reference `xlstm_jax.distributed.tensor_parallel`.
-
-Letters: R rows, D in features, F out features; n the size of the ring.
+size, s this device's index on it. First the verbs, on arrays and pytrees: `async_gather*` and
+`async_scatter*` hop by hop, `all_gather` and `reduce_scatter` in one collective. Then `Ring`, the
+engine of the collective matmuls: work on each block as it arrives, sums that travel. Every hop is a
+`ppermute` to a neighbour. It refuses to know what the numbers mean: no matmul in here. The names
+and list orders of the async verbs are those of the published reference
+`xlstm_jax.distributed.tensor_parallel`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-Overlap = Literal["none", "ring"]
-"""How communication of a linear is hidden under its own matmuls."""
-
-
-def _check_overlap(overlap: str) -> None:
-    if overlap not in get_args(Overlap):
-        raise ValueError(f"overlap {overlap!r}: use {', '.join(get_args(Overlap))}")
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -141,104 +132,236 @@ def _check_shards(xs: Sequence[Any], axis_name: str) -> None:
         )
 
 
-def _block(x: jax.Array, index: jax.Array, size: int, dim: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, index * size, size, axis=dim)
+Direction = Literal["ring", "bidirectional", "split"]
+"""How blocks travel: `ring` one way; `bidirectional` whole blocks both ways, the longest chain half
+as long; `split` the two halves of every block in opposite ways."""
+
+Work = Callable[[int, jax.Array], Any]
+"""From the position and the block that arrived there to a result."""
 
 
-def gather_matmul(
-    x: jax.Array,
-    kernels: Sequence[jax.Array],
-    *,
-    axis_name: str,
-    dim: Literal[-2, -1],
-    overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
-) -> tuple[jax.Array, ...]:
-    """All-gathers x over the ring and multiplies it with every kernel; one gather serves all.
+@dataclass(frozen=True)
+class Ring:
+    """The order in which the blocks of n devices pass this one, and that of sums that travel.
 
-    dim=-2: x `... R/n D`, kernel `D F/n` -> `... R F/n`, rows in natural order.
-    dim=-1: x `... R D/n`, kernel `D F/n` -> `... R F/n`, the sum over k of x_k @ kernel[rows k],
-    added in float32.
-    Communication: (n - 1) blocks of x per device, by one all-gather or n - 1 hops.
+    axis_name: the mesh axis; devices that follow each other should be physical neighbours.
+    direction: see `Direction`.
+    halve_batch: `split` halves the first dim of a block instead of the dim that is gathered.
+    together: `split` works on the two halves that are here at the same time as on one block: larger
+        matmuls for two copies.
+    What arrives has a position, counted in order of arrival; the first are the device's own. There
+    are n positions, or 2 n of half blocks (`split`). A chain gather -> work -> scatter never puts
+    them in natural order; `cut` and `place` do. Any n >= 1. Communication per device: n - 1 blocks;
+    one after another n - 1 (`ring`), n // 2 (`bidirectional`), n - 1 halves (`split`).
+    `dim` below: along which the blocks lie in the whole.
     """
-    _check_overlap(overlap)
-    n = lax.axis_size(axis_name)
-    if overlap == "none" or n == 1:
-        whole = all_gather(x, axis_name, dim)
-        return tuple(jnp.matmul(whole, w, precision=precision) for w in kernels)
-    step = _gather_rows if dim == -2 else _gather_features
-    return step(x, kernels, axis_name, precision)
 
+    axis_name: str
+    direction: Direction
+    halve_batch: bool = False
+    together: bool = False
 
-def _gather_rows(
-    x: jax.Array, kernels: Sequence[jax.Array], axis_name: str, precision: lax.PrecisionLike
-) -> tuple[jax.Array, ...]:
-    n, s = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    rows = x.shape[-2]
-    outs: list[jax.Array | None] = [None] * len(kernels)
-    for hop in range(n):
-        following = _shift(x, axis_name) if hop < n - 1 else x
-        start = (s - hop) % n * rows
-        for index, w in enumerate(kernels):
-            y = jnp.matmul(x, w, precision=precision)
-            out = outs[index]
-            if out is None:
-                out = jnp.tile(jnp.zeros_like(y), (*(1,) * (y.ndim - 2), n, 1))
-            outs[index] = lax.dynamic_update_slice_in_dim(out, y, start, axis=y.ndim - 2)
-        x = following
-    return tuple(out for out in outs if out is not None)
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces a block is cut before it travels."""
+        return 2 if self.direction == "split" else 1
 
+    def positions(self) -> list[tuple[int, int]]:
+        """(offset, piece) by position: that piece of the block of device s - offset."""
+        n = lax.axis_size(self.axis_name)
+        if self.direction == "bidirectional":
+            ways = [(way * hop, 0) for hop in range(1, n // 2 + 1) for way in (1, -1)]
+            return [(0, 0), *ways[: n - 1]]
+        return [(way * hop, piece) for hop in range(n) for piece, way in self._ways()]
 
-def _gather_features(
-    x: jax.Array, kernels: Sequence[jax.Array], axis_name: str, precision: lax.PrecisionLike
-) -> tuple[jax.Array, ...]:
-    n, s = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    features = x.shape[-1]
-    sums: list[jax.Array | None] = [None] * len(kernels)
-    for hop in range(n):
-        following = _shift(x, axis_name) if hop < n - 1 else x
-        for index, w in enumerate(kernels):
-            part = jnp.matmul(
-                x,
-                _block(w, (s - hop) % n, features, 0),
-                precision=precision,
-                preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    def _ways(self) -> list[tuple[int, int]]:
+        return [(0, 1), (1, -1)][: self.pieces]
+
+    def gather(self, x: jax.Array, work: Work, dim: int) -> tuple[list[jax.Array], list[Any]]:
+        """All blocks of x, and the work on each, by position; hops travel under the work."""
+        rounds = list(self._rounds(x, work, dim))
+        return [b for blocks, _ in rounds for b in blocks], [r for _, done in rounds for r in done]
+
+    def _rounds(
+        self, x: jax.Array, work: Work, dim: int
+    ) -> Iterator[tuple[list[jax.Array], list[Any]]]:
+        """Hop by hop: the blocks that are here, and the results of the work on them."""
+        n, position, hop = lax.axis_size(self.axis_name), 0, 0
+        fresh = moving = self.cut_in_pieces(x, dim)
+        last = (n - 1, n - 1)
+        if self.direction == "bidirectional":
+            moving, last = [x, x], (n // 2, (n - 1) // 2)
+        while fresh:
+            hop += 1
+            ahead = [
+                _shift(block, self.axis_name, up)
+                for block, up, hops in zip(moving, (True, False), last, strict=False)
+                if hop <= hops
+            ]
+            done = self._work_on(fresh, partial(_at, work, position), dim)
+            # Pinned: the next blocks may be used only when this hop's work is done. Without it
+            # libtpu issues all hops first and computes while nothing travels.
+            moving, done = lax.optimization_barrier((ahead, done))
+            yield fresh, done
+            position, fresh = position + len(fresh), moving
+
+    def _work_on(self, here: list[Any], work: Callable[[Any, int], Any], dim: int) -> list[Any]:
+        """work(piece, index) on what is here at the same time, as one block if `together`."""
+        if not self.together or self.pieces == 1:
+            return [work(piece, index) for index, piece in enumerate(here)]
+        joined = jax.tree.map(lambda *pieces: self.join(pieces, dim), *here)
+        leaves, tree = jax.tree.flatten(work(joined, 0))
+        parted = zip(*(self.cut_in_pieces(leaf, dim) for leaf in leaves), strict=True)
+        return [jax.tree.unflatten(tree, piece) for piece in parted]
+
+    def scatter(
+        self,
+        piece: Callable[[int], Any],
+        part: Callable[[Any], jax.Array],
+        *,
+        dim: int,
+        followed: bool = False,
+    ) -> jax.Array:
+        """The sum over devices of part(piece(position)), ending where the position is owned.
+
+        Positions are taken last to first: every sum travels against the block that it came from.
+        followed: work that does not wait for the result comes next and hides the last hop;
+        otherwise (`bidirectional`) that hop travels under the last part.
+        """
+        if self.direction == "bidirectional":
+            return self._scatter_both_ways(lambda position: part(piece(position)), followed)
+        sums: list[jax.Array] = []
+        for hop in range(lax.axis_size(self.axis_name) - 1, -1, -1):
+            here = [piece(hop * self.pieces + index) for index in range(self.pieces)]
+            parts = self._work_on(here, lambda it, _: part(it), dim)
+            sums = self._pass_on(sums, parts, (False, True))
+        return self.join(sums, dim)
+
+    def _scatter_both_ways(self, part: Callable[[int], jax.Array], followed: bool) -> jax.Array:
+        n = lax.axis_size(self.axis_name)
+        sums: dict[bool, jax.Array] = {}
+        for late in range(n // 2):
+            for up, hops in ((False, n // 2 - late), (True, (n - 1) // 2 - late)):
+                if hops > 0:
+                    product = part(2 * hops if up else 2 * hops - 1)
+                    if up in sums:
+                        product = add_arriving(_shift(sums[up], self.axis_name, up), product)
+                    sums[up] = product
+        arriving = [_shift(total, self.axis_name, up) for up, total in sums.items()]
+        total = part(0)
+        if followed or not arriving:
+            return reduce(lambda y, r: add_arriving(r, y), arriving, total)
+        # The one that was sent last arrives last: it is added apart, after the last part.
+        return reduce(lambda y, r: add_arriving(r, y), arriving[1:], total) + arriving[0]
+
+    def gather_scatter(
+        self,
+        x: jax.Array,
+        work: Work,
+        part: Callable[[Any], jax.Array],
+        *,
+        dim: int,
+        followed: bool = False,
+    ) -> tuple[list[jax.Array], list[Any], jax.Array]:
+        """`gather`, then the `scatter` of part(result); returns blocks, results and the sum.
+
+        `ring` and `split` let a sum follow its blocks: both rings turn at the same time.
+        """
+        if self.direction == "bidirectional":
+            blocks, results = self.gather(x, work, dim)
+            y = self.scatter(results.__getitem__, part, dim=dim, followed=followed)
+            return blocks, results, y
+        blocks, results = [], []
+        sums: list[jax.Array] = []
+        for arrived, done in self._rounds(x, work, dim):
+            if blocks:
+                parts = self._work_on(done, lambda result, _: part(result), dim)
+                sums = self._pass_on(sums, parts, (True, False))
+            blocks, results = blocks + arrived, results + done
+        own = self._work_on(results[: self.pieces], lambda result, _: part(result), dim)
+        return blocks, results, self.join(self._pass_on(sums, own, (True, False)), dim)
+
+    def _pass_on(
+        self, sums: list[jax.Array], parts: list[jax.Array], ups: tuple[bool, bool]
+    ) -> list[jax.Array]:
+        """Each sum goes one device further and meets the part there."""
+        if not sums:
+            return parts
+        return [
+            add_arriving(_shift(total, self.axis_name, up), part)
+            for total, part, up in zip(sums, parts, ups, strict=False)
+        ]
+
+    def cut_in_pieces(self, block: jax.Array, dim: int) -> list[jax.Array]:
+        """What of a block travels by itself: the block, or its halves."""
+        half_dim = self._half_dim(block.shape, dim)
+        return list(jnp.split(block, self.pieces, axis=half_dim)) if self.pieces > 1 else [block]
+
+    def _half_dim(self, shape: Sequence[int], dim: int) -> int:
+        """The dim along which a block of this shape is halved. Raises: ValueError if it is odd."""
+        half_dim = 0 if self.halve_batch else dim
+        if shape[half_dim] % self.pieces:
+            raise ValueError(
+                f"overlap split halves a block of {tuple(shape)} along dim {half_dim}: use an even "
+                "size there, or overlap bidirectional"
             )
-            total = sums[index]
-            sums[index] = part if total is None else total + part
-        x = following
-    return tuple(total.astype(x.dtype) for total in sums if total is not None)
+        return half_dim
+
+    def join(self, pieces: Sequence[jax.Array], dim: int) -> jax.Array:
+        """A block from its pieces."""
+        half_dim = 0 if self.halve_batch else dim
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=half_dim)
+
+    def cut(self, whole: jax.Array, dim: int) -> Callable[[int], jax.Array]:
+        """From an array in natural order along `dim`: position -> its piece."""
+        n, dim, sizes = lax.axis_size(self.axis_name), dim % whole.ndim, list(whole.shape)
+        if sizes[dim] % n:
+            raise ValueError(
+                f"dim {dim} of {whole.shape} is not divisible by {self.axis_name}={n}; "
+                "use a size that is"
+            )
+        sizes[dim] //= n
+        sizes[self._half_dim(sizes, dim)] //= self.pieces
+
+        def piece(position: int) -> jax.Array:
+            return lax.dynamic_slice(whole, self._start(sizes, dim, position), sizes)
+
+        return piece
+
+    def place(self, blocks: Sequence[jax.Array], dim: int) -> jax.Array:
+        """The whole in natural order along `dim`, from pieces by position; written in place."""
+        first, dim = blocks[0], dim % blocks[0].ndim
+        shape = list(first.shape)
+        shape[dim] *= lax.axis_size(self.axis_name)
+        shape[0 if self.halve_batch else dim] *= self.pieces
+        varying = tuple(jax.typeof(first).manual_axis_type.varying)
+        whole = vary(lax.empty(tuple(shape), first.dtype), varying)
+        for position, block in enumerate(blocks):
+            start = self._start(first.shape, dim, position)
+            whole = lax.dynamic_update_slice(whole, block, start)
+        return whole
+
+    def _start(self, sizes: Sequence[int], dim: int, position: int) -> list[Any]:
+        """Where a piece of these sizes lies in the whole."""
+        n, s = lax.axis_size(self.axis_name), lax.axis_index(self.axis_name)
+        offset, piece = self.positions()[position]
+        start: list[Any] = [0] * len(sizes)
+        start[dim] = (s - offset) % n * sizes[dim]
+        if self.halve_batch:
+            start[0] = piece * sizes[0]
+        else:
+            start[dim] = start[dim] * self.pieces + piece * sizes[dim]
+        return start
 
 
-def matmul_scatter(
-    x: jax.Array,
-    kernel: jax.Array,
-    *,
-    axis_name: str,
-    dim: Literal[-2, -1],
-    overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Multiplies and reduce-scatters the product over the ring.
+def _at(work: Work, first: int, block: jax.Array, index: int) -> Any:
+    return work(first + index, block)
 
-    dim=-2: x `... R F/n`, kernel `F/n D` -> `... R/n D`; dim=-1: -> `... R D/n`.
-    Communication: (n - 1) blocks of the result per device, by one reduce-scatter or n - 1 hops.
+
+def add_arriving(arriving: jax.Array, product: jax.Array) -> jax.Array:
+    """arriving + product in float32, rounded to their dtype.
+
+    Written as y - (-r): libtpu fuses this into the matmul, and not the plain sum.
     """
-    _check_overlap(overlap)
-    n = lax.axis_size(axis_name)
-    if overlap == "none" or n == 1:
-        return reduce_scatter(jnp.matmul(x, kernel, precision=precision), axis_name, dim)
-    s = lax.axis_index(axis_name)
-    size = (x.shape[-2] if dim == -2 else kernel.shape[-1]) // n
-
-    def chunk(k: int) -> jax.Array:
-        # What is added at device s in step k still makes n - 1 - k hops: it belongs to s - 1 - k.
-        owner = (s - 1 - k) % n
-        if dim == -2:
-            return jnp.matmul(_block(x, owner, size, x.ndim - 2), kernel, precision=precision)
-        return jnp.matmul(x, _block(kernel, owner, size, 1), precision=precision)
-
-    y = chunk(0)
-    for k in range(1, n):
-        y = _shift(y, axis_name) + chunk(k)
-    return y
+    wide = jnp.promote_types(product.dtype, jnp.float32)
+    return (product.astype(wide) - (-arriving.astype(wide))).astype(product.dtype)

@@ -1,7 +1,9 @@
-"""Measures this project against a yardstick in one process: `python scripts/bench.py step`.
+"""Measures this project against yardsticks: `python scripts/bench.py step | overlap | model`.
 
-The last line of stdout is one JSON object. Machines are noisy: both sides take turns, and the
-median of the ratios is what counts.
+The last line of stdout is one JSON object. `step` times a training step; machines are noisy, so
+both sides take turns, and the median of the ratios is what counts. `overlap` and `model` need no
+TPU: they compile for a slice that is not here (`pip install -e ".[plan]"`) and predict times from
+the schedule, by parallel/schedule.py.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import numpy as np
 import optax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import overlap
 
 from configs.build import build_program
 from configs.schema import Config
@@ -92,7 +96,7 @@ def bench_step(overrides: dict[str, Any], repeats: int) -> dict[str, Any]:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    with jax.set_mesh(program.tp.mesh):
+    with jax.set_mesh(program.tp.manager.mesh):
         batch = {
             name: jax.device_put(field, program.batch_sharding) for name, field in fields.items()
         }
@@ -140,8 +144,28 @@ def main() -> None:
     step = commands.add_parser("step", help="training step against a hand-written one")
     step.add_argument("--repeats", type=int, default=5)
     step.add_argument("--remat", default=ModelConfig().remat)
+    rings = commands.add_parser("overlap", help="predicted time of blocks on an absent TPU slice")
+    rings.add_argument("--topologies", nargs="+", default=["v5p:2x2x2", "v5e:2x4"])
+    rings.add_argument("--cases", nargs="+", default=list(overlap.CASES), choices=overlap.CASES)
+    rings.add_argument(
+        "--methods", nargs="+", default=list(overlap.METHODS), choices=overlap.METHODS
+    )
+    rings.add_argument("--size", type=int, default=8192, help="width, and tokens over all devices")
+    rings.add_argument("--dump", type=Path, help="directory for the compiled programs, as text")
+    model = commands.add_parser("model", help="predicted training step on an absent TPU slice")
+    model.add_argument("--config", default="configs/llama3_8b_tp8.yaml")
+    model.add_argument("--topology", default="v5p:2x2x2")
+    model.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
-    print(json.dumps(bench_step({"remat": args.remat}, args.repeats)))
+    if args.command == "step":
+        result = bench_step({"remat": args.remat}, args.repeats)
+    elif args.command == "overlap":
+        result = overlap.bench_blocks(
+            args.topologies, args.cases, args.methods, size=args.size, dump=args.dump
+        )
+    else:
+        result = overlap.bench_model(args.config, args.topology, args.overrides)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 
 import jax
 
-from parallel.linear import TensorParallelConfig
+from parallel.layout import TensorParallelConfig
 from parallel.mesh import MeshConfig, build_mesh
 from parallel.partition import residual_rules
 
@@ -35,5 +35,6 @@ def tensor_parallel(mesh: MeshConfig, residual="sequence", overlap="none") -> Te
     return TensorParallelConfig(
         mesh=build_mesh(mesh, jax.devices()[: mesh.num_devices]),
         partition_axis=residual_rules(residual),
+        reduce_scatter_output=True,
         overlap=overlap,
     )

@@ -137,6 +137,40 @@ def test_overrides_may_stand_around_options(tmp_path, capsys):
     assert "tp: 2" in capsys.readouterr().out
 
 
+def test_print_sharding_prints_every_tensor_without_data_and_trains_nothing(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert run(config, "--print-sharding", "mesh.fsdp=2", "data.files=/nowhere/*.txt") == 0
+    shown = capsys.readouterr().out
+    for name in ("embed.table", "layers.mlp.down.kernel", "{mu,nu}.norm.scale", "x_BLD"):
+        assert re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE)
+    assert "dp2: no dim is on dp: data parallel repeats it" in shown
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "law"),
+    [
+        ("mesh.tp=3", "model.num_attention_heads=4 is not divisible by mesh.tp=3; use mesh.tp=2"),
+        ("mesh.dp=8", "the mesh needs 16 CPU devices, but jax already started with 8"),
+    ],
+)
+def test_print_sharding_refuses_in_one_line(tmp_path, capsys, override, law):
+    assert law in refusal(capsys, write_config(tmp_path), "--print-sharding", override)
+
+
+def test_a_run_shows_the_bytes_of_its_state_and_logs_the_whole_table(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert run(config, "--print-sharding") == 0
+    table = capsys.readouterr().out
+    assert run(config, "training.steps=1") == 0
+    shown, logged = capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()
+    summary = re.search(r"parameters and optimizer: ([\d,]+) bytes per device, ([\d,]+) b", shown)
+    assert summary[0] in logged and table in logged and "semantic axes" not in shown
+    totals = re.findall(r"^total +([\d,]+) +([\d,]+)$", table, re.MULTILINE)[:2]
+    for number, column in zip(summary.groups(), zip(*totals, strict=True), strict=True):
+        assert sum(int(part.replace(",", "")) for part in column) == int(number.replace(",", ""))
+
+
 def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
     assert run(write_config(tmp_path)) == 0
     shown, directory = capsys.readouterr().out, tmp_path / "run"

@@ -64,7 +64,7 @@ class _Clock:
 
     def __init__(self, program: Program, tokens_per_step: int, sequence_length: int):
         self._tokens = tokens_per_step
-        mesh = program.tp.mesh
+        mesh = program.tp.manager.mesh
         chip = CHIPS.get(mesh.devices.flat[0].device_kind)
         flops = program.config.flops_per_token(sequence_length) * tokens_per_step
         self._best_time = flops / (chip.peak_flops * mesh.size) if chip else None

@@ -18,11 +18,15 @@ log = logging.getLogger("torus")
 
 @contextlib.contextmanager
 def logging_to(path: Path, console: Console | None) -> Iterator[None]:
-    """Lines to the screen and, with times, to `path`, which keeps what it has."""
+    """Lines to the screen and, with times, to `path`, which keeps what it has.
+
+    `log.debug` is for what is too long for a screen: it goes to `path` alone.
+    """
     screen = _RichHandler(console) if console is not None else logging.StreamHandler(sys.stdout)
     file = logging.FileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    log.setLevel(logging.INFO)
+    screen.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     log.propagate = False
     for handler in (screen, file):
         log.addHandler(handler)

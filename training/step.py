@@ -21,7 +21,7 @@ from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from model.transformer import Transformer
 from parallel.axes import TokenSharding
-from parallel.linear import TensorParallelConfig
+from parallel.layout import TensorParallelConfig
 
 Batch = dict[str, jax.Array]
 
@@ -62,7 +62,7 @@ class Program:
     @cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and concrete shardings of the state; no memory."""
-        mesh = self.tp.mesh
+        mesh = self.tp.manager.mesh
 
         def concrete(x: Any) -> jax.ShapeDtypeStruct:
             spec = P() if x.sharding is None else x.sharding.spec  # scalars carry no sharding
@@ -80,7 +80,7 @@ class Program:
     def batch_sharding(self) -> jax.sharding.NamedSharding:
         """Of every field of a batch (A, B/A, L)."""
         spec = self.tp.manager.resolve([None, *TokenSharding.axes])
-        return jax.sharding.NamedSharding(self.tp.mesh, spec)
+        return jax.sharding.NamedSharding(self.tp.manager.mesh, spec)
 
     def loss_sum(self, params: Any, batch: Batch) -> jax.Array:
         """Summed cross-entropy in nats of one microbatch, fields (B, L)."""
@@ -99,7 +99,7 @@ class Program:
     @property
     def _precision(self) -> str | None:
         """float32 must mean float32: TPUs and GPUs would multiply it in bfloat16 or TF32 passes."""
-        on_cpu = self.tp.mesh.devices.flat[0].platform == "cpu"
+        on_cpu = self.tp.manager.mesh.devices.flat[0].platform == "cpu"
         return "highest" if self.config.dtype == "float32" and not on_cpu else None
 
     def gradients(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:

@@ -37,6 +37,12 @@ class Capabilities:
 
     needs_all_keys: bool
     """Over sp it is given all keys and values (an all-gather of both), not its own block."""
+    splits_length: bool = True
+    """It can work on a block of the queries of a row: sp may be larger than one."""
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    """Where it runs."""
+    types_varying: bool = True
+    """Its results are typed as varying over mesh axes; kernels in Pallas do not say (jax 0.12)."""
 
 
 @dataclass(frozen=True)

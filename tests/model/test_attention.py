@@ -7,6 +7,7 @@ import pytest
 
 from model.attention.dense import vanilla
 from model.attention.operation import Capabilities, OperationRegistry
+from model.attention.splash import SegmentIds, splash_kernel
 
 B, L, h = 2, 12, 8
 
@@ -92,3 +93,35 @@ def test_the_registry_refuses_unknown_and_double_names() -> None:
     record = Capabilities(needs_all_keys=True)
     with pytest.raises(ValueError, match="registered twice"):
         OperationRegistry.register("vanilla", capabilities=record)(vanilla)
+
+
+@pytest.mark.parametrize(("H", "K"), [(4, 4), (4, 2)])
+def test_splash_equals_vanilla_in_values_and_gradients(H, K) -> None:
+    # The kernel runs in Pallas' interpreter here; 128 rows are the least that it takes.
+    rows, width = 128, 128
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, rows, n, width)).astype(np.float32) for n in (H, K, K))
+    segments = np.sort(rng.integers(0, 3, (1, rows)), axis=1).astype(np.int32)
+
+    def by_kernel(q, k, v):
+        heads_first = (y[0].transpose(1, 0, 2) for y in (q * width**-0.5, k, v))
+        ids = SegmentIds(q=segments[0], kv=segments[0])
+        return splash_kernel(rows, H, interpret=True)(*heads_first, ids).transpose(1, 0, 2)[None]
+
+    def by_vanilla(q, k, v):
+        index = jnp.arange(rows)
+        options = {"q_index_L": index, "kv_index_T": index, "softmax_scale": width**-0.5}
+        ids = {"q_segment_ids_BL": segments, "kv_segment_ids_BT": segments}
+        return vanilla(q, k, v, **options, **ids)
+
+    def both(function):
+        def loss(*arrays):
+            out = function(*arrays)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    for got, want in zip(
+        jax.tree.leaves(both(by_kernel)), jax.tree.leaves(both(by_vanilla)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)

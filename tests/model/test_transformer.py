@@ -1,5 +1,7 @@
 """The whole model: the same loss, gradients and initial parameters on every mesh and layout."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,8 @@ from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from model.transformer import Transformer
 from parallel.axes import TokenSharding
+from parallel.collective_matmul import Overlap
+from parallel.layout import TensorParallelConfig
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -79,37 +83,52 @@ def one_device():
     return run(CONFIG, tensor_parallel(ONE_DEVICE, "replicated"))
 
 
+def parallel(mesh: str, layout: str, overlap: str | dict[str, str]) -> TensorParallelConfig:
+    """overlap: of all linears, or of those kinds that differ from none."""
+    if isinstance(overlap, str):
+        return tensor_parallel(MESHES[mesh], layout, overlap)
+    return tensor_parallel(MESHES[mesh], layout).replace(kind_overlaps=overlap)
+
+
 @pytest.mark.parametrize(
     ("mesh", "layout", "overlap"),
     [
         *((mesh, "sequence", "none") for mesh in MESHES),
         ("tp8", "hidden", "none"),
         ("tp8", "replicated", "none"),
-        ("tp4-sp2", "hidden", "ring"),
+        ("tp8", "sequence", "bidirectional"),
+        ("tp8", "sequence", {"qkv": "split", "mlp": "bidirectional"}),
+        ("tp4-sp2", "hidden", "split"),
         ("tp4-sp2", "sequence", "ring"),
+        ("tp4-sp2", "hidden", {"qkv": "bidirectional", "o": "ring", "mlp": "split"}),
         ("dp2-fsdp2-tp2", "hidden", "none"),
-        ("dp2-fsdp2-tp2", "replicated", "ring"),
+        ("dp2-fsdp2-tp2", "sequence", "split"),
+        ("dp2-fsdp2-tp2", "hidden", "ring"),
+        ("dp2-fsdp2-tp2", "replicated", "bidirectional"),
     ],
+    ids=str,
 )
 def test_loss_and_every_gradient_equal_one_device(one_device, mesh, layout, overlap) -> None:
-    got = run(CONFIG, tensor_parallel(MESHES[mesh], layout, overlap))
+    got = run(CONFIG, parallel(mesh, layout, overlap))
     assert_equal_runs(got, one_device)
     for a, b in zip(jax.tree.leaves(got[2]), jax.tree.leaves(one_device[2]), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "ring"])
+@pytest.mark.parametrize("overlap", get_args(Overlap))
 @pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_layout_and_overlap_equals_one_device(one_device, mesh, layout, overlap) -> None:
-    assert_equal_runs(run(CONFIG, tensor_parallel(MESHES[mesh], layout, overlap)), one_device)
+    assert_equal_runs(run(CONFIG, parallel(mesh, layout, overlap)), one_device)
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_remat_changes_memory_not_numbers(one_device, remat) -> None:
     config = CONFIG.model_copy(update={"remat": remat})
     assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)
+    kinds = {"qkv": "ring", "o": "split", "mlp": "split" if remat == "full" else "bidirectional"}
+    assert_equal_runs(run(config, parallel("dp2-fsdp2-tp2", "sequence", kinds)), one_device)
 
 
 @pytest.mark.parametrize("kv_heads", [2])

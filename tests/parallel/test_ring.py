@@ -1,4 +1,4 @@
-"""Ring matmuls equal their plain twins and numpy, in values and gradients, on rings of any size."""
+"""Ring verbs and the `Ring` engine keep their documented orders, on rings of every size."""
 
 from functools import partial
 
@@ -8,38 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from rings import equations, per_device, program_per_device, ring
 
 from parallel.ring import (
+    Ring,
     async_gather,
     async_gather_bidirectional,
     async_gather_split,
     async_scatter,
     async_scatter_split,
-    gather_matmul,
-    matmul_scatter,
 )
 
-DIMS = {"rows": -2, "features": -1}
-
-
-def ring(size: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:size]), ("ring",), axis_types=(AxisType.Explicit,))
-
-
-def per_device(mesh: Mesh, body, *arrays: np.ndarray) -> list:
-    """Runs `body` on row s of every array on device s; leaf by leaf, row s is device s's answer."""
-    with jax.set_mesh(mesh):
-        placed = [place(mesh, P("ring"), array) for array in arrays]
-        specs = tuple(P("ring") for _ in arrays)
-
-        def local(*rows):
-            return jax.tree.map(lambda y: y[None], body(*(row[0] for row in rows)))
-
-        island = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("ring"))
-        out = jax.jit(island)(*placed)
-        return jax.tree.map(np.asarray, out)
+DIRECTIONS = ("ring", "bidirectional", "split")
+SIZES = range(1, 9)
 
 
 @settings(deadline=None, max_examples=10, derandomize=True)
@@ -127,133 +108,191 @@ def test_wrong_shards_and_odd_features_are_refused() -> None:
         per_device(ring(4), lambda a: async_gather_split(a, "ring"), x)
 
 
-def gathered(x: jax.Array, *kernels: jax.Array, mesh: Mesh, dim: int, overlap: str):
-    spec = P(None, "ring", None) if dim == -2 else P(None, None, "ring")
-    body = partial(_gather_body, dim=dim, overlap=overlap)
-    columns = P(None, "ring")
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(spec, *(columns for _ in kernels)),
-        out_specs=tuple(P(None, None, "ring") for _ in kernels),
-    )(x, *kernels)
+def positions(walk: Ring, size: int) -> list[tuple[int, int]]:
+    """What `Ring.positions` says on a ring of that size."""
+    found = []
+
+    def body(x: jax.Array) -> jax.Array:
+        found[:] = walk.positions()
+        return x
+
+    program_per_device(ring(size), body, np.zeros((size, 1), np.float32))
+    return found
 
 
-def _gather_body(x, *kernels, dim, overlap):
-    return gather_matmul(x, kernels, axis_name="ring", dim=dim, overlap=overlap)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_positions_name_every_piece_of_every_device_once_in_order_of_arrival(
+    direction, size
+) -> None:
+    walk = Ring("ring", direction)
+    found = positions(walk, size)
+    everything = [(offset, piece) for offset in range(size) for piece in range(walk.pieces)]
+    assert sorted((offset % size, piece) for offset, piece in found) == everything
+    assert found[: walk.pieces] == [(0, piece) for piece in range(walk.pieces)]
+    hops = [abs(offset) for offset, _ in found]
+    assert hops == sorted(hops)
+    assert hops[-1] == (size // 2 if direction == "bidirectional" else size - 1)
 
 
-def scattered(x: jax.Array, kernel: jax.Array, mesh: Mesh, dim: int, overlap: str) -> jax.Array:
-    spec = P(None, "ring", None) if dim == -2 else P(None, None, "ring")
-    body = partial(matmul_scatter, axis_name="ring", dim=dim, overlap=overlap)
-    in_specs = (P(None, None, "ring"), P("ring", None))
-    return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=spec)(x, kernel)
+# A ring, the dim along which blocks lie, and a block: odd where it is not halved.
+WALKS = [
+    (Ring("ring", "ring"), -2, (2, 3, 2)),
+    (Ring("ring", "bidirectional"), -2, (2, 3, 2)),
+    (Ring("ring", "bidirectional"), 0, (3, 2)),
+    (Ring("ring", "split"), -2, (3, 2, 2)),
+    (Ring("ring", "split"), -1, (3, 1, 2)),
+    (Ring("ring", "split", halve_batch=True), -2, (2, 3, 1)),
+    (Ring("ring", "split", together=True), -2, (3, 2, 2)),
+    (Ring("ring", "split", halve_batch=True, together=True), -2, (2, 3, 1)),
+]
 
 
-def value_and_pullback(function, args, cotangent):
-    """Compiled once as a whole: op by op, every hop would be a compilation of its own."""
-
-    @jax.jit
-    def both(args, cotangent):
-        out, pull = jax.vjp(function, *args)
-        return out, pull(cotangent)
-
-    return both(tuple(args), cotangent)
+def pieces(walk: Ring, block: np.ndarray, dim: int) -> list[np.ndarray]:
+    return np.split(block, walk.pieces, axis=0 if walk.halve_batch else dim)
 
 
-def place(mesh: Mesh, spec: P, array: np.ndarray) -> jax.Array:
-    return jax.device_put(array, jax.NamedSharding(mesh, spec))
+def called_with(walk: Ring, position: int) -> int:
+    """The position of which the work is told: of pieces that are joined, the first."""
+    return position - position % walk.pieces if walk.together else position
 
 
-def close(got: jax.Array, want: np.ndarray) -> None:
-    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
+def whole_numbers(seed: int, *shape: int) -> np.ndarray:
+    """Numbers whose sums are exact in every order."""
+    return np.random.default_rng(seed).integers(-9, 10, shape).astype(np.float32)
 
 
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(
-    size=st.integers(1, 8),
-    rows=st.integers(1, 3),
-    features=st.integers(1, 3),
-    widths=st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    kind=st.sampled_from(sorted(DIMS)),
-    overlap=st.sampled_from(["none", "ring"]),
-    seed=st.integers(0, 2**16),
-)
-def test_gather_matmul_equals_matmul(size, rows, features, widths, kind, overlap, seed) -> None:
-    rng, mesh, dim = np.random.default_rng(seed), ring(size), DIMS[kind]
-    x = rng.normal(size=(2, rows * size, features * size)).astype(np.float32)
-    kernels = [
-        rng.normal(size=(features * size, width * size)).astype(np.float32) for width in widths
-    ]
-    cotangents = [rng.normal(size=(2, rows * size, w.shape[1])).astype(np.float32) for w in kernels]
-    with jax.set_mesh(mesh):
-        spec = P(None, "ring", None) if dim == -2 else P(None, None, "ring")
-        args = [place(mesh, spec, x), *(place(mesh, P(None, "ring"), w) for w in kernels)]
-        cts = tuple(place(mesh, P(None, None, "ring"), c) for c in cotangents)
-        run = partial(gathered, mesh=mesh, dim=dim, overlap=overlap)
-        outs, grads = value_and_pullback(run, args, cts)
-    for out, w in zip(outs, kernels, strict=True):
-        close(out, x @ w)
-    close(grads[0], sum(c @ w.T for c, w in zip(cotangents, kernels, strict=True)))
-    for grad, c in zip(grads[1:], cotangents, strict=True):
-        close(grad, np.einsum("bld,blf->df", x, c))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("walk", "dim", "shape"), WALKS)
+def test_blocks_are_gathered_cut_and_placed_as_positions_say(walk, dim, shape, size) -> None:
+    x = whole_numbers(size, size, *shape)
+    others = whole_numbers(9, size, size, *shape)
+    wholes = np.stack([np.concatenate(blocks, axis=dim) for blocks in others])
+
+    def body(x: jax.Array, whole: jax.Array) -> list:
+        blocks, worked = walk.gather(x, lambda k, block: block * (k + 1), dim)
+        cut = [walk.cut(whole, dim)(k) for k in range(len(blocks))]
+        return [blocks, worked, cut, walk.place(blocks, dim), walk.place(cut, dim)]
+
+    blocks, worked, cut, placed, back = per_device(ring(size), body, x, wholes)
+    for k, (offset, piece) in enumerate(positions(walk, size)):
+        for s in range(size):
+            block = pieces(walk, x[(s - offset) % size], dim)[piece]
+            np.testing.assert_array_equal(blocks[k][s], block)
+            np.testing.assert_array_equal(worked[k][s], block * (called_with(walk, k) + 1))
+            block = pieces(walk, others[s, (s - offset) % size], dim)[piece]
+            np.testing.assert_array_equal(cut[k][s], block)
+    np.testing.assert_array_equal(placed, [np.concatenate(x, axis=dim)] * size)
+    np.testing.assert_array_equal(back, wholes)
 
 
-@settings(deadline=None, max_examples=12, derandomize=True)
-@given(
-    size=st.integers(1, 8),
-    rows=st.integers(1, 3),
-    features=st.integers(1, 3),
-    width=st.integers(1, 3),
-    kind=st.sampled_from(sorted(DIMS)),
-    overlap=st.sampled_from(["none", "ring"]),
-    seed=st.integers(0, 2**16),
-)
-def test_matmul_scatter_equals_matmul(size, rows, features, width, kind, overlap, seed) -> None:
-    rng, mesh, dim = np.random.default_rng(seed), ring(size), DIMS[kind]
-    x = rng.normal(size=(2, rows * size, features * size)).astype(np.float32)
-    kernel = rng.normal(size=(features * size, width * size)).astype(np.float32)
-    cotangent = rng.normal(size=(2, rows * size, width * size)).astype(np.float32)
-    spec = P(None, "ring", None) if dim == -2 else P(None, None, "ring")
-    with jax.set_mesh(mesh):
-        args = place(mesh, P(None, None, "ring"), x), place(mesh, P("ring", None), kernel)
-        run = partial(scattered, mesh=mesh, dim=dim, overlap=overlap)
-        out, (dx, dkernel) = value_and_pullback(run, args, place(mesh, spec, cotangent))
-    close(out, x @ kernel)
-    close(dx, cotangent @ kernel.T)
-    close(dkernel, np.einsum("blf,bld->fd", x, cotangent))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("walk", "dim", "shape"), WALKS)
+def test_a_sum_ends_where_its_blocks_came_from(walk, dim, shape, size) -> None:
+    owned = positions(walk, size)
+    x = whole_numbers(size, size, *shape)
+    parts = whole_numbers(9, size, len(owned), *pieces(walk, x[0], dim)[0].shape)
+    weights = np.arange(1, size + 1, dtype=np.float32)
+
+    def body(x: jax.Array, parts: jax.Array, weight: jax.Array) -> list:
+        def work(k: int, block: jax.Array) -> jax.Array:
+            return block + k
+
+        def part(piece: jax.Array) -> jax.Array:
+            return weight * piece
+
+        both = [{"dim": dim, "followed": followed} for followed in (True, False)]
+        return [
+            [walk.scatter(lambda k: parts[k], part, **how) for how in both],
+            [walk.gather_scatter(x, work, part, **how) for how in both],
+            walk.gather(x, work, dim),
+        ]
+
+    sums, chains, gathered = per_device(ring(size), body, x, parts, weights)
+    sum_of, chain_of = (np.zeros((size, walk.pieces, *parts.shape[2:])) for _ in "sc")
+    for s in range(size):
+        for k, (offset, piece) in enumerate(owned):
+            owner = (s - offset) % size
+            sum_of[owner, piece] += weights[s] * parts[s, k]
+            worked = pieces(walk, x[owner], dim)[piece] + called_with(walk, k)
+            chain_of[owner, piece] += weights[s] * worked
+    half_dim = 0 if walk.halve_batch else dim
+    want, want_chain = (
+        [np.concatenate(list(halves), axis=half_dim) for halves in y] for y in (sum_of, chain_of)
+    )
+    for total, (blocks, results, y) in zip(sums, chains, strict=True):
+        np.testing.assert_array_equal(total, want)
+        np.testing.assert_array_equal(y, want_chain)
+        for got, same in zip((blocks, results), gathered, strict=True):
+            np.testing.assert_array_equal(np.stack(got), np.stack(same))
 
 
-@pytest.mark.parametrize("kind", DIMS)
-def test_a_ring_hops_and_its_twin_does_not(kind: str) -> None:
-    mesh = ring(4)
-    with jax.set_mesh(mesh):
-        spec = P(None, "ring", None) if kind == "rows" else P(None, None, "ring")
-        x = place(mesh, spec, np.ones((1, 8, 8), np.float32))
-        w = place(mesh, P(None, "ring"), np.ones((8, 8), np.float32))
-        text = {
-            overlap: str(
-                jax.make_jaxpr(partial(gathered, mesh=mesh, dim=DIMS[kind], overlap=overlap))(x, w)
-            )
-            for overlap in ("none", "ring")
-        }
-    assert text["ring"].count("ppermute[") == 3 and "all_gather[" not in text["ring"]
-    assert text["none"].count("all_gather[") == 1 and "ppermute[" not in text["none"]
+def longest_chain(jaxpr) -> int:
+    """The most hops of which each waits for the one before."""
+    depth: dict = {}
+    for equation in jaxpr.eqns:
+        before = max((depth.get(id(v), 0) for v in equation.invars), default=0)
+        after = before + (equation.primitive.name == "ppermute")
+        depth.update({id(v): after for v in equation.outvars})
+    return max(depth.values(), default=0)
 
 
-def test_partial_sums_of_bfloat16_are_added_in_float32() -> None:
-    # 1 + 2**-9 is not a bfloat16: added pairwise in bfloat16 the small parts would be lost.
-    mesh = ring(8)
-    x = np.full((1, 1, 8), 2.0**-9, np.float32)
-    x[..., 0] = 1
-    with jax.set_mesh(mesh):
-        placed = place(mesh, P(None, None, "ring"), x.astype(jnp.bfloat16))
-        w = place(mesh, P(None, "ring"), np.ones((8, 8), jnp.bfloat16))
-        run = partial(gathered, mesh=mesh, dim=-1, overlap="ring")
-        (out,) = jax.jit(run)(placed, w)
-    assert np.asarray(out, np.float32).max() == np.float32(jnp.bfloat16(1 + 7 * 2.0**-9))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_hop_goes_to_a_neighbour_and_few_wait_for_each_other(direction, size) -> None:
+    walk = Ring("ring", direction)
+    longest = size // 2 if direction == "bidirectional" else size - 1
+    order: list[int] = []
+
+    def note(k: int, block: jax.Array) -> jax.Array:
+        order.append(k)
+        return 2 * block
+
+    def program(x: jax.Array, which: str) -> jax.Array:
+        piece = x[:, : 2 // walk.pieces]
+        if which == "gather":
+            return walk.gather(x, note, -2)[1]
+        if which == "scatter":
+            return walk.scatter(lambda k: note(k, piece), lambda piece: piece, dim=-2)
+        return walk.gather_scatter(x, note, lambda y: 3 * y, dim=-2)
+
+    x = np.ones((size, 2, 2, 2), np.float32)
+    for which, rings in (("gather", 1), ("scatter", 1), ("gather_scatter", 2)):
+        order.clear()
+        jaxpr = program_per_device(ring(size), partial(program, which=which), x)
+        hops = [e.params["perm"] for e in equations(jaxpr) if e.primitive.name == "ppermute"]
+        assert len(hops) == rings * walk.pieces * (size - 1)
+        assert all((b - a) % size in (1, size - 1) for pairs in hops for a, b in pairs)
+        assert longest_chain(jaxpr) <= rings * longest
+        # Every piece is worked on, or added, once; what a sum meets last is the device's own.
+        assert sorted(order) == list(range(walk.pieces * size))
+        if which == "scatter":
+            assert set(order[-walk.pieces :]) == set(range(walk.pieces))
+        else:
+            assert order == sorted(order)
 
 
-def test_an_unknown_overlap_is_refused() -> None:
-    with pytest.raises(ValueError, match="use none, ring"):
-        gather_matmul(jnp.ones((1, 1)), [], axis_name="ring", dim=-1, overlap="maybe")
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_block_is_used_only_when_the_work_before_it_is_done(direction) -> None:
+    walk = Ring("ring", direction)
+    x = np.ones((6, 2, 2, 2), np.float32)
+    jaxpr = program_per_device(
+        ring(6), lambda x: walk.gather(x, lambda k, block: jnp.sin(block), -2)[1], x
+    )
+    made_by = {id(v): e for e in jaxpr.eqns for v in e.outvars}
+    sources = [made_by[id(e.invars[0])] for e in jaxpr.eqns if e.primitive.name == "sin"]
+    pins = [e for e in sources if e.primitive.name == "optimization_barrier"]
+    assert len(pins) == len(sources) - walk.pieces  # all but the device's own
+    assert all("sin" in {made_by[id(v)].primitive.name for v in e.invars} for e in pins)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_split_refuses_a_block_that_has_no_halves(size) -> None:
+    walk = Ring("ring", "split")
+    x = np.ones((size, 3, 4), np.float32)
+    for body in (
+        lambda x: walk.gather(x, lambda k, block: block, -2)[0],
+        lambda x: walk.cut(jnp.concatenate([x] * size, axis=-2), -2)(0),
+    ):
+        with pytest.raises(ValueError, match=r"overlap split .* use an even size there"):
+            per_device(ring(size), body, x)

@@ -1,0 +1,238 @@
+"""Products of typed arrays with split kernels: the shard_map islands beneath the linears.
+
+Here the layouts that `layout.py` reads off the types meet the collective matmuls on local blocks:
+activations come and go as their types and the target spec say, kernels are gathered over the axes
+that store them (fsdp, sp) and stay split over tp. It owns no parameters and refuses to choose a
+layout.
+
+Letters: L rows, D in features, F out features, local along the axes that their specs name.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallel.axes import ColumnWise, RowWise
+from parallel.collective_matmul import (
+    Dim,
+    Overlap,
+    gather_matmul,
+    gather_matmul_scatter,
+    matmul_scatter,
+)
+from parallel.layout import TensorParallelConfig, layout_of, mesh_axes_of, without_axis
+from parallel.partition import Residual
+from parallel.ring import all_gather, vary
+
+_DIMS: dict[Residual, Dim] = {"sequence": -2, "hidden": -1}
+
+
+def gather_kernel(
+    kernel: jax.Array,
+    spec: P,
+    *,
+    keep: str,
+    dtype: jax.typing.DTypeLike | None,
+    like: jax.Array,
+) -> jax.Array:
+    """Inside shard_map: a parameter whole on all axes but `keep`, cast before it travels.
+
+    like: the activations that it will meet. Communication: one all-gather in `dtype` over the axes
+    that shard it; backwards one reduce-scatter in `dtype`, then, of this device's shard alone and
+    in the parameter's own dtype, an all-sum over the axes that repeat it (dp and ep).
+    """
+    sharding = {name for entry in spec for name in mesh_axes_of(entry)}
+    repeating = jax.typeof(like).manual_axis_type.varying - sharding - {keep}
+    kernel = vary(kernel, tuple(sorted(repeating)))
+    kernel = kernel if dtype is None else kernel.astype(dtype)
+    for dim, entry in enumerate(spec):
+        names = without_axis(entry, keep)
+        if names is not None:
+            kernel = all_gather(kernel, names, dim)
+    return kernel
+
+
+def _stored(
+    kernels: Sequence[jax.Array], spec: P, activations: P, keep: str
+) -> tuple[P, list[jax.Array]]:
+    """Kernels as an island takes them: split over what the activations are split over too.
+
+    Over the other axes they are gathered here: activations that are equal there see the same kernel
+    and have equal gradients, which must not be summed.
+    """
+    used = {keep, *(name for entry in activations for name in mesh_axes_of(entry))}
+    kept = P(*(tuple(n for n in mesh_axes_of(entry) if n in used) or None for entry in spec))
+    return kept, [jax.sharding.reshard(kernel, kept) for kernel in kernels]
+
+
+def column_parallel(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> tuple[jax.Array, ...]:
+    """`... L D` in any layout, `ColumnWise` kernels (D, F) -> `... L F` each, F on tp."""
+    manager, axis = config.manager, config.axis_name
+    spec = jax.typeof(x).sharding.spec
+    kernel_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), spec, axis)
+    body = partial(
+        _column_body,
+        kernel_spec=kernel_spec,
+        layout=layout_of(spec, axis),
+        axis_name=axis,
+        overlap=config.overlap,
+        precision=precision,
+    )
+    out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
+    island = jax.shard_map(
+        body,
+        mesh=manager.mesh,
+        in_specs=(spec, *(kernel_spec for _ in kernels)),
+        out_specs=tuple(out_spec for _ in kernels),
+    )
+    return island(x, *kernels)
+
+
+def _column_body(
+    x: jax.Array,
+    *kernels: jax.Array,
+    kernel_spec: P,
+    layout: Residual,
+    axis_name: str,
+    overlap: Overlap,
+    precision: lax.PrecisionLike,
+) -> tuple[jax.Array, ...]:
+    """`... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each."""
+    whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype, like=x) for w in kernels]
+    if layout == "replicated":
+        return tuple(jnp.matmul(x, w, precision=precision) for w in whole)
+    return gather_matmul(
+        x, whole, axis_name=axis_name, dim=_DIMS[layout], overlap=overlap, precision=precision
+    )
+
+
+def row_parallel(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    out_spec: P,
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> tuple[jax.Array, ...]:
+    """`... L F` with F on tp, `RowWise` kernels (F, D) -> `... L D` each, as `out_spec` says.
+
+    Raises: ValueError if the features of x are not on tp.
+    """
+    manager, axis = config.manager, config.axis_name
+    spec = jax.typeof(x).sharding.spec
+    if layout_of(spec, axis) != "hidden":
+        raise ValueError(
+            f"a row-parallel linear needs its features on {axis}, got {spec}; "
+            "reshard the input, or use a column-parallel linear"
+        )
+    kernel_spec, kernels = _stored(kernels, manager.resolve(RowWise), spec, axis)
+    body = partial(
+        _row_body,
+        kernel_spec=kernel_spec,
+        layout=layout_of(out_spec, axis, rank=x.ndim),
+        axis_name=axis,
+        overlap=config.overlap,
+        precision=precision,
+    )
+    island = jax.shard_map(
+        body,
+        mesh=manager.mesh,
+        in_specs=(spec, *(kernel_spec for _ in kernels)),
+        out_specs=tuple(out_spec for _ in kernels),
+    )
+    return island(x, *kernels)
+
+
+def _row_body(
+    x: jax.Array,
+    *kernels: jax.Array,
+    kernel_spec: P,
+    layout: Residual,
+    axis_name: str,
+    overlap: Overlap,
+    precision: lax.PrecisionLike,
+) -> tuple[jax.Array, ...]:
+    """`... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each."""
+    outputs = []
+    for kernel in kernels:
+        w = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype, like=x)
+        if layout == "replicated":
+            y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
+        else:
+            dim = _DIMS[layout]
+            y = matmul_scatter(
+                x, w, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
+            )
+        outputs.append(y)
+    return tuple(outputs)
+
+
+def column_row_parallel(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    extras: Sequence[jax.Array],
+    kernel: jax.Array,
+    *,
+    function: Callable[..., jax.Array],
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """`... L/tp D` -> `... L/tp D` through function(x @ kernels, extras) @ kernel, as one ring.
+
+    kernels: `ColumnWise` (D, F); extras: vectors (F,) on tp; kernel: `RowWise` (F, D).
+    """
+    manager, axis = config.manager, config.axis_name
+    spec = jax.typeof(x).sharding.spec
+    column_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), spec, axis)
+    row_spec, (kernel,) = _stored([kernel], manager.resolve(RowWise), spec, axis)
+    body = partial(
+        _column_row_body,
+        column_spec=column_spec,
+        row_spec=row_spec,
+        function=function,
+        axis_name=axis,
+        overlap=config.overlap,
+        precision=precision,
+    )
+    island = jax.shard_map(
+        body,
+        mesh=manager.mesh,
+        in_specs=(spec, [column_spec for _ in kernels], [P(axis) for _ in extras], row_spec),
+        out_specs=spec,
+    )
+    return island(x, list(kernels), list(extras), kernel)
+
+
+def _column_row_body(
+    x: jax.Array,
+    kernels: list[jax.Array],
+    extras: list[jax.Array],
+    kernel: jax.Array,
+    *,
+    column_spec: P,
+    row_spec: P,
+    function: Callable[..., jax.Array],
+    axis_name: str,
+    overlap: Overlap,
+    precision: lax.PrecisionLike,
+) -> jax.Array:
+    """`... L/tp D`, kernels `D/fsdp F/tp`, extras `F/tp`, kernel `F/tp D/fsdp` -> `... L/tp D`."""
+    gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
+    return gather_matmul_scatter(
+        x,
+        [gather(w, column_spec) for w in kernels],
+        [gather(extra, P(axis_name)) for extra in extras],
+        gather(kernel, row_spec),
+        function=function,
+        axis_name=axis_name,
+        overlap=overlap,
+        precision=precision,
+    )

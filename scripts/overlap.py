@@ -1,0 +1,217 @@
+"""Compiles blocks and whole steps for an absent TPU slice and predicts them: see bench.py.
+
+The blocks are made of this project's own linears, bfloat16, tensor-parallel over the whole slice,
+the residual stream sequence-sharded. `xla` is the same arithmetic as plain matmuls, with the
+compiler's own collectives and its windowed einsums; `xla-plain` has those turned off.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from configs.build import build_program, choose_overlaps
+from configs.schema import load_config
+from parallel.axes import BATCH, QUERY_LENGTH, TP, ResidualSharding
+from parallel.layout import TensorParallelConfig
+from parallel.linear import ColumnParallelLinear, RowParallelLinear, chain
+from parallel.mesh import CHIPS, Chip, MeshConfig, absent_devices, build_mesh
+from parallel.partition import residual_rules
+from parallel.schedule import Prediction, predict
+
+METHODS = ("xla", "xla-plain", "none", "ring", "bidirectional", "split")
+CASES = ("silu", "swiglu", "qkv", "o")
+_NO_WINDOWS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
+
+
+def _silu(a: jax.Array) -> jax.Array:
+    return jax.nn.silu(a)
+
+
+def _gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+class Block(nnx.Module):
+    """One case: an MLP (silu, swiglu) or a projection of attention (qkv, o).
+
+    Proportions of Llama-3-70B: width D, intermediate 3.5 D, one kv feature per eight of q.
+    """
+
+    def __init__(self, case: str, width: int, tp: TensorParallelConfig):
+        options: dict[str, Any] = {
+            "use_bias": False,
+            "param_dtype": jnp.bfloat16,
+            "parallel_config": tp,
+        }
+        wide, kv = width * 7 // 2, width // 8
+        outputs: dict[str, Any] = {
+            "silu": wide,
+            "swiglu": {"gate": wide, "up": wide},
+            "qkv": {"q": width, "k": kv, "v": kv},
+        }
+        self.case, self.tp = case, tp
+        if case != "o":
+            self.column = ColumnParallelLinear(width, outputs[case], **options)
+        if case != "qkv":
+            self.row = RowParallelLinear(width if case == "o" else wide, width, **options)
+
+    def __call__(self, x: jax.Array, native: bool) -> Any:
+        """Rows sequence-sharded (`o`: features on tp) to the same (`qkv`: features on tp)."""
+        residual = self.tp.manager.resolve(ResidualSharding)
+        if self.case == "qkv":
+            return self.column.native_forward(x) if native else self.column(x)
+        if self.case == "o" and not native:
+            return self.row(x, residual)
+        if not native:
+            function = _gated_silu if self.case == "swiglu" else _silu
+            return chain(x, self.column, function, self.row)
+        if self.case == "silu":
+            x = _silu(self.column.native_forward(x))
+        elif self.case == "swiglu":
+            x = _gated_silu(**self.column.native_forward(x))
+        # The layout of the sum belongs to the matmul, so that the compiler scatters at once.
+        kernel = self.row.kernel[...]
+        return jnp.einsum("blf,fd->bld", x, kernel, out_sharding=residual)
+
+
+def bench_blocks(
+    topologies: Sequence[str],
+    cases: Sequence[str],
+    methods: Sequence[str],
+    *,
+    size: int,
+    dump: Path | None = None,
+) -> dict[str, Any]:
+    """Predicted milliseconds of every case, forward and forward with backward, by every method."""
+    rows = []
+    print(f"{'slice':10} {'case':7} {'pass':8} {'method':14}" + _columns(None, 0, 0))
+    for topology in topologies:
+        devices = absent_devices(topology)
+        mesh = build_mesh(MeshConfig(tp=len(devices)), devices)
+        for case in cases:
+            for backward in (False, True):
+                for method in methods:
+                    compiled, seconds = _compile(mesh, case, method, size, backward)
+                    name = "fwd+bwd" if backward else "fwd"
+                    label = topology, case, name, method
+                    if dump is not None:
+                        file = dump / f"{'_'.join(label).replace(':', '-')}.txt"
+                        file.write_text(compiled.as_text())
+                    rows.append(_row(label, compiled, seconds))
+    return {"bench": "overlap", "rows": rows}
+
+
+def _compile(
+    mesh: jax.sharding.Mesh, case: str, method: str, size: int, backward: bool
+) -> tuple[Any, float]:
+    """The compiled program, and the seconds that it took."""
+    native = method.startswith("xla")
+    tp = TensorParallelConfig(
+        mesh,
+        reduce_scatter_output=True,
+        partition_axis=residual_rules("sequence"),
+        overlap="none" if native else method,  # type: ignore[arg-type] # checked there
+    )
+    with jax.set_mesh(mesh):
+        definition, params = nnx.split(nnx.eval_shape(lambda: Block(case, size, tp)))
+        axes = [BATCH, QUERY_LENGTH, TP] if case == "o" else ResidualSharding
+        x = jax.ShapeDtypeStruct((1, size, size), jnp.bfloat16, sharding=tp.manager.sharding(axes))
+
+        def forward(x: jax.Array, params: Any) -> Any:
+            return nnx.merge(definition, params)(x, native)
+
+        def both(x: jax.Array, params: Any, g: Any) -> Any:
+            y, pull = jax.vjp(forward, x, params)
+            return y, pull(g)
+
+        out = jax.eval_shape(forward, x, params)
+        begin = time.perf_counter()
+        lowered = (
+            jax.jit(both).lower(x, params, out) if backward else jax.jit(forward).lower(x, params)
+        )
+        compiled = lowered.compile(_NO_WINDOWS if method == "xla-plain" else None)
+    return compiled, time.perf_counter() - begin
+
+
+def _row(label: tuple[str, str, str, str], compiled: Any, seconds: float) -> dict[str, Any]:
+    """Prints and returns one line of the table."""
+    topology, case, name, method = label
+    prediction, memory = _predict(compiled, topology)
+    head = f"{topology:10} {case:7} {name:8} {method:14}"
+    print(head + _columns(prediction, memory, seconds), flush=True)
+    return {
+        "topology": topology,
+        "case": case,
+        "pass": name,
+        "method": method,
+        "compile_seconds": seconds,
+        "temporary_gib": memory,
+        **_milliseconds(prediction),
+    }
+
+
+def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The predicted training step of a configuration, and what its time is made of."""
+    config = load_config(path, overrides)
+    program = build_program(config, absent_devices(topology))
+    mesh = program.tp.manager.mesh
+    for kind, choice in choose_overlaps(config, program.tp).items():
+        print(f"overlap {choice.overlap} for {kind}: {choice.reason}")
+    micro = config.training.gradient_accumulation
+    shape = (micro, config.data.global_batch_size // micro, config.data.sequence_length)
+    fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
+    with jax.set_mesh(mesh):
+        batch = {
+            name: jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
+            for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
+        }
+        begin = time.perf_counter()
+        compiled = program.train_step.lower(program.abstract_state, batch).compile()
+    seconds = time.perf_counter() - begin
+    prediction, temporary = _predict(compiled, topology)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    flops = config.model.flops_per_token(shape[2]) * shape[0] * shape[1] * shape[2]
+    mfu = flops / prediction.total / mesh.size / _chip(topology).peak_flops
+    print(prediction.table(25))
+    hbm = temporary + held / 2**30
+    print(f"MFU {mfu:.3f}, HBM {hbm:.1f} GiB per device, compiled in {seconds:.0f} s")
+    return {
+        "bench": "model",
+        "config": path,
+        "topology": topology,
+        "mfu": mfu,
+        "hbm_gib": hbm,
+        "compile_seconds": seconds,
+        **_milliseconds(prediction),
+    }
+
+
+def _chip(topology: str) -> Chip:
+    return CHIPS[absent_devices(topology)[0].device_kind]
+
+
+def _predict(compiled: Any, topology: str) -> tuple[Prediction, float]:
+    """The prediction, and the GiB of temporary memory per device."""
+    torus = [int(side) for side in topology.partition(":")[2].split("x")]
+    prediction = predict(compiled.as_text(), _chip(topology), torus)
+    return prediction, compiled.memory_analysis().temp_size_in_bytes / 2**30
+
+
+_PARTS = ("total", "matmul", "other", "kernels", "exposed", "dma_wait")
+
+
+def _milliseconds(prediction: Prediction) -> dict[str, float]:
+    return {f"{name}_ms": getattr(prediction, name) * 1e3 for name in _PARTS}
+
+
+def _columns(prediction: Prediction | None, memory: float, seconds: float) -> str:
+    if prediction is None:
+        return "".join(f"{name:>9}" for name in (*_PARTS, "temp GiB", "compile"))
+    times = "".join(f"{value:9.2f}" for value in _milliseconds(prediction).values())
+    return f"{times}{memory:9.2f}{seconds:8.0f}s"

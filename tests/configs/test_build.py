@@ -1,0 +1,103 @@
+"""The sharding table of a whole program is what its devices hold."""
+
+import jax
+import pytest
+from conftest import MESHES, ROOT
+from jax.sharding import PartitionSpec as P
+
+from configs.build import build_program, build_sharding_table, choose_overlaps
+from configs.schema import Config, load_config
+from parallel.mesh import MeshConfig
+from parallel.sharding_table import Row
+from training.step import Program
+
+TINY = [
+    "model.hidden_size=32",
+    "model.num_hidden_layers=2",
+    "model.intermediate_size=64",
+    "data.sequence_length=16",
+    "data.global_batch_size=16",
+    "training.gradient_accumulation=2",
+]
+
+
+def build(mesh: MeshConfig, *overrides: str) -> tuple[Config, Program]:
+    sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
+    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *sizes, *overrides])
+    return config, build_program(config, jax.devices()[: mesh.num_devices])
+
+
+def by_name(rows: list[Row]) -> dict[str, Row]:
+    return {row.name: row for row in rows}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_table_holds_every_byte_of_the_state_of_every_device(name):
+    config, program = build(MESHES[name])
+    table = build_sharding_table(config, program)
+    with jax.set_mesh(program.tp.manager.mesh):
+        state = program.init()
+    held = dict.fromkeys(program.tp.manager.mesh.devices.flat, 0)
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    rows = [*table["parameters"], *table["optimizer"]]
+    assert set(held.values()) == {sum(row.bytes_per_device for row in rows)}
+    assert all(row.axes != "?" for row in rows), "a parameter that does not say its axes"
+
+
+def test_a_parameter_is_a_row_with_the_shape_of_its_shard():
+    config, program = build(MeshConfig(dp=2, tp=4), "model.tie_word_embeddings=true")
+    table = build_sharding_table(config, program)
+    rows = by_name(table["parameters"])
+    assert "head.kernel" not in rows
+    down = rows["layers.mlp.down.kernel"]
+    assert down.axes == "RowWise: stack TP [FSDP SP]" and down.spec == P(None, "tp", ("fsdp", "sp"))
+    assert (down.shape, down.local_shape) == ((2, 64, 32), (2, 16, 32))
+    assert [item.mesh_axis for item in down.replicated] == ["dp"]
+    moments = by_name(table["optimizer"])["{mu,nu}.layers.mlp.down.kernel"]
+    assert moments.count == 2 and moments.bytes_per_device == 2 * down.bytes_per_device
+
+
+def test_activations_are_those_of_a_microbatch():
+    config, program = build(MeshConfig(dp=2, tp=4))
+    rows = by_name(build_sharding_table(config, program)["activations"])
+    assert rows["x_BLD"].shape == (8, 16, 32) and rows["x_BLD"].local_shape == (4, 4, 32)
+    assert rows["logits_CV"].shape == (128, 264) and rows["logits_CV"].local_shape == (64, 66)
+
+
+def test_replicated_keys_and_values_have_a_reason_and_a_cost():
+    kv_heads = ("model.num_key_value_heads=2", "parallel.replicate_kv=true")
+    config, program = build(MeshConfig(tp=8), *kv_heads)
+    rows = by_name(build_sharding_table(config, program)["activations"])
+    found = rows["kv_BLKh"]
+    assert found.spec[2] is None and found.even_bytes * 8 == found.bytes_per_device
+    assert "KV_HEAD = 2 does not divide over tp = 8" in found.replicated[0].reason
+    assert rows["q_BLHh"].replicated == ()
+
+
+def test_auto_overlaps_nothing_on_a_cpu_and_says_why() -> None:
+    config, program = build(MeshConfig(tp=4, fsdp=2))
+    assert set(program.tp.kind_overlaps.values()) == {"none"}
+    reasons = {choice.reason for choice in choose_overlaps(config, program.tp).values()}
+    assert reasons == {"no link figures for this device, so no overlap is assumed"}
+
+
+def test_kinds_of_linears_take_their_own_overlap() -> None:
+    overrides = "parallel.overlap=bidirectional", "parallel.overlap_qkv=split"
+    _, program = build(MeshConfig(tp=4), *overrides, "parallel.overlap_o=auto")
+    assert program.tp.overlap == "bidirectional"
+    want = {"qkv": "split", "o": "none", "mlp": "bidirectional"}
+    assert dict(program.tp.kind_overlaps) == want
+
+
+def test_blocks_that_cannot_be_halved_are_refused() -> None:
+    odd = "parallel.overlap=split", "data.sequence_length=12", "data.global_batch_size=2"
+    with pytest.raises(ValueError, match=r"parallel\.overlap split \(for qkv\) halves"):
+        build(MeshConfig(tp=4), *odd)
+    build(MeshConfig(tp=4), *odd, "data.global_batch_size=4")
+
+
+def test_attention_that_cannot_run_here_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attention=splash does not run on cpu, only on tpu"):
+        build(MeshConfig(), "model.attention=splash")
