@@ -51,6 +51,11 @@ def _check_attention(config: Config, tp: TensorParallelConfig) -> None:
             f"model.attention={operation.name} needs whole rows, but mesh.sp={config.mesh.sp} "
             "splits them; use mesh.sp=1 or vanilla"
         )
+    if config.data.sequence_length % operation.capabilities.length_multiple:
+        raise ValueError(
+            f"data.sequence_length={config.data.sequence_length}: model.attention={operation.name} "
+            f"needs a multiple of {operation.capabilities.length_multiple}"
+        )
 
 
 def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choice]:
@@ -70,16 +75,22 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
     choices: dict[str, Choice] = {}
     for kind in get_args(LinearKind):
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        if named == "split" and n > 1 and kind in shapes and not shapes[kind].halves:
+        general = config.parallel.overlap  # also that of the head
+        if "split" in (named, general) and n > 1 and kind in shapes and not shapes[kind].halves:
+            size = "data.sequence_length / (mesh.sp * mesh.tp)"
+            if config.parallel.residual == "hidden":
+                size = "model.hidden_size / mesh.tp"
             raise ValueError(
-                f"parallel.overlap split (for {kind}) halves the block of a device, but its batch "
-                "is odd and so is data.sequence_length / (mesh.sp * mesh.tp) or, with residual "
-                "hidden, model.hidden_size / mesh.tp; make one even, or use bidirectional"
+                f"parallel.overlap (or overlap_{kind}) split halves what a device gathers, but "
+                f"{size} is odd; make it even, or use bidirectional"
             )
-        if named != "auto":
+        if n == 1 or kind not in shapes:
+            why = "one device on tp" if n == 1 else "a replicated residual stream"
+            choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
+        elif named != "auto":
             choices[kind] = Choice(named, "as configured")
-        elif kind not in shapes:
-            choices[kind] = Choice("none", "a replicated residual stream is not gathered")
+        elif config.parallel.residual == "hidden":
+            choices[kind] = Choice("none", "no estimate for residual hidden: name a method")
         else:
             choices[kind] = choose_overlap(shapes[kind], n, chip)
     return choices

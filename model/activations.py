@@ -59,7 +59,8 @@ def ring_shapes(
 ) -> dict[LinearKind, RingShape]:
     """What each kind of linear sends around tp in one microbatch `batch length`.
 
-    Empty if the residual stream is replicated: nothing is gathered then.
+    Empty if the residual stream is replicated: nothing is gathered then. A block can be halved
+    along what is gathered, whatever the batch: text is generated from single rows.
     """
     n = manager.axis_size(TP)
     axis = manager.partition_axis.tensor_parallel_axis
@@ -69,14 +70,13 @@ def ring_shapes(
     local_batch = batch // manager.axis_size(BATCH)
     local_length = length // manager.axis_size(QUERY_LENGTH)
     rows = local_batch * local_length // n
-    even_batch = layout == "sequence" and local_batch % 2 == 0
     halved = local_length // n if layout == "sequence" else config.hidden_size // n
     shape = partial(
         RingShape,
         rows=rows,
         width=config.hidden_size,
         block_bytes=rows * config.hidden_size * jnp.dtype(config.dtype).itemsize,
-        halves=even_batch or halved % 2 == 0,
+        halves=halved % 2 == 0,
     )
     heads = config.num_attention_heads * config.head_size // n
     kv_heads = config.num_key_value_heads * config.head_size // n

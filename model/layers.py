@@ -37,7 +37,7 @@ from parallel.linear import (
 from parallel.projection import gather_kernel
 from parallel.ring import all_gather, reduce_scatter
 
-Linear = TypeVar("Linear", bound=ParallelLinear)
+AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 
 
 @lru_cache
@@ -294,14 +294,14 @@ def _gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
 def linear_of(
     config: ModelConfig,
     tp: TensorParallelConfig,
-    linear: type[Linear],
+    linear: type[AnyLinear],
     in_features: int,
     out_features: int | Mapping[str, int],
     *,
     kind: LinearKind | None,
     rngs: nnx.Rngs,
     last: bool = False,
-) -> Linear:
+) -> AnyLinear:
     """A linear in this model's dtypes and initialisation.
 
     kind: names it where overlap methods are chosen one by one; None: the general one.

@@ -94,5 +94,6 @@ def _matmul_seconds(
     rows = shape.rows * n // parts
     compute = 2 * shape.rows * n * shape.width * columns / (_EFFICIENCY * chip.peak_flops)
     compute *= _SHORT_PENALTY if rows < _FULL_ROWS else 1.0
-    kernel_bytes = 2 * shape.width * columns  # bfloat16, read again for every partial matmul
+    item = shape.block_bytes // (shape.rows * shape.width)
+    kernel_bytes = item * shape.width * columns  # read again for every partial matmul
     return max(compute, parts * kernel_bytes / chip.hbm_bandwidth)

@@ -52,6 +52,7 @@ def gather_matmul(
       forward y = sum over k of x_k W[rows k];  dgrad dx = scatter over k of g W[rows k]^T;
       wgrad dW[rows k] = x_k^T g.
     Communication: n - 1 blocks of x per device, as many of dx in the backward pass.
+    Raises: ValueError for an unknown overlap, mixed dtypes, or blocks that `split` cannot halve.
     """
     ring = _ring(axis_name, overlap, x, dim, together=dim == -2)
     if ring is None:
@@ -80,6 +81,7 @@ def matmul_scatter(
       forward y = scatter over k of x W[cols k];  dgrad dx = sum over k of g_k W[cols k]^T;
       wgrad dW[cols k] = x^T g_k.
     Communication: n - 1 blocks of the result per device, as many of g in the backward pass.
+    Raises: ValueError as `gather_matmul`, and for a result that does not divide into n blocks.
     """
     ring = _ring(axis_name, overlap, x, dim, together=dim == -2)
     if ring is None:
@@ -100,16 +102,19 @@ def gather_matmul_scatter(
     overlap: Overlap = "none",
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """A column linear, work on each row and a row linear, the blocks never put in natural order.
+    """A column linear, elementwise work and a row linear, the blocks never put in natural order.
 
     x `... R/n D`, kernels `D F/n` each, kernel `F/n D` -> `... R/n D`. function: from the products
-    `... r F/n`, then the extras (arrays `F/n`), to `... r F/n`, each row on its own. With
+    `... r F/n`, then the extras (arrays `F/n`), to `... r F/n`, elementwise: it sees some rows and
+    this device's features, never all of either. With
     a_k = x_k W and h_k = function(a_k):
       forward y = scatter over k of h_k V;  dgrad dh_k = g_k V^T, da_k = function'(a_k) dh_k,
       dx = scatter over k of da_k W^T;  wgrad dW = sum of x_k^T da_k, dV = sum of h_k^T g_k.
     Communication: n - 1 blocks of x and of y per device, as many of g and dx in the backward pass.
+    Raises: ValueError for an unknown overlap, mixed dtypes, or blocks that `split` cannot halve.
     """
     ring = _ring(axis_name, overlap, x, -2, together=False)
+    function = partial(_in_dtype, function=function, dtype=x.dtype)
     if ring is not None:
         x, kernel, *rest = _alike(x, kernel, *kernels, *extras)
         kernels, extras = rest[: len(kernels)], rest[len(kernels) :]
@@ -130,6 +135,12 @@ def _ring(axis_name: str, overlap: str, x: jax.Array, dim: Dim, together: bool) 
     # Halves of the batch are contiguous, halves of the rows of every sequence are not.
     halve_batch = dim == -2 and x.ndim > 2 and x.shape[0] % 2 == 0
     return Ring(axis_name, direction, halve_batch, together)
+
+
+def _in_dtype(
+    *arrays: jax.Array, function: Callable[..., jax.Array], dtype: jnp.dtype
+) -> jax.Array:
+    return function(*arrays).astype(dtype)
 
 
 def _alike(*arrays: jax.Array) -> list[jax.Array]:

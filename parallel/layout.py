@@ -100,13 +100,22 @@ class TensorParallelConfig:
 
     @property
     def manager(self) -> PartitionManager:
-        """Resolves semantic axes on this mesh. Raises: ValueError without a mesh."""
+        """Resolves semantic axes on this mesh.
+
+        Raises: ValueError without a mesh, or if the rules call tensor parallelism another axis.
+        """
         if self.mesh is None:
             raise ValueError(
                 "this TensorParallelConfig has no mesh, so no axis resolves; pass mesh= or build "
                 "it under jax.set_mesh(mesh)"
             )
-        return PartitionManager(self.partition_axis, self.mesh)
+        rules = self.partition_axis
+        if rules.tensor_parallel_axis != self.axis_name:
+            raise ValueError(
+                f"axis_name {self.axis_name!r} is not the rules' tensor-parallel axis "
+                f"{rules.tensor_parallel_axis!r}; pass PartitionAxis(tensor_parallel_axis=...)"
+            )
+        return PartitionManager(rules, self.mesh)
 
     def for_kind(self, kind: str) -> "TensorParallelConfig":
         """This config as linears of that kind read it: `overlap` is theirs."""
@@ -245,7 +254,8 @@ def layout_of(spec: P, axis_name: str, *, rank: int | None = None) -> Residual:
 
     rank: of the activations, for a spec that leaves trailing dims out (they are whole). Without it
         the last entry is the features' and an empty spec is replicated; types are always full.
-    Raises: ValueError if the axis splits a dim before L, or the spec has more entries than dims.
+    Raises: ValueError if the axis splits a dim before L, or is not the innermost there: local
+        blocks would not be contiguous. Also if the spec has more entries than dims.
     """
     rank = len(spec) if rank is None else rank
     if len(spec) > rank:
@@ -253,6 +263,11 @@ def layout_of(spec: P, axis_name: str, *, rank: int | None = None) -> Residual:
     split = [dim for dim, entry in enumerate(spec) if axis_name in mesh_axes_of(entry)]
     if not split:
         return "replicated"
+    if mesh_axes_of(spec[split[0]])[-1] != axis_name:
+        raise ValueError(
+            f"activations of type {spec} are split over {axis_name} outside of other axes; reshard "
+            f"them so that {axis_name} comes last in its entry"
+        )
     if split[0] < rank - 2:
         raise ValueError(
             f"activations of type {spec} are split over {axis_name} before dim -2; reshard them "

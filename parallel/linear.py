@@ -44,7 +44,7 @@ __all__ = [
     "named_rngs",
 ]
 
-Direction = Literal["none", "column", "row"]
+Parallelism = Literal["none", "column", "row"]
 Initializer = Callable[..., jax.Array]
 _LECUN_NORMAL = nnx.initializers.lecun_normal()
 
@@ -68,11 +68,15 @@ class ParallelLinear(nnx.Module):
         direction: ALL_GATHER computes as a `ColumnParallelLinear`, REDUCE_SCATTER as a
         `RowParallelLinear` whose sum is scattered onto features (whole with `reduce_output`).
     rngs: None starts from seed 0.
-    Kernels are logical (in, out) parameters, one per output, equal on every mesh. The attribute
-    `distributed_matmul` of the reference is always None there and here.
+    kernel_init: also takes `out_sharding=` if there is a mesh, which has explicit axes.
+    Kernels are logical (in, out) parameters, one per output, equal on every mesh. Differences from
+    the reference: there, several outputs share one kernel as wide as all; its example's arguments
+    features, gather_output and axis_name, which it does not accept either, are out_features,
+    `reduce_scatter_output=False` and `axis_name` of the config. Its attribute `distributed_matmul`
+    is always None there and here.
     """
 
-    direction: Direction = "none"
+    direction: Parallelism = "none"
     distributed_matmul = None
 
     def __init__(
@@ -105,9 +109,15 @@ class ParallelLinear(nnx.Module):
         self.bias_init = bias_init
         self.parallel_config = parallel_config
         self.scale = scale
-        if self.direction == "none" and parallel_config and parallel_config.matmul_method:
+        if parallel_config and parallel_config.matmul_method:
             gathers = parallel_config.matmul_method == MatrixMultiplyMethod.ALL_GATHER
-            self.direction = "column" if gathers else "row"
+            asked: Parallelism = "column" if gathers else "row"
+            if self.direction not in ("none", asked):
+                raise ValueError(
+                    f"a {self.direction}-parallel linear cannot use matmul_method "
+                    f"{parallel_config.matmul_method}; leave it out, or use ParallelLinear"
+                )
+            self.direction = asked
         rngs = nnx.Rngs(0) if rngs is None else rngs
         kernel_axes = {"none": [None, None], "column": ColumnWise, "row": RowWise}[self.direction]
         bias_axes = SRowWise if self.direction == "column" else Replicated
@@ -161,6 +171,11 @@ class ParallelLinear(nnx.Module):
             return dict(zip(self.output_names, outputs, strict=True))
         return outputs[0] if isinstance(self.out_features, int) else tuple(outputs)
 
+    def _cast(self, inputs: jax.Array) -> jax.Array:
+        """To the dtype of the computation; integers become the parameters' dtype."""
+        floating = jnp.issubdtype(inputs.dtype, jnp.floating)
+        return inputs.astype(self.dtype or (inputs.dtype if floating else self.param_dtype))
+
     def native_forward(self, inputs: jax.Array, w: jax.Array | None = None) -> Any:
         """`... in` -> `... out` by plain matmuls whose collectives the compiler chooses.
 
@@ -168,8 +183,10 @@ class ParallelLinear(nnx.Module):
         of the kernel (a tied head's `(in, out)`). Features of a row-parallel input lie on tp. The
         output is split over tp for column parallelism if `reduce_scatter_output`, else whole.
         """
-        dtype = self.dtype or inputs.dtype
-        x, kernels = inputs.astype(dtype), self.each(self.kernel) if w is None else [w]
+        if w is not None and not isinstance(self.out_features, int):
+            raise ValueError(f"w takes the place of one kernel; here are {len(self._widths())}")
+        x = self._cast(inputs)
+        dtype, kernels = x.dtype, self.each(self.kernel) if w is None else [w]
         config = self.parallel_config
         if config is None or config.mesh is None:
             return self._finish(
@@ -202,8 +219,10 @@ class ParallelLinear(nnx.Module):
         if self.direction == "none" or config is None or config.mesh is None:
             return self.native_forward(inputs)
         if self.direction == "column":
+            if out_spec is not None:
+                raise ValueError("out_spec is for row-parallel linears; see reduce_scatter_output")
             return self._deliver(self.split_columns(inputs))
-        x = inputs.astype(self.dtype or inputs.dtype)
+        x = self._cast(inputs)
         if out_spec is None:
             scattered = config.matmul_method is not None and not config.reduce_output
             rows = jax.typeof(x).sharding.spec[:-1]
@@ -216,8 +235,7 @@ class ParallelLinear(nnx.Module):
         """A column-parallel `... in` -> `... out` with its features left on tp."""
         if self.parallel_config is None or self.parallel_config.mesh is None:
             return self.native_forward(inputs)
-        x = inputs.astype(self.dtype or inputs.dtype)
-        kernels = self.each(self.kernel)
+        x, kernels = self._cast(inputs), self.each(self.kernel)
         return self._finish(column_parallel(x, kernels, self.parallel_config, self.precision))
 
 
@@ -268,19 +286,20 @@ def chain(
 ) -> jax.Array:
     """row(function(*column(x))) in the layout of x, as one ring where rows travel.
 
-    function: from the outputs of `column`, in their order, to the input of `row`; each row on its
-    own. It must be the same object from call to call: its derivative is compiled with it.
+    function: from the outputs of `column`, in their order, to the input of `row`; elementwise, as a
+    ring shows it some rows and this device's features.
     With a `sequence` layout and one config, dtype and precision for both linears the blocks stay in
     the order in which they arrive (`gather_matmul_scatter`); otherwise the linears run one after
     the other, the features between them on tp.
     """
     config, spec = column.parallel_config, jax.typeof(x).sharding.spec
-    dtype = jnp.dtype(column.dtype or x.dtype)
+    dtype = column._cast(x).dtype
     if (
         config is None
         or config.mesh is None
         or config.overlap == "none"
         or layout_of(spec, config.axis_name) != "sequence"
+        or not isinstance(row.out_features, int)
         or (config, dtype, column.precision)
         != (row.parallel_config, jnp.dtype(row.dtype or dtype), row.precision)
     ):
@@ -291,7 +310,7 @@ def chain(
     biases = column.each(column.bias)
     work = partial(_biased, function=function, factor=column.factor(), count=len(biases))
     y = column_row_parallel(
-        x.astype(dtype),
+        column._cast(x),
         column.each(column.kernel),
         biases,
         row.kernel[...],

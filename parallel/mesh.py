@@ -5,6 +5,7 @@ trace-time error. All five axes always exist; an unused one has size 1. Tensor p
 innermost: its devices are neighbours, on TPU in the order of a ring of physical links.
 """
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 from pydantic import BaseModel, PositiveInt
+
+_LOG = logging.getLogger(__name__)
 
 AXIS_NAMES = ("dp", "fsdp", "ep", "sp", "tp")
 
@@ -154,42 +157,44 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
 
 def _around_a_ring(group: list[jax.Device]) -> list[jax.Device]:
     """The devices of one tp group in the order of a ring of physical links, if they form one."""
-    places = [(*device.coords, device.core_on_chip) for device in group]
-    order = ring_order(places)
+    order = ring_order([(*device.coords, device.core_on_chip) for device in group])
+    if order is None:
+        _LOG.warning(
+            "tp %d: these chips form no ring of neighbours, so some hops take several links",
+            len(group),
+        )
     return group if order is None else [group[index] for index in order]
 
 
 def ring_order(places: Sequence[tuple[int, ...]]) -> list[int] | None:
     """Indices of places in a grid, each a neighbour of the next, the last of the first; or None.
 
-    A Hamiltonian cycle, by depth-first search that gives up after a million steps: slices whose
-    sides are even are found at once. Wrap-around links are not needed and not used.
+    A Hamiltonian cycle, which the boxes of a torus have if one of their sides is even; other shapes
+    have none here. Wrap-around links are not used.
     """
-    n, steps = len(places), 0
-    if n <= 2:
-        return list(range(n))
-    near = [
-        [
-            other
-            for other in range(n)
-            if sum(abs(a - b) for a, b in zip(places[index], places[other], strict=True)) == 1
-        ]
-        for index in range(n)
-    ]
-    path, used = [0], {0}
-    choices = [iter(near[0])]
-    while choices and steps < 1_000_000:
-        steps += 1
-        following = next((index for index in choices[-1] if index not in used), None)
-        if following is None:
-            choices.pop()
-            used.discard(path.pop())
-            continue
-        path.append(following)
-        used.add(following)
-        if len(path) == n and 0 in near[following]:
-            return path
-        # Places with few ways left first: else they would be cut off.
-        ways = {index: sum(other not in used for other in near[index]) for index in near[following]}
-        choices.append(iter(sorted(near[following], key=ways.__getitem__)))
-    return None
+    index = {place: position for position, place in enumerate(places)}
+    if len(places) <= 2:
+        return list(range(len(places)))
+    lows = [min(axis) for axis in zip(*places, strict=True)]
+    sides = [max(axis) - low + 1 for axis, low in zip(zip(*places, strict=True), lows, strict=True)]
+    even = next((axis for axis, side in enumerate(sides) if side % 2 == 0), None)
+    if math.prod(sides) != len(places) or even is None:
+        return None
+    # The other axes in one line, back and forth: with the even axis, a sheet.
+    line = _back_and_forth([side for axis, side in enumerate(sides) if axis != even])
+    if len(line) == 1:
+        return None
+    # Over all columns but the first, row by row back and forth, then home along the first.
+    rows = range(sides[even])
+    walk = [(row, place) for row in rows for place in (line[1:] if row % 2 == 0 else line[:0:-1])]
+    walk += [(row, line[0]) for row in reversed(rows)]
+    cycle = [(*place[:even], row, *place[even:]) for row, place in walk]
+    return [index[tuple(a + b for a, b in zip(place, lows, strict=True))] for place in cycle]
+
+
+def _back_and_forth(sides: Sequence[int]) -> list[tuple[int, ...]]:
+    """All places of a box, each a neighbour of the next."""
+    if not sides:
+        return [()]
+    inner = _back_and_forth(sides[1:])
+    return [(i, *rest) for i in range(sides[0]) for rest in (inner if i % 2 == 0 else inner[::-1])]

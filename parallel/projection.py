@@ -57,16 +57,18 @@ def gather_kernel(
 
 
 def _stored(
-    kernels: Sequence[jax.Array], spec: P, activations: P, keep: str
+    kernels: Sequence[jax.Array], spec: P, x: jax.Array, keep: str
 ) -> tuple[P, list[jax.Array]]:
     """Kernels as an island takes them: split over what the activations are split over too.
 
     Over the other axes they are gathered here: activations that are equal there see the same kernel
     and have equal gradients, which must not be summed.
     """
-    used = {keep, *(name for entry in activations for name in mesh_axes_of(entry))}
+    used = {keep, *(n for entry in jax.typeof(x).sharding.spec for n in mesh_axes_of(entry))}
+    if used.issuperset(name for entry in spec for name in mesh_axes_of(entry)):
+        return spec, list(kernels)
     kept = P(*(tuple(n for n in mesh_axes_of(entry) if n in used) or None for entry in spec))
-    return kept, [jax.sharding.reshard(kernel, kept) for kernel in kernels]
+    return kept, [jax.sharding.reshard(kernel.astype(x.dtype), kept) for kernel in kernels]
 
 
 def column_parallel(
@@ -75,10 +77,15 @@ def column_parallel(
     config: TensorParallelConfig,
     precision: lax.PrecisionLike = None,
 ) -> tuple[jax.Array, ...]:
-    """`... L D` in any layout, `ColumnWise` kernels (D, F) -> `... L F` each, F on tp."""
+    """`... L D` in any layout, `ColumnWise` kernels (D, F) -> `... L F` each, F on tp.
+
+    Communication: n - 1 blocks of x per device over tp unless x is replicated there, and each
+    kernel over (fsdp, sp) in x's dtype; equations in `gather_matmul`.
+    Raises: ValueError if tp splits x before its rows, or outside of another axis.
+    """
     manager, axis = config.manager, config.axis_name
     spec = jax.typeof(x).sharding.spec
-    kernel_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), spec, axis)
+    kernel_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), x, axis)
     body = partial(
         _column_body,
         kernel_spec=kernel_spec,
@@ -124,7 +131,10 @@ def row_parallel(
 ) -> tuple[jax.Array, ...]:
     """`... L F` with F on tp, `RowWise` kernels (F, D) -> `... L D` each, as `out_spec` says.
 
-    Raises: ValueError if the features of x are not on tp.
+    The kernels' local rows meet x's local features; one psum, or a reduce-scatter of n - 1 blocks
+    of the result per device, adds the products up; equations in `matmul_scatter`.
+    Raises: ValueError if the features of x are not on tp, or `out_spec` splits its rows differently
+    over the other axes.
     """
     manager, axis = config.manager, config.axis_name
     spec = jax.typeof(x).sharding.spec
@@ -133,7 +143,14 @@ def row_parallel(
             f"a row-parallel linear needs its features on {axis}, got {spec}; "
             "reshard the input, or use a column-parallel linear"
         )
-    kernel_spec, kernels = _stored(kernels, manager.resolve(RowWise), spec, axis)
+    rows = [mesh_axes_of(entry) for entry in spec[:-1]]
+    wanted = [mesh_axes_of(without_axis(entry, axis)) for entry in (*out_spec, *[None] * x.ndim)]
+    if wanted[: x.ndim - 1] != rows:
+        raise ValueError(
+            f"a row-parallel linear cannot turn rows of type {spec} into {out_spec}; only {axis} "
+            "may differ, so reshard before or after it"
+        )
+    kernel_spec, kernels = _stored(kernels, manager.resolve(RowWise), x, axis)
     body = partial(
         _row_body,
         kernel_spec=kernel_spec,
@@ -187,12 +204,13 @@ def column_row_parallel(
 ) -> jax.Array:
     """`... L/tp D` -> `... L/tp D` through function(x @ kernels, extras) @ kernel, as one ring.
 
-    kernels: `ColumnWise` (D, F); extras: vectors (F,) on tp; kernel: `RowWise` (F, D).
+    kernels: `ColumnWise` (D, F); extras: vectors (F,) on tp; kernel: `RowWise` (F, D). function,
+    communication and equations: `gather_matmul_scatter`.
     """
     manager, axis = config.manager, config.axis_name
     spec = jax.typeof(x).sharding.spec
-    column_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), spec, axis)
-    row_spec, (kernel,) = _stored([kernel], manager.resolve(RowWise), spec, axis)
+    column_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), x, axis)
+    row_spec, (kernel,) = _stored([kernel], manager.resolve(RowWise), x, axis)
     body = partial(
         _column_row_body,
         column_spec=column_spec,

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallel.collective_matmul import Overlap, gather_matmul, matmul_scatter
+from parallel.layout import mesh_axes_of, without_axis
 from parallel.ring import vary
 
 Initializer = Callable[..., jax.Array]
@@ -78,11 +79,6 @@ def _refuse_building_inside(owner: str, axis_name: str) -> None:
             f"{owner} is built inside a shard_map or ModelParallelismWrapper over {axis_name!r}, "
             "where arrays are not logical; build it outside, or wrap plain layers"
         )
-
-
-def _carries(entry: Any, axis_name: str) -> bool:
-    """Whether one entry of a PartitionSpec names this mesh axis."""
-    return axis_name in (entry if isinstance(entry, tuple) else (entry,))
 
 
 class _TensorParallelDense(nnx.Module):
@@ -177,7 +173,7 @@ class _TensorParallelDense(nnx.Module):
             self._check_blocks(x, kernel, n)
             return body(x, kernel, bias)
         spec = self._input_spec(x, n)
-        out_spec = P(*spec[:-1], axis_name)
+        out_spec = P(*(without_axis(entry, axis_name) for entry in spec[:-1]), axis_name)
         if self.tp_mode == "scatter" and self._skips() and n > 1:
             out_spec = P(*spec[:-1], None, unreduced={axis_name})
             body = partial(_unreduced, body=body, axis_name=axis_name)
@@ -188,9 +184,9 @@ class _TensorParallelDense(nnx.Module):
         """The layout of a global input, refused unless its features lie as the mode wants them."""
         spec, axis_name = jax.typeof(x).sharding.spec, self.model_axis_name
         if self.tp_mode == "none":
-            wanted, fits = "its features whole over", not _carries(spec[-1], axis_name)
+            wanted, fits = "its features whole over", axis_name not in mesh_axes_of(spec[-1])
         elif self.tp_mode == "gather" and self._skips():
-            carried = any(_carries(entry, axis_name) for entry in spec)
+            carried = any(axis_name in mesh_axes_of(entry) for entry in spec)
             wanted, fits = "its input whole over", not carried
         else:
             wanted, fits = "its features on", spec[-1] == axis_name

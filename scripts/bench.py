@@ -157,14 +157,18 @@ def main() -> None:
     model.add_argument("--topology", default="v5p:2x2x2")
     model.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
-    if args.command == "step":
-        result = bench_step({"remat": args.remat}, args.repeats)
-    elif args.command == "overlap":
-        result = overlap.bench_blocks(
-            args.topologies, args.cases, args.methods, size=args.size, dump=args.dump
-        )
-    else:
-        result = overlap.bench_model(args.config, args.topology, args.overrides)
+    try:
+        if args.command == "step":
+            result = bench_step({"remat": args.remat}, args.repeats)
+        elif args.command == "overlap":
+            result = overlap.bench_blocks(
+                args.topologies, args.cases, args.methods, size=args.size, dump=args.dump
+            )
+        else:
+            result = overlap.bench_model(args.config, args.topology, args.overrides)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(json.dumps(result))
 
 

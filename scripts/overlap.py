@@ -89,6 +89,8 @@ def bench_blocks(
 ) -> dict[str, Any]:
     """Predicted milliseconds of every case, forward and forward with backward, by every method."""
     rows = []
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
     print(f"{'slice':10} {'case':7} {'pass':8} {'method':14}" + _columns(None, 0, 0))
     for topology in topologies:
         devices = absent_devices(topology)
@@ -193,7 +195,10 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
 
 
 def _chip(topology: str) -> Chip:
-    return CHIPS[absent_devices(topology)[0].device_kind]
+    kind = absent_devices(topology)[0].device_kind
+    if kind not in CHIPS:
+        raise ValueError(f"topology {topology}: no figures for {kind}; known: {', '.join(CHIPS)}")
+    return CHIPS[kind]
 
 
 def _predict(compiled: Any, topology: str) -> tuple[Prediction, float]:

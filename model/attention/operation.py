@@ -39,6 +39,8 @@ class Capabilities:
     """Over sp it is given all keys and values (an all-gather of both), not its own block."""
     splits_length: bool = True
     """It can work on a block of the queries of a row: sp may be larger than one."""
+    length_multiple: int = 1
+    """Rows have a multiple of this many tokens."""
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
     """Where it runs."""
     types_varying: bool = True

@@ -15,13 +15,18 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from model.attention.operation import Capabilities, OperationRegistry
 
-_MAX_BLOCK = 1024  # of queries and keys; larger blocks do not fit the vector memory in float32
+# Tokens of a block of queries or keys: lanes of the vector unit, and what fits its memory.
+_LANES, _MAX_BLOCK = 128, 1024
 
 
 @OperationRegistry.register(
     "splash",
     capabilities=Capabilities(
-        needs_all_keys=True, splits_length=False, platforms=("tpu",), types_varying=False
+        needs_all_keys=True,
+        splits_length=False,
+        length_multiple=_LANES,
+        platforms=("tpu",),
+        types_varying=False,
     ),
 )
 def splash(
@@ -49,8 +54,14 @@ def splash(
 
 
 def splash_kernel(length: int, heads: int, interpret: bool = False) -> Any:
-    """The kernel for one sequence: q `H L h`, k and v `K L h`, segment ids `L` -> `H L h`."""
-    block = next(size for size in range(min(length, _MAX_BLOCK), 0, -1) if length % size == 0)
+    """The kernel for one sequence: q `H L h`, k and v `K L h`, segment ids `L` -> `H L h`.
+
+    Raises: ValueError if L is not a multiple of 128.
+    """
+    sizes = range(_MAX_BLOCK, 0, -_LANES)
+    block = next((size for size in sizes if length % size == 0), None)
+    if block is None:
+        raise ValueError(f"splash needs rows of a multiple of {_LANES} tokens, got {length}")
     causal = splash_attention_mask.CausalMask((length, length))
     return splash_attention_kernel.make_splash_mha_single_device(
         mask=splash_attention_mask.MultiHeadMask([causal] * heads),

@@ -93,9 +93,26 @@ def test_kinds_of_linears_take_their_own_overlap() -> None:
 
 def test_blocks_that_cannot_be_halved_are_refused() -> None:
     odd = "parallel.overlap=split", "data.sequence_length=12", "data.global_batch_size=2"
-    with pytest.raises(ValueError, match=r"parallel\.overlap split \(for qkv\) halves"):
+    with pytest.raises(
+        ValueError, match=r"\(or overlap_qkv\) split halves .* is odd; make it even"
+    ):
         build(MeshConfig(tp=4), *odd)
-    build(MeshConfig(tp=4), *odd, "data.global_batch_size=4")
+    build(MeshConfig(tp=2), *odd)
+
+
+@pytest.mark.parametrize(
+    ("override", "mesh", "why"),
+    [
+        ("parallel.overlap=split", MeshConfig(fsdp=4), "one device on tp"),
+        ("parallel.residual=replicated", MeshConfig(tp=4), "a replicated residual stream"),
+        ("parallel.residual=hidden", MeshConfig(tp=4), "no estimate for residual hidden"),
+    ],
+)
+def test_an_overlap_that_cannot_be_is_said(override, mesh, why) -> None:
+    config, program = build(mesh, override)
+    choices = choose_overlaps(config, program.tp).values()
+    assert {choice.overlap for choice in choices} == {"none"}
+    assert all(why in choice.reason for choice in choices)
 
 
 def test_attention_that_cannot_run_here_is_refused() -> None:

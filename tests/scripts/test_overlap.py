@@ -24,7 +24,8 @@ FULL_CHUNK = 2 * 1024 * 8192  # bytes of one block: 1024 rows of 8192 bfloat16 f
 
 
 def bench(tmp_path, *arguments: str) -> dict:
-    command = [sys.executable, "scripts/bench.py", *arguments, "--dump", str(tmp_path)]
+    dump = ["--dump", str(tmp_path)] if arguments[0] == "overlap" else []
+    command = [sys.executable, "scripts/bench.py", *arguments, *dump]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -35,8 +36,11 @@ def bench(tmp_path, *arguments: str) -> dict:
 @pytest.mark.parametrize(
     ("topology", "case", "bounds"),
     [
-        ("v5p:2x2x2", "silu", {"fwd": (2.68, 0.10), "fwd+bwd": (7.92, 0.06)}),
-        ("v5e:2x4", "swiglu", {"fwd": (8.67, 0.04), "fwd+bwd": (27.5, 0.02)}),
+        ("v5p:2x2x2", "silu", {"fwd": (2.68, 0.10), "fwd+bwd": (7.73, 0.06)}),
+        ("v5p:2x2x2", "qkv", {"fwd": (0.91, 0.45), "fwd+bwd": (2.54, 0.32)}),
+        ("v5p:2x2x2", "o", {"fwd": (1.10, 0.52), "fwd+bwd": (1.99, 0.38)}),
+        ("v5e:2x4", "swiglu", {"fwd": (8.67, 0.04), "fwd+bwd": (27.2, 0.02)}),
+        ("v5e:2x4", "qkv", {"fwd": (1.66, 0.40), "fwd+bwd": (4.14, 0.02)}),
     ],
 )
 def test_a_chain_hides_its_hops(tmp_path, topology, case, bounds) -> None:
@@ -51,6 +55,11 @@ def test_a_chain_hides_its_hops(tmp_path, topology, case, bounds) -> None:
         assert ring["exposed_ms"] <= exposed * ring["total_ms"]
         assert ring["total_ms"] < rows[name, "xla-plain"]["total_ms"]
         assert ring["compile_seconds"] < 60
+
+
+def test_the_whole_model_keeps_the_win(tmp_path) -> None:
+    # MaxText's step of this shape on this slice is predicted at 2715 ms.
+    assert bench(tmp_path, "model")["total_ms"] <= 2350
 
 
 def test_pins_and_fused_accumulates_survive_the_compiler(tmp_path) -> None:
