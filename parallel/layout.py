@@ -47,7 +47,7 @@ class TensorParallelConfig:
 
     mesh: explicit-sharding mesh; None takes the one of `jax.set_mesh`, if any. While jax traces,
         that is an AbstractMesh: good for shard_map and the rules, without devices to write down.
-    axis_name: the mesh axis that splits heads, MLP width and vocabulary.
+    axis_name: the mesh axis that splits heads, MLP width and vocabulary: TP of the rules.
     matmul_method: the collective around a linear's matmul, which then needs a mesh; None: what the
         linear's direction and the layouts ask for.
     reduce_output: a row-parallel output is whole on every device of the axis.
@@ -100,21 +100,13 @@ class TensorParallelConfig:
 
     @property
     def manager(self) -> PartitionManager:
-        """Resolves semantic axes on this mesh.
-
-        Raises: ValueError without a mesh, or if the rules call tensor parallelism another axis.
-        """
+        """Resolves semantic axes on this mesh. Raises: ValueError without a mesh."""
         if self.mesh is None:
             raise ValueError(
                 "this TensorParallelConfig has no mesh, so no axis resolves; pass mesh= or build "
                 "it under jax.set_mesh(mesh)"
             )
-        rules = self.partition_axis
-        if rules.tensor_parallel_axis != self.axis_name:
-            raise ValueError(
-                f"axis_name {self.axis_name!r} is not the rules' tensor-parallel axis "
-                f"{rules.tensor_parallel_axis!r}; pass PartitionAxis(tensor_parallel_axis=...)"
-            )
+        rules = dataclasses.replace(self.partition_axis, tensor_parallel_axis=self.axis_name)
         return PartitionManager(rules, self.mesh)
 
     def for_kind(self, kind: str) -> "TensorParallelConfig":

@@ -221,6 +221,7 @@ def _without(entry: Any, names: frozenset[str]) -> Any:
 class PartitionManager:
     """Resolves semantic axes to PartitionSpecs on one mesh.
 
+    mesh: an axis of the rules that it does not have counts as one of size one.
     replicate: semantic axes that may stay whole. Where the shape is known and a dim does not
         divide, they are taken out of its entry; what is left must divide. What that costs is in
         the sharding table (parallel/sharding_table.py).
@@ -231,14 +232,28 @@ class PartitionManager:
     replicate: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        rules = self.partition_axis
+        known = [
+            *(rules.data_parallel_axis, rules.fully_sharded_data_parallel_axis),
+            *(rules.expert_parallel_axis, rules.sequence_parallel_axis, rules.tensor_parallel_axis),
+        ]
+        for name, size in self.mesh.shape.items():
+            if size > 1 and name not in known:
+                raise ValueError(
+                    f"mesh axis {name!r} of size {size} has no part in the rules, which know "
+                    f"{', '.join(known)}; rename it, or name it in PartitionAxis"
+                )
         for name in sorted(self.replicate):
             if not self.partition_axis.resolve_axis(name, ax.MODE_TRAIN):
                 raise ValueError(f"replicate={axis_label(name)}: no rule splits it; leave it out")
 
     def axis_size(self, semantic_axis: Any, mode: str = ax.MODE_TRAIN) -> int:
         """Over how many devices this semantic axis (or sequence of them) is split."""
+        return math.prod(self.mesh.shape[name] for name in self._mesh_axes(semantic_axis, mode))
+
+    def _mesh_axes(self, semantic_axis: Any, mode: str) -> tuple[str, ...]:
         names = self.partition_axis.resolve_axis(semantic_axis, mode)
-        return math.prod(self.mesh.shape[name] for name in names)
+        return tuple(name for name in names if name in self.mesh.shape)
 
     def resolve(
         self,
@@ -257,7 +272,7 @@ class PartitionManager:
         """
         entries = axes.axes if hasattr(axes, "axes") else axes
         mode = runtime_mode(axes, mode, shape, name)
-        dims = [self.partition_axis.resolve_axis(entry, mode) for entry in entries]
+        dims = [self._mesh_axes(entry, mode) for entry in entries]
         used = [mesh_axis for dim in dims for mesh_axis in dim]
         if twice := sorted({mesh_axis for mesh_axis in used if used.count(mesh_axis) > 1}):
             raise ValueError(f"{name}: {list(entries)} uses mesh axis {twice[0]!r} twice")
@@ -286,12 +301,12 @@ class PartitionManager:
             divides = size % self.axis_size(entry, mode) == 0
             kept = entry if divides else _without(entry, self.replicate)
             if size % (parts := self.axis_size(kept, mode)):
-                mesh_axes = " x ".join(self.partition_axis.resolve_axis(kept, mode))
+                mesh_axes = " x ".join(self._mesh_axes(kept, mode))
                 legal = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
                 raise ValueError(
                     f"{name} {tuple(shape)}: dim {index} = {size} is not divisible by "
                     f"{mesh_axes} = {parts}; sizes that divide it: {legal}; or let "
                     f"{axis_label(kept)} stay whole on every device (PartitionManager.replicate)"
                 )
-            dims.append(self.partition_axis.resolve_axis(kept, mode))
+            dims.append(self._mesh_axes(kept, mode))
         return dims

@@ -7,7 +7,7 @@ import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rings import primitives
 
@@ -18,6 +18,7 @@ from parallel.linear import (
     MatrixMultiplyMethod,
     ParallelLinear,
     RowParallelLinear,
+    TensorParallelConfig,
     chain,
     get_output_partition_spec,
 )
@@ -427,3 +428,19 @@ def test_rows_may_lie_on_any_axes_or_none(arrays, spec) -> None:
     close(dx, g @ kernel.T)
     close(dparams["kernel"][...], x.T @ g)
     close(dparams["bias"][...], g.sum(0))
+
+
+@pytest.mark.parametrize("overlap", ["none", "bidirectional"])
+def test_a_mesh_of_one_axis_of_any_name_is_enough(arrays, overlap) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("model",), axis_types=(AxisType.Explicit,))
+    config = TensorParallelConfig(mesh, "model", overlap=overlap)
+    with jax.set_mesh(mesh):
+        column = ColumnParallelLinear(D, F, parallel_config=config, rngs=rngs())
+        row = RowParallelLinear(F, D, parallel_config=config.replace(), rngs=rngs())
+        x = jax.device_put(arrays["x"], NamedSharding(mesh, P(None, "model", None)))
+        y = jax.jit(lambda x: chain(x, column, jax.nn.silu, row))(x)
+        whole = jax.jit(lambda x: column(x))(x)
+    want = arrays["x"] @ np.asarray(column.kernel[...])
+    close(whole, want)
+    assert jax.typeof(whole).sharding.spec == P(None, None, None)
+    close(y, np.asarray(jax.nn.silu(want)) @ np.asarray(row.kernel[...]))

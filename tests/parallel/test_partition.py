@@ -97,3 +97,9 @@ def test_simulated_devices_are_announced() -> None:
     assert notice == "found no accelerator; simulating 4 devices on the CPU"
     with pytest.raises(ValueError, match="needs 9 CPU devices"):
         find_devices(9)
+
+
+def test_a_mesh_axis_that_no_rule_names_is_refused() -> None:
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match="mesh axis 'model' of size 8 has no part in the rules"):
+        PartitionManager(PartitionAxis(), mesh)
