@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from configs.schema import load_config
 from parallel.mesh import MeshConfig
 from training.checkpoint import (
     CheckpointConfig,
-    CheckpointError,
     Checkpoints,
     locked_run,
     move_aside,
@@ -194,9 +194,27 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_
     stored = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
     largest = max((path for path in stored if path.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match=r"^checkpoint 2 cannot be read: .+$") as error:
-        open_at().restore(2, abstract_on(GRID))
-    assert "\n" not in str(error.value)
+    # In a process of its own: what orbax leaves of a failed read, tasks of an event loop that is
+    # closed, would complain at some later time, in whichever test runs then.
+    child = [sys.executable, "-c", RESTORE, str(tmp_path / "checkpoints")]
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "training")))
+    done = subprocess.run(
+        child, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=120
+    )
+    assert re.fullmatch(r"checkpoint 2 cannot be read: .+\n", done.stdout), done.stderr[-2000:]
+
+
+RESTORE = """
+import os, sys
+import conftest, test_checkpoint as tests
+from training.checkpoint import CheckpointError
+try:
+    checkpoints = tests.Checkpoints(sys.argv[1], tests.CheckpointConfig())
+    checkpoints.restore(2, tests.abstract_on(tests.GRID))
+except CheckpointError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
 
 
 def test_a_run_directory_is_held_alone_and_only_for_so_long(tmp_path):
