@@ -54,7 +54,7 @@ def test_a_chain_hides_its_hops(tmp_path, topology, case, bounds) -> None:
         assert ring["total_ms"] <= milliseconds
         assert ring["exposed_ms"] <= exposed * ring["total_ms"]
         assert ring["total_ms"] < rows[name, "xla-plain"]["total_ms"]
-        assert ring["compile_seconds"] < 60
+        assert ring["compile_seconds"] < 120  # 3 to 27 on an idle machine: not minutes
 
 
 def test_the_whole_model_keeps_the_win(tmp_path) -> None:
