@@ -284,10 +284,11 @@ class SwiGLU(nnx.Module):
         )
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return chain(x_BLD, self.gate_up, _gated_silu, self.down)
+        return chain(x_BLD, self.gate_up, gated_silu, self.down)
 
 
-def _gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+def gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+    """silu(gate) * up, elementwise."""
     return jax.nn.silu(gate_BLF) * up_BLF
 
 

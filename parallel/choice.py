@@ -12,7 +12,7 @@ from typing import Literal
 from parallel.collective_matmul import Overlap
 from parallel.mesh import Chip
 
-OverlapChoice = Literal["none", "ring", "bidirectional", "split", "auto"]
+OverlapChoice = Literal[Overlap, "auto"]
 """`Overlap`, or `auto`: chosen per kind of linear, with a reason."""
 
 # Fractions and sizes read off schedules compiled for v5p:2x2x2 and v5e:2x4, November 2026: large

@@ -24,7 +24,7 @@ from jax import lax
 
 from parallel.ring import Direction, Ring, all_gather, reduce_scatter, vary
 
-Overlap = Literal["none", "ring", "bidirectional", "split"]
+Overlap = Literal["none", Direction]
 """How the communication of a linear is hidden under its matmuls; see `parallel.ring.Direction`."""
 
 # Blocks per matmul of a kernel's derivative; libtpu reads stacked blocks as separate operands,
@@ -125,16 +125,15 @@ def gather_matmul_scatter(
     return reduce_scatter(y, axis_name, -2)
 
 
-def _ring(axis_name: str, overlap: str, x: jax.Array, dim: Dim, together: bool) -> Ring | None:
+def _ring(axis_name: str, overlap: Overlap, x: jax.Array, dim: Dim, together: bool) -> Ring | None:
     """The ring to walk; None: there is nothing to hide, or nothing shall be hidden."""
     if overlap not in get_args(Overlap):
         raise ValueError(f"overlap {overlap!r}: use {', '.join(get_args(Overlap))}")
     if overlap == "none" or lax.axis_size(axis_name) == 1:
         return None
-    direction: Direction = overlap  # type: ignore[assignment]
     # Halves of the batch are contiguous, halves of the rows of every sequence are not.
     halve_batch = dim == -2 and x.ndim > 2 and x.shape[0] % 2 == 0
-    return Ring(axis_name, direction, halve_batch, together)
+    return Ring(axis_name, overlap, halve_batch, together)
 
 
 def _in_dtype(
@@ -199,6 +198,8 @@ def _beside(kernels: Sequence[jax.Array]) -> jax.Array:
 
 def _apart(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The columns of each of the kernels that lie beside each other."""
+    if len(kernels) == 1:
+        return (y,)
     return tuple(lax.split(y, [w.shape[1] for w in kernels], axis=y.ndim - 1))
 
 
@@ -215,17 +216,17 @@ def _gather_rows_forward(
     # A kernel of half the columns or more has a matmul, and so a result written in place, of its
     # own; narrow ones would each read x again and share one.
     total = sum(w.shape[1] for w in kernels)
-    wide = [w for w in kernels if 2 * w.shape[1] >= total]
-    narrow = [w for w in kernels if 2 * w.shape[1] < total]
-    used = [*wide, *([_beside(narrow)] if narrow else [])]
+    narrow = [i for i, w in enumerate(kernels) if 2 * w.shape[1] < total]
+    groups = [*([i] for i in range(len(kernels)) if i not in narrow), *([narrow] if narrow else [])]
+    used = [_beside([kernels[i] for i in group]) for group in groups]
     blocks, products = ring.gather(
         x, lambda _, block: [_matmul(block, w, precision) for w in used], -2
     )
-    placed = [ring.place(ys, -2) for ys in zip(*products, strict=True)]
-    narrow_outs = iter(_apart(placed[-1], narrow) if narrow else ())
-    wide_outs = iter(placed)
-    outs = tuple(next(wide_outs if 2 * w.shape[1] >= total else narrow_outs) for w in kernels)
-    return outs, (blocks, kernels)
+    outs: dict[int, jax.Array] = {}
+    for group, ys in zip(groups, zip(*products, strict=True), strict=True):
+        whole = ring.place(ys, -2)
+        outs |= zip(group, _apart(whole, [kernels[i] for i in group]), strict=True)
+    return tuple(outs[i] for i in range(len(kernels))), (blocks, kernels)
 
 
 def _gather_rows_backward(ring: Ring, precision: Any, residuals: Any, gs: Any) -> Any:

@@ -50,8 +50,6 @@ class Chip:
     """Dense bfloat16 FLOP/s."""
     hbm_bandwidth: float = 0.0
     """Bytes/s of its memory."""
-    hbm_bytes: float = 0.0
-    """Capacity of its memory."""
     ici_bandwidth: float = 0.0
     """Bytes/s one way over one link to a neighbour in the torus; 0: no torus."""
     clock_hz: float = 0.0
@@ -63,13 +61,13 @@ class Chip:
 # give a nominal 50 and 100; GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures.
 # Read November 2026.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(275e12, 1.2e12, 32e9, 45e9, 1.05e9),
-    "TPU v5 lite": Chip(197e12, 0.82e12, 16e9, 45e9, 1.5e9),
-    "TPU v5": Chip(459e12, 2.765e12, 95e9, 90e9, 1.75e9),
-    "TPU v6 lite": Chip(918e12, 1.64e12, 32e9, 90e9, 1.75e9),
-    "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12, 80e9),
-    "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12, 80e9),
-    "NVIDIA H200": Chip(989e12, 4.8e12, 141e9),
+    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9),
+    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9),
+    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9),
+    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12),
+    "NVIDIA H200": Chip(989e12, 4.8e12),
 }
 
 

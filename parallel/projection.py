@@ -71,6 +71,26 @@ def _stored(
     return kept, [jax.sharding.reshard(kernel.astype(x.dtype), kept) for kernel in kernels]
 
 
+def _island(
+    body: Callable[..., tuple[jax.Array, ...]],
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    axes: type,
+    out_spec: P,
+    config: TensorParallelConfig,
+) -> tuple[jax.Array, ...]:
+    """body on the blocks of x and of kernels that lie as `axes` say, one output per kernel."""
+    manager, axis = config.manager, config.axis_name
+    kernel_spec, kernels = _stored(kernels, manager.resolve(axes), x, axis)
+    island = jax.shard_map(
+        partial(body, kernel_spec=kernel_spec, axis_name=axis, overlap=config.overlap),
+        mesh=manager.mesh,
+        in_specs=(jax.typeof(x).sharding.spec, *(kernel_spec for _ in kernels)),
+        out_specs=tuple(out_spec for _ in kernels),
+    )
+    return island(x, *kernels)
+
+
 def column_parallel(
     x: jax.Array,
     kernels: Sequence[jax.Array],
@@ -83,25 +103,10 @@ def column_parallel(
     kernel over (fsdp, sp) in x's dtype; equations in `gather_matmul`.
     Raises: ValueError if tp splits x before its rows, or outside of another axis.
     """
-    manager, axis = config.manager, config.axis_name
-    spec = jax.typeof(x).sharding.spec
-    kernel_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), x, axis)
-    body = partial(
-        _column_body,
-        kernel_spec=kernel_spec,
-        layout=layout_of(spec, axis),
-        axis_name=axis,
-        overlap=config.overlap,
-        precision=precision,
-    )
+    axis, spec = config.axis_name, jax.typeof(x).sharding.spec
+    body = partial(_column_body, layout=layout_of(spec, axis), precision=precision)
     out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
-    island = jax.shard_map(
-        body,
-        mesh=manager.mesh,
-        in_specs=(spec, *(kernel_spec for _ in kernels)),
-        out_specs=tuple(out_spec for _ in kernels),
-    )
-    return island(x, *kernels)
+    return _island(body, x, kernels, ColumnWise, out_spec, config)
 
 
 def _column_body(
@@ -136,8 +141,7 @@ def row_parallel(
     Raises: ValueError if the features of x are not on tp, or `out_spec` splits its rows differently
     over the other axes.
     """
-    manager, axis = config.manager, config.axis_name
-    spec = jax.typeof(x).sharding.spec
+    axis, spec = config.axis_name, jax.typeof(x).sharding.spec
     if layout_of(spec, axis) != "hidden":
         raise ValueError(
             f"a row-parallel linear needs its features on {axis}, got {spec}; "
@@ -150,22 +154,8 @@ def row_parallel(
             f"a row-parallel linear cannot turn rows of type {spec} into {out_spec}; only {axis} "
             "may differ, so reshard before or after it"
         )
-    kernel_spec, kernels = _stored(kernels, manager.resolve(RowWise), x, axis)
-    body = partial(
-        _row_body,
-        kernel_spec=kernel_spec,
-        layout=layout_of(out_spec, axis, rank=x.ndim),
-        axis_name=axis,
-        overlap=config.overlap,
-        precision=precision,
-    )
-    island = jax.shard_map(
-        body,
-        mesh=manager.mesh,
-        in_specs=(spec, *(kernel_spec for _ in kernels)),
-        out_specs=tuple(out_spec for _ in kernels),
-    )
-    return island(x, *kernels)
+    body = partial(_row_body, layout=layout_of(out_spec, axis, rank=x.ndim), precision=precision)
+    return _island(body, x, kernels, RowWise, out_spec, config)
 
 
 def _row_body(

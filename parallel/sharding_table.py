@@ -45,7 +45,7 @@ class Tensor:
     name: str
     axes: Any
     shape: tuple[int, ...]
-    dtype: Any = None
+    dtype: Any
     spec: P | None = None
     count: int = 1
 
@@ -111,7 +111,8 @@ def tensors_alike(tree: Any, owners: Sequence[Tensor]) -> list[Tensor]:
         ends = {".".join(parts[start:]): start for start in range(1, len(parts))}
         name = next((end for end in ends if end in by_name), None)
         if name is None or by_name[name].shape != leaf.shape:
-            tensor, maker = Tensor(name=".".join(parts), axes=None, shape=leaf.shape), []
+            plain = Tensor(name=".".join(parts), axes=None, shape=leaf.shape, dtype=leaf.dtype)
+            tensor, maker = plain, []
         else:
             tensor, maker = by_name[name], [parts[ends[name] - 1]]
         tensor = dataclasses.replace(tensor, dtype=leaf.dtype, spec=_spec_in_type(leaf))

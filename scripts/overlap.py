@@ -8,7 +8,7 @@ compiler's own collectives and its windowed einsums; `xla-plain` has those turne
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +16,19 @@ from flax import nnx
 
 from configs.build import build_program, choose_overlaps
 from configs.schema import load_config
+from model.layers import gated_silu
 from parallel.axes import BATCH, QUERY_LENGTH, TP, ResidualSharding
+from parallel.collective_matmul import Overlap
 from parallel.layout import TensorParallelConfig
 from parallel.linear import ColumnParallelLinear, RowParallelLinear, chain
 from parallel.mesh import CHIPS, Chip, MeshConfig, absent_devices, build_mesh
 from parallel.partition import residual_rules
 from parallel.schedule import Prediction, predict
 
-METHODS = ("xla", "xla-plain", "none", "ring", "bidirectional", "split")
+Method = Literal["xla", "xla-plain", Overlap]
+METHODS: tuple[Method, ...] = get_args(Method)
 CASES = ("silu", "swiglu", "qkv", "o")
 _NO_WINDOWS: dict[str, Any] = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
-
-
-def _silu(a: jax.Array) -> jax.Array:
-    return jax.nn.silu(a)
-
-
-def _gated_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    return jax.nn.silu(gate) * up
 
 
 class Block(nnx.Module):
@@ -68,12 +63,12 @@ class Block(nnx.Module):
         if self.case == "o" and not native:
             return self.row(x, residual)
         if not native:
-            function = _gated_silu if self.case == "swiglu" else _silu
+            function = gated_silu if self.case == "swiglu" else jax.nn.silu
             return chain(x, self.column, function, self.row)
         if self.case == "silu":
-            x = _silu(self.column.native_forward(x))
+            x = jax.nn.silu(self.column.native_forward(x))
         elif self.case == "swiglu":
-            x = _gated_silu(**self.column.native_forward(x))
+            x = gated_silu(*self.column.native_forward(x).values())
         # The layout of the sum belongs to the matmul, so that the compiler scatters at once.
         kernel = self.row.kernel[...]
         return jnp.einsum("blf,fd->bld", x, kernel, out_sharding=residual)
@@ -82,7 +77,7 @@ class Block(nnx.Module):
 def bench_blocks(
     topologies: Sequence[str],
     cases: Sequence[str],
-    methods: Sequence[str],
+    methods: Sequence[Method],
     *,
     size: int,
     dump: Path | None = None,
@@ -109,15 +104,15 @@ def bench_blocks(
 
 
 def _compile(
-    mesh: jax.sharding.Mesh, case: str, method: str, size: int, backward: bool
+    mesh: jax.sharding.Mesh, case: str, method: Method, size: int, backward: bool
 ) -> tuple[Any, float]:
     """The compiled program, and the seconds that it took."""
-    native = method.startswith("xla")
+    native = method == "xla" or method == "xla-plain"
     tp = TensorParallelConfig(
         mesh,
         reduce_scatter_output=True,
         partition_axis=residual_rules("sequence"),
-        overlap="none" if native else method,  # type: ignore[arg-type] # checked there
+        overlap="none" if method == "xla" or method == "xla-plain" else method,
     )
     with jax.set_mesh(mesh):
         definition, params = nnx.split(nnx.eval_shape(lambda: Block(case, size, tp)))

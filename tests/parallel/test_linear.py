@@ -27,6 +27,7 @@ LAYOUTS = ("hidden", "sequence", "replicated")
 RINGS = ("ring", "bidirectional", "split")
 HIDDEN = [BATCH, QUERY_LENGTH, MLP_INTERMEDIATE]
 B, L, D, F = 8, 16, 16, 32
+GATE_UP = {"gate": F, "up": F}
 # Every layout with the plain twin, every ring on the largest axis, and each ring on other meshes.
 CASES = [
     *((mesh, y, "none") for mesh in ("tp8", "dp2-fsdp2-tp2", "tp4-sp2") for y in LAYOUTS),
@@ -84,7 +85,7 @@ def close(got, want) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-def column(tp, out={"gate": F, "up": F}, scale="fan_in", **options):  # noqa: B006 (only read)
+def column(tp, out=GATE_UP, scale="fan_in", **options):
     options = {"parallel_config": tp, "bias_init": bias_init, "rngs": rngs(), **options}
     return ColumnParallelLinear(D, out, scale=scale, **options)
 
