@@ -13,12 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from configs.build import build_program, build_sharding_table, choose_overlaps
+from configs.build import (
+    build_program,
+    build_sharding_table,
+    choose_attention,
+    choose_overlaps,
+    open_devices,
+)
 from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
-from model.generate import generate
+from model.generate import Generator
+from model.sampling import SamplingConfig
 from parallel.choice import Choice
-from parallel.mesh import find_devices
 from parallel.sharding_table import render, summary
 from training.checkpoint import CheckpointError
 from training.loop import open_run
@@ -39,10 +45,7 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
         raise ValueError(
             f"data: {error.filename}: {error.strerror}; check data.files and data.cache_dir"
         ) from error
-    devices, notice = find_devices(config.mesh.num_devices)
-    if config.run.compilation_cache is not None:
-        cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
-        jax.config.update("jax_compilation_cache_dir", cache)
+    devices, notice = open_devices(config)
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
     sizes = program.tp.manager.mesh.shape
@@ -52,6 +55,10 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
         f"model {config.model.num_parameters:,} parameters, mesh {mesh or 'one device'}, "
         f"residual {config.parallel.residual}",
         *_overlap_lines(choose_overlaps(config, program.tp)),
+        *(
+            f"attention {choice.name} for {kind}: {choice.reason}"
+            for kind, choice in choose_attention(config, program.tp).items()
+        ),
         f"data {rows.epoch_tokens:,} training tokens per epoch, {rows.num_eval} held-out rows",
         f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
     ]
@@ -64,18 +71,19 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
             f"gathers all keys and values, {size:,} bytes per token and layer"
         )
 
+    generator = Generator(
+        program.definition,
+        config.model,
+        program.tp,
+        sampling=SamplingConfig(temperature=config.training.sample_temperature),
+        seed=config.training.seed,
+    )
+
     def sample(params: Any, prompt: str, tokens: int) -> str:
-        ids = generate(
-            program.definition,
-            params,
-            rows.tokenizer.encode(prompt.encode()),
-            tp=program.tp,
-            length=config.data.sequence_length,
-            max_new_tokens=tokens,
-            temperature=config.training.sample_temperature,
-            seed=config.training.seed,
-        )
-        return rows.tokenizer.decode(ids)
+        ids = rows.tokenizer.encode(prompt.encode())
+        stop_ids = [rows.tokenizer.eos_id]
+        (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
+        return rows.tokenizer.decode(text)
 
     with (
         jax.set_mesh(program.tp.manager.mesh),
@@ -109,7 +117,7 @@ def print_sharding(config: Config) -> None:
 
     Raises: ValueError for what the user can mend.
     """
-    devices, _ = find_devices(config.mesh.num_devices)
+    devices, _ = open_devices(config)
     print(render(build_sharding_table(config, build_program(config, devices))))
 
 

@@ -1,6 +1,7 @@
 """From a configuration to the things that it describes."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import get_args
 
@@ -9,16 +10,28 @@ from flax import nnx
 
 from configs.schema import Config
 from model.activations import activation_tensors, ring_shapes
-from model.attention.operation import OperationRegistry
-from model.config import LinearKind
+from model.attention.dispatch import AttentionChoice, choose_for_layer
+from model.config import LayerType, LinearKind
 from parallel.axes import KV_HEAD, TP
 from parallel.choice import Choice, choose_overlap
 from parallel.layout import TensorParallelConfig
-from parallel.mesh import CHIPS, build_mesh
+from parallel.mesh import CHIPS, build_mesh, find_devices
 from parallel.partition import residual_rules
 from parallel.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
 from training.optimizer import make_optimizer, make_schedule
 from training.step import Program
+
+
+def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
+    """The devices of this configuration, and a line on those that are simulated.
+
+    From here on, compiled programs are kept where the configuration says.
+    """
+    devices, notice = find_devices(config.mesh.num_devices)
+    if config.run.compilation_cache is not None:
+        cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
+        jax.config.update("jax_compilation_cache_dir", cache)
+    return devices, notice
 
 
 def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
@@ -31,31 +44,25 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     )
     choices = choose_overlaps(config, tp)
     tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in choices.items()})
-    _check_attention(config, tp)
+    choose_attention(config, tp)
     schedule = make_schedule(config.optimizer, config.training.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
     return Program(config.model, tp, optimizer, schedule, config.training.seed)
 
 
-def _check_attention(config: Config, tp: TensorParallelConfig) -> None:
-    """What the configuration alone does not tell: the devices, and so what an operation can do."""
-    operation = OperationRegistry.get(config.model.attention)
-    platform = tp.manager.mesh.devices.flat[0].platform
-    if platform not in operation.capabilities.platforms:
-        raise ValueError(
-            f"model.attention={operation.name} does not run on {platform}, only on "
-            f"{', '.join(operation.capabilities.platforms)}; use vanilla"
-        )
-    if config.mesh.sp > 1 and not operation.capabilities.splits_length:
-        raise ValueError(
-            f"model.attention={operation.name} needs whole rows, but mesh.sp={config.mesh.sp} "
-            "splits them; use mesh.sp=1 or vanilla"
-        )
-    if config.data.sequence_length % operation.capabilities.length_multiple:
-        raise ValueError(
-            f"data.sequence_length={config.data.sequence_length}: model.attention={operation.name} "
-            f"needs a multiple of {operation.capabilities.length_multiple}"
-        )
+def choose_attention(config: Config, tp: TensorParallelConfig) -> dict[LayerType, AttentionChoice]:
+    """The attention operation of every type of layer in training on this mesh, and why.
+
+    Raises: ValueError if the configured one cannot do what a layer needs, with what it lacks.
+    """
+    model, length = config.model, config.data.sequence_length
+    try:
+        return {
+            kind: choose_for_layer(model, kind, tp.manager, length=length)
+            for kind in dict.fromkeys(model.layer_kinds)
+        }
+    except ValueError as error:
+        raise ValueError(f"model.attention={model.attention}: {error}") from error
 
 
 def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choice]:

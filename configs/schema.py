@@ -18,6 +18,7 @@ from ruamel.yaml.error import YAMLError
 
 from data.pipeline import DataConfig
 from data.tokenizer import ByteTokenizer
+from model.attention.dispatch import AUTO
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
 from parallel.choice import OverlapChoice
@@ -222,10 +223,22 @@ def _cross_check(config: Config) -> None:
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
             f"{ByteTokenizer.vocab_size} ids; raise it"
         )
+    for kind, name in (
+        ("sliding_attention", "sliding_window"),
+        ("chunked_attention", "attention_chunk_size"),
+    ):
+        if kind in model.layer_types and getattr(model, name) is None:
+            raise ConfigError(f"model.layer_types has {kind}, which needs model.{name}; set it")
+        if kind not in model.layer_types and getattr(model, name) is not None:
+            raise ConfigError(
+                f"model.{name}={getattr(model, name)} is read by layers of {kind} alone, and "
+                "model.layer_types has none; leave it out, or add them"
+            )
     try:
-        OperationRegistry.get(model.attention)
+        if model.attention != AUTO:
+            OperationRegistry.get(model.attention)
     except ValueError as error:
-        raise ConfigError(f"model.attention: {error}") from error
+        raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
 
 
 def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:

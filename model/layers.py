@@ -6,8 +6,9 @@ residual stream x_BLD as the residual rule says.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +16,19 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from model.attention.operation import Operation, OperationRegistry
-from model.config import LinearKind, ModelConfig
+from model.attention.cached import LayerCache, attend_cached
+from model.attention.dispatch import choose_for_layer, pattern_of
+from model.attention.operation import OperationMetadata, OperationRegistry
+from model.config import LayerType, LinearKind, ModelConfig
+from model.rope import RopeScaling, rope, rope_frequencies
 from parallel.axes import (
+    MODE_PREFILL,
     MODE_TRAIN,
-    AttnQSharding,
+    RUNTIME_MODE_TYPES,
     Replicated,
     ResidualSharding,
     RowWise,
-    TokenSharding,
+    SRowWise,
 )
 from parallel.layout import TensorParallelConfig, layout_of
 from parallel.linear import (
@@ -34,8 +39,8 @@ from parallel.linear import (
     chain,
     named_rngs,
 )
-from parallel.projection import gather_kernel
-from parallel.ring import all_gather, reduce_scatter
+from parallel.projection import as_stored, gather_kernel
+from parallel.ring import reduce_scatter
 
 AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 
@@ -65,9 +70,9 @@ def bell(stddev: float) -> Initializer:
 class RMSNorm(nnx.Module):
     """x / rms(x) * scale in float32. Source: arXiv 1910.07467, equation 4."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelConfig):
+    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, width: int | None = None):
         spec = tp.manager.resolve(Replicated)
-        shape, dtype = (config.hidden_size,), jnp.dtype(config.param_dtype)
+        shape, dtype = (width or config.hidden_size,), jnp.dtype(config.param_dtype)
         value = jnp.ones(shape, dtype, out_sharding=spec)
         self.scale = nnx.Param(value, semantic_axes=Replicated)
         self.eps = config.rms_norm_eps
@@ -78,18 +83,19 @@ class RMSNorm(nnx.Module):
         return (normed * self.scale[...]).astype(x_BLD.dtype)
 
 
-def rope(x_BLHh: jax.Array, positions_BL: jax.Array, theta: float) -> jax.Array:
-    """Rotates the pairs (i, i + h/2) of every head by position * theta ** (-2 i / h), in float32.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class RowInfo:
+    """What attention must know of a batch of rows; equal for all layers.
 
-    Source: RoFormer (arXiv 2104.09864), with the half-split pairing of the Hugging Face models.
+    positions_BL: of rope. segment_ids_BL: documents, None: one per row. index_L: the row index of
+    every token if they are not in natural order. dropout_key: None: nothing is dropped.
     """
-    half = x_BLHh.shape[-1] // 2
-    frequency_h = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-    angle_BLh = positions_BL[..., None].astype(jnp.float32) * frequency_h
-    cos, sin = jnp.cos(angle_BLh)[:, :, None], jnp.sin(angle_BLh)[:, :, None]
-    first, second = jnp.split(x_BLHh.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BLHh.dtype)
+
+    positions_BL: jax.Array
+    segment_ids_BL: jax.Array | None = None
+    index_L: jax.Array | None = None
+    dropout_key: jax.Array | None = None
 
 
 class Embedding(nnx.Module):
@@ -104,14 +110,16 @@ class Embedding(nnx.Module):
         self.dtype = jnp.dtype(config.dtype)
         self.tp = tp
 
-    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
-        """Tokens `B L` -> x_BLD in the residual layout.
+    def __call__(self, tokens_BL: jax.Array, mode: RUNTIME_MODE_TYPES = MODE_TRAIN) -> jax.Array:
+        """Tokens `B L` -> x_BLD in the residual layout of this mode.
 
         Communication: one all-reduce or reduce-scatter over tp of B L D.
         """
-        table_spec = self.tp.manager.resolve(RowWise)
-        tokens_spec = jax.typeof(tokens_BL).sharding.spec
-        out_spec = self.tp.manager.resolve(ResidualSharding)
+        table, tokens_spec = self.table[...], jax.typeof(tokens_BL).sharding.spec
+        table_spec, (table,) = as_stored(
+            [table], self.tp.manager.resolve(RowWise), tokens_BL, self.tp.axis_name, table.dtype
+        )
+        out_spec = self.tp.manager.resolve(ResidualSharding, mode)
         body = partial(
             _embed_body,
             table_spec=table_spec,
@@ -122,7 +130,7 @@ class Embedding(nnx.Module):
         island = jax.shard_map(
             body, mesh=self.tp.manager.mesh, in_specs=(table_spec, tokens_spec), out_specs=out_spec
         )
-        return island(self.table[...], tokens_BL)
+        return island(table, tokens_BL)
 
 
 def _embed_body(
@@ -170,21 +178,116 @@ class Attention(nnx.Module):
             rngs=named_rngs(rngs, "o"),
             last=True,
         )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config, tp, config.head_size)
+            self.k_norm = RMSNorm(config, tp, config.head_size)
+        if config.attention_sinks:
+            spec = tp.manager.resolve(SRowWise)
+            sinks = jnp.zeros((config.num_attention_heads,), jnp.float32, out_sharding=spec)
+            self.sinks = nnx.Param(sinks, semantic_axes=SRowWise)
 
     def __call__(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, segment_ids_BL: jax.Array
-    ) -> jax.Array:
+        self,
+        x_BLD: jax.Array,
+        rows: RowInfo,
+        *,
+        layer_type: LayerType,
+        mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """x_BLD -> (x_BLD, the cache with these tokens' keys and values).
+
+        mode: train and prefill attend to the tokens themselves, the others to the cache.
+        """
         with jax.named_scope("qkv"):
-            qkv = self.qkv(x_BLD)
-            q, k, v = (self._split_heads(qkv[name]) for name in "qkv")
-            q, k = (rope(y, positions_BL, self.config.rope_theta) for y in (q, k))
+            q, k, v = self._projected(x_BLD, rows.positions_BL, layer_type)
+        if cache is not None:
+            cache = cache.write(k, v, self.config, self.tp)
         with jax.named_scope("attention"):
-            out_BLHh = self._attend(q, k, v, segment_ids_BL)
+            if cache is not None and mode != MODE_PREFILL:
+                out_BLHh = attend_cached(
+                    q,
+                    cache,
+                    rows.positions_BL,
+                    layer_type=layer_type,
+                    mode=mode,
+                    metadata=self._metadata(),
+                    config=self.config,
+                    tp=self.tp,
+                    features=self._features(layer_type),
+                )
+            else:
+                out_BLHh = self._attend(q, k, v, rows, layer_type, mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
         with jax.named_scope("o"):
-            return self.o(out_BLF, jax.typeof(x_BLD).sharding.spec)
+            return self.o(out_BLF, jax.typeof(x_BLD).sharding.spec), cache
+
+    def _projected(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, layer_type: LayerType
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k and v `B L heads h`, q and k normed and turned."""
+        config = self.config
+        qkv = self.qkv(x_BLD)
+        q, k, v = (self._split_heads(qkv[name]) for name in "qkv")
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if layer_type != "full_attention" and config.rope_local_theta is not None:
+            theta, scaling = config.rope_local_theta, RopeScaling()
+        frequency_h, factor = rope_frequencies(config.head_size, theta, scaling)
+        q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
+        return q, k, v
+
+    def _attend(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        rows: RowInfo,
+        layer_type: LayerType,
+        mode: RUNTIME_MODE_TYPES,
+    ) -> jax.Array:
+        """Tokens among themselves."""
+        choice = choose_for_layer(
+            self.config, layer_type, self.tp.manager, length=q.shape[1], mode=mode
+        )
+        return OperationRegistry.create(choice.name, self._metadata())(
+            q,
+            k,
+            v,
+            mode=mode,
+            q_index=rows.index_L,
+            kv_index=rows.index_L,
+            q_segment_ids=rows.segment_ids_BL,
+            dropout_key=rows.dropout_key,
+            **self._features(layer_type),
+        )
+
+    def _features(self, layer_type: LayerType) -> dict[str, Any]:
+        """What this layer asks of its operation."""
+        pattern = pattern_of(self.config, layer_type)
+        return {
+            "sliding_window": pattern.window,
+            "chunk_size": pattern.chunk,
+            "logits_soft_cap": self.config.attn_logit_softcapping,
+            "softmax_aux": self.sinks[...] if self.config.attention_sinks else None,
+        }
+
+    def _metadata(self) -> OperationMetadata:
+        manager = self.tp.manager
+        return OperationMetadata(
+            runtime_dtype=jnp.dtype(self.config.dtype),
+            sequence_axis_name=manager.partition_axis.sequence_parallel_axis,
+            platform=manager.mesh.devices.flat[0].platform,
+            partition_axis=manager.partition_axis,
+            partition_manager=manager,
+            operation_configs=dict(self.config.operation_configs.chosen()),
+            scan_ring_attention=self.config.scan_ring_attention,
+            dropout_prob=self.config.attention_dropout,
+            _stored_mesh=manager.mesh,
+        )
 
     def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
         """`B L H*h` -> `B L H h` with heads on tp, or whole on every device if tp splits a head."""
@@ -195,70 +298,6 @@ class Attention(nnx.Module):
             spec = P(*spec[:2], None)
             y_BLF = jax.sharding.reshard(y_BLF, spec)
         return y_BLF.reshape(B, L, heads, self.config.head_size, out_sharding=P(*spec, None))
-
-    def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
-    ) -> jax.Array:
-        manager = self.tp.manager
-        q_spec = manager.resolve(AttnQSharding, MODE_TRAIN)
-        kv_spec = jax.typeof(k).sharding.spec
-        token_spec = manager.resolve(TokenSharding)
-        operation = OperationRegistry.get(self.config.attention)
-        body = partial(
-            _attend_body,
-            operation=operation,
-            softmax_scale=self.config.head_size**-0.5,
-            head_axis=self.tp.axis_name,
-            length_axis=manager.partition_axis.sequence_parallel_axis,
-            heads_per_kv=self.config.num_attention_heads // self.config.num_key_value_heads,
-            kv_replicated=kv_spec[2] is None,
-        )
-        island = jax.shard_map(
-            body,
-            mesh=self.tp.manager.mesh,
-            in_specs=(q_spec, kv_spec, kv_spec, token_spec),
-            out_specs=q_spec,
-            check_vma=operation.capabilities.types_varying,
-        )
-        return island(q, k, v, segment_ids)
-
-
-def _attend_body(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array,
-    *,
-    operation: Operation,
-    softmax_scale: float,
-    head_axis: str,
-    length_axis: str,
-    heads_per_kv: int,
-    kv_replicated: bool,
-) -> jax.Array:
-    """q `B L/sp H/tp h`, k and v `B L/sp K/tp h` (or K whole), ids `B L/sp` -> `B L/sp H/tp h`.
-
-    Communication: an all-gather over sp of k, v and the segment ids if the operation needs it.
-    """
-    if kv_replicated:
-        heads = q.shape[2]
-        own = (lax.axis_index(head_axis) * heads + jnp.arange(heads)) // heads_per_kv
-        k, v = jnp.take(k, own, axis=2), jnp.take(v, own, axis=2)
-    index_L = lax.axis_index(length_axis) * q.shape[1] + jnp.arange(q.shape[1])
-    kv_index_T, kv_segment_ids = index_L, segment_ids
-    if operation.capabilities.needs_all_keys:
-        k, v, kv_segment_ids = (all_gather(y, length_axis, 1) for y in (k, v, segment_ids))
-        kv_index_T = jnp.arange(k.shape[1])
-    return operation.function(
-        q,
-        k,
-        v,
-        q_index_L=index_L,
-        kv_index_T=kv_index_T,
-        q_segment_ids_BL=segment_ids,
-        kv_segment_ids_BT=kv_segment_ids,
-        softmax_scale=softmax_scale,
-    )
 
 
 class SwiGLU(nnx.Module):

@@ -72,7 +72,7 @@ class TensorParallelConfig:
 
     def __post_init__(self) -> None:
         if self.mesh is None:
-            object.__setattr__(self, "mesh", _context_mesh())
+            object.__setattr__(self, "mesh", context_mesh())
         if self.matmul_method is not None:
             _method(self.matmul_method)
             if self.mesh is None:
@@ -122,7 +122,7 @@ class TensorParallelConfig:
         """Values that JSON can hold. Raises: ValueError for a mesh without devices."""
         return {
             **{name: getattr(self, name) for name in _FIELDS},
-            "mesh": None if self.mesh is None else _mesh_to_dict(self.mesh),
+            "mesh": None if self.mesh is None else mesh_to_dict(self.mesh),
             "matmul_method": None if self.matmul_method is None else str(self.matmul_method),
             "partition_axis": self.partition_axis.to_dict(),
             "kind_overlaps": dict(self.kind_overlaps),
@@ -139,7 +139,7 @@ class TensorParallelConfig:
         values = dict(data)
         written = values.pop("mesh", None)
         if mesh is None and written is not None:
-            mesh = _mesh_from_dict(written)
+            mesh = mesh_from_dict(written)
         if values.get("matmul_method") is not None:
             values["matmul_method"] = _method(values["matmul_method"])
         if "partition_axis" in values:
@@ -160,7 +160,7 @@ _FIELDS = tuple(entry.name for entry in dataclasses.fields(TensorParallelConfig)
 _MESH_KEYS = ("axis_names", "axis_sizes", "axis_types", "platform", "device_ids")
 
 
-def _context_mesh() -> Mesh | AbstractMesh | None:
+def context_mesh() -> Mesh | AbstractMesh | None:
     """The mesh of `jax.set_mesh`; none inside shard_map, where an axis no longer splits types."""
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty or abstract.manual_axes:
@@ -181,7 +181,8 @@ def _check_axis(name: str, axis_name: str, mesh: Mesh | AbstractMesh) -> None:
         )
 
 
-def _mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
+def mesh_to_dict(mesh: Mesh | AbstractMesh) -> dict[str, Any]:
+    """Axes and devices, as values that JSON can hold. Raises: ValueError if it has no devices."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             f"mesh {mesh.shape_tuple} is abstract and has no devices to write; build the config "
@@ -197,7 +198,11 @@ def _mesh_to_dict(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _mesh_from_dict(data: Mapping[str, Any]) -> Mesh:
+def mesh_from_dict(data: Mapping[str, Any]) -> Mesh:
+    """What `mesh_to_dict` wrote, on the same devices in the same order.
+
+    Raises: ValueError if it does not hold together, or if this machine lacks the devices.
+    """
     refuse_unknown_keys("mesh", data, _MESH_KEYS)
     if missing := [key for key in _MESH_KEYS if key not in data]:
         raise ValueError(f"mesh: key {missing[0]!r} is missing; a mesh has {', '.join(_MESH_KEYS)}")

@@ -146,22 +146,28 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
                 f"mesh {dict(zip(AXIS_NAMES, shape, strict=True))} does not fit the torus of these "
                 f"{len(devices)} chips; use powers of two that multiply to its sides"
             ) from error
-        groups = grid.reshape(-1, config.tp)
-        grid = np.array([_around_a_ring(list(group)) for group in groups]).reshape(shape)
+        groups = [group[_around_a_ring("tp", list(group))] for group in grid.reshape(-1, config.tp)]
+        sheets = np.array(groups).reshape(-1, config.sp, config.tp)
+        grid = np.array([sheet[_around_a_ring("sp", list(sheet[:, 0]))] for sheet in sheets])
+        grid = grid.reshape(shape)
     else:
         grid = np.array(devices).reshape(shape)
     return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Explicit,) * len(AXIS_NAMES))
 
 
-def _around_a_ring(group: list[jax.Device]) -> list[jax.Device]:
-    """The devices of one tp group in the order of a ring of physical links, if they form one."""
+def _around_a_ring(axis: str, group: Sequence[jax.Device]) -> list[int]:
+    """The devices of a group along this axis in the order of a ring of physical links, by index.
+
+    As they are, with a warning, if they form none.
+    """
     order = ring_order([(*device.coords, device.core_on_chip) for device in group])
     if order is None:
         _LOG.warning(
-            "tp %d: these chips form no ring of neighbours, so some hops take several links",
+            "%s %d: these chips form no ring of neighbours, so some hops take several links",
+            axis,
             len(group),
         )
-    return group if order is None else [group[index] for index in order]
+    return list(range(len(group))) if order is None else order
 
 
 def ring_order(places: Sequence[tuple[int, ...]]) -> list[int] | None:
@@ -172,7 +178,7 @@ def ring_order(places: Sequence[tuple[int, ...]]) -> list[int] | None:
     """
     index = {place: position for position, place in enumerate(places)}
     if len(places) <= 2:
-        return list(range(len(places)))
+        return sorted(range(len(places)), key=places.__getitem__)
     lows = [min(axis) for axis in zip(*places, strict=True)]
     sides = [max(axis) - low + 1 for axis, low in zip(zip(*places, strict=True), lows, strict=True)]
     even = next((axis for axis, side in enumerate(sides) if side % 2 == 0), None)

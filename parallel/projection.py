@@ -56,19 +56,23 @@ def gather_kernel(
     return kernel
 
 
-def _stored(
-    kernels: Sequence[jax.Array], spec: P, x: jax.Array, keep: str
+def as_stored(
+    kernels: Sequence[jax.Array],
+    spec: P,
+    x: jax.Array,
+    keep: str,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> tuple[P, list[jax.Array]]:
-    """Kernels as an island takes them: split over what the activations are split over too.
+    """Kernels as an island takes them: split over `keep` and what x is split over too.
 
-    Over the other axes they are gathered here: activations that are equal there see the same kernel
-    and have equal gradients, which must not be summed.
+    Over the other axes they are gathered here, in `dtype` (None: x's): what is equal there sees the
+    same kernel and has equal gradients, which must not be summed.
     """
     used = {keep, *(n for entry in jax.typeof(x).sharding.spec for n in mesh_axes_of(entry))}
     if used.issuperset(name for entry in spec for name in mesh_axes_of(entry)):
         return spec, list(kernels)
     kept = P(*(tuple(n for n in mesh_axes_of(entry) if n in used) or None for entry in spec))
-    return kept, [jax.sharding.reshard(kernel.astype(x.dtype), kept) for kernel in kernels]
+    return kept, [jax.sharding.reshard(kernel.astype(dtype or x.dtype), kept) for kernel in kernels]
 
 
 def _island(
@@ -81,7 +85,7 @@ def _island(
 ) -> tuple[jax.Array, ...]:
     """body on the blocks of x and of kernels that lie as `axes` say, one output per kernel."""
     manager, axis = config.manager, config.axis_name
-    kernel_spec, kernels = _stored(kernels, manager.resolve(axes), x, axis)
+    kernel_spec, kernels = as_stored(kernels, manager.resolve(axes), x, axis)
     island = jax.shard_map(
         partial(body, kernel_spec=kernel_spec, axis_name=axis, overlap=config.overlap),
         mesh=manager.mesh,
@@ -199,8 +203,8 @@ def column_row_parallel(
     """
     manager, axis = config.manager, config.axis_name
     spec = jax.typeof(x).sharding.spec
-    column_spec, kernels = _stored(kernels, manager.resolve(ColumnWise), x, axis)
-    row_spec, (kernel,) = _stored([kernel], manager.resolve(RowWise), x, axis)
+    column_spec, kernels = as_stored(kernels, manager.resolve(ColumnWise), x, axis)
+    row_spec, (kernel,) = as_stored([kernel], manager.resolve(RowWise), x, axis)
     body = partial(
         _column_row_body,
         column_spec=column_spec,

@@ -406,13 +406,15 @@ class _Walk:
     def _kernel_seconds(self, x: Instruction, computation: Computation) -> float:
         """A custom call: its traffic, its FLOPs if it tells them, causal attention if it is that.
 
-        Attention does 4 FLOPs per query, key and feature forward, 8 for dk and dv, 6 for dq, and
-        the causal half of it.
+        Attention runs at a share of peak. Where it does not tell its FLOPs (splash): 4 per query,
+        key and feature forward, 8 for dk and dv, 6 for dq, and the causal half of it.
         """
         traffic = x.bytes + computation.operand_bytes(x)
-        flops = float(x.find(r'"flops":"?(\d+)') or 0)
-        seconds = max(traffic / self.chip.hbm_bandwidth, flops / self.chip.peak_flops)
-        if x.name.startswith(("splash_m", "flash_")):
+        told = float(x.find(r'"flops":"?(\d+)') or 0)
+        splash = "splash_m" in x.name
+        attention = splash or "flash_" in x.name
+        rate = self.chip.peak_flops * (_ATTENTION_EFFICIENCY if attention else 1.0)
+        if splash or (attention and not told):
             # The query comes first; the tables of the mask before it hold integers.
             floats = [
                 array.dims
@@ -423,9 +425,8 @@ class _Walk:
             if floats:
                 query = max(floats, key=len)
                 each = 8 if "dkv" in x.name else 6 if "dq" in x.name else 4
-                causal = each * math.prod(query) * query[-2] / 2
-                seconds = max(seconds, causal / (_ATTENTION_EFFICIENCY * self.chip.peak_flops))
-        return seconds
+                told = each * math.prod(query) * query[-2] / 2
+        return max(traffic / self.chip.hbm_bandwidth, told / rate)
 
 
 def _target(x: Instruction) -> str | None:

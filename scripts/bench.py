@@ -1,9 +1,9 @@
-"""Measures this project against yardsticks: `python scripts/bench.py step | overlap | model`.
+"""Measures: `scripts/bench.py step | attention | decode | overlap | ring | model`.
 
-The last line of stdout is one JSON object. `step` times a training step; machines are noisy, so
-both sides take turns, and the median of the ratios is what counts. `overlap` and `model` need no
-TPU: they compile for a slice that is not here (`pip install -e ".[plan]"`) and predict times from
-the schedule, by parallel/schedule.py.
+The last line of stdout is one JSON object. `step` times a training step, `decode` a token,
+`attention` an operation: machines are noisy, so both sides take turns, and the median of the ratios
+is what counts. `overlap`, `ring` and `model` need no TPU: they compile for a slice that is not here
+(`pip install -e ".[plan]"`) and predict times from the schedule, by parallel/schedule.py.
 """
 
 import argparse
@@ -22,6 +22,8 @@ import optax
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import overlap
+from attention import bench_attention
+from decode import bench_decode
 
 from configs.build import build_program
 from configs.schema import Config
@@ -65,25 +67,28 @@ def plain_loss(params: Any, batch: dict[str, jax.Array], config: ModelConfig) ->
     return jnp.sum(losses * batch["loss_mask"]) / jnp.sum(batch["loss_mask"])
 
 
+# Of the model that runs on this machine: every figure of these benchmarks is a ratio.
+SIZES: dict[str, Any] = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1408,
+    "dtype": "float32",
+}
+
+
 def bench_step(overrides: dict[str, Any], repeats: int) -> dict[str, Any]:
     """Seconds per training step on one device: ours over a hand-written jitted function."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 8192,
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "intermediate_size": 1408,
-        "dtype": "float32",
-    }
-    config = Config.model_validate({"model": sizes | overrides})
+    config = Config.model_validate({"model": SIZES | overrides})
     devices, notice = find_devices(1)
     print(notice or devices[0].device_kind)
     program = build_program(config, devices)
     rng, shape = np.random.default_rng(0), (1, 8, 512)
     fields = {
-        "tokens": rng.integers(0, sizes["vocab_size"], shape, np.int32),
-        "targets": rng.integers(0, sizes["vocab_size"], shape, np.int32),
+        "tokens": rng.integers(0, SIZES["vocab_size"], shape, np.int32),
+        "targets": rng.integers(0, SIZES["vocab_size"], shape, np.int32),
         "positions": np.broadcast_to(np.arange(512, dtype=np.int32), shape),
         "segment_ids": np.zeros(shape, np.int32),
         "loss_mask": np.ones(shape, np.float32),
@@ -152,6 +157,21 @@ def main() -> None:
     )
     rings.add_argument("--size", type=int, default=8192, help="width, and tokens over all devices")
     rings.add_argument("--dump", type=Path, help="directory for the compiled programs, as text")
+    decode = commands.add_parser("decode", help="tokens per second against a hand-written loop")
+    decode.add_argument("--batches", type=int, nargs="+", default=[1, 32])
+    decode.add_argument("--prompt", type=int, default=128, help="tokens before")
+    decode.add_argument("--new", type=int, default=64, help="tokens after")
+    decode.add_argument("--repeats", type=int, default=5)
+    attention = commands.add_parser("attention", help="operations against vanilla, by length")
+    attention.add_argument("--names", nargs="+", default=["flash_attn2"])
+    attention.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    attention.add_argument("--dtype", default="float32")
+    attention.add_argument("--repeats", type=int, default=3)
+    ring = commands.add_parser("ring", help="predicted ring attention on an absent TPU slice")
+    ring.add_argument("--topology", default="v5p:2x2x2")
+    ring.add_argument("--length", type=int, default=32768, help="tokens of a row, over all devices")
+    ring.add_argument("--heads", type=int, default=32)
+    ring.add_argument("--kv-heads", type=int, default=8)
     model = commands.add_parser("model", help="predicted training step on an absent TPU slice")
     model.add_argument("--config", default="configs/llama3_8b_tp8.yaml")
     model.add_argument("--topology", default="v5p:2x2x2")
@@ -160,6 +180,23 @@ def main() -> None:
     try:
         if args.command == "step":
             result = bench_step({"remat": args.remat}, args.repeats)
+        elif args.command == "decode":
+            result = bench_decode(
+                SIZES,
+                batches=args.batches,
+                prompt=args.prompt,
+                new=args.new,
+                repeats=args.repeats,
+            )
+        elif args.command == "attention":
+            result = bench_attention(
+                args.names, args.lengths, dtype=args.dtype, repeats=args.repeats
+            )
+        elif args.command == "ring":
+            rows = overlap.bench_ring(
+                args.topology, length=args.length, heads=args.heads, kv_heads=args.kv_heads
+            )
+            result = {"bench": "ring", "rows": rows}
         elif args.command == "overlap":
             result = overlap.bench_blocks(
                 args.topologies, args.cases, args.methods, size=args.size, dump=args.dump

@@ -16,13 +16,23 @@ from flax import nnx
 
 from configs.build import build_program, choose_overlaps
 from configs.schema import load_config
+from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.ring import zigzag_order
 from model.layers import gated_silu
-from parallel.axes import BATCH, QUERY_LENGTH, TP, ResidualSharding
+from parallel.axes import (
+    BATCH,
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    TP,
+    AttnKVSharding,
+    AttnQSharding,
+    ResidualSharding,
+)
 from parallel.collective_matmul import Overlap
 from parallel.layout import TensorParallelConfig
 from parallel.linear import ColumnParallelLinear, RowParallelLinear, chain
 from parallel.mesh import CHIPS, Chip, MeshConfig, absent_devices, build_mesh
-from parallel.partition import residual_rules
+from parallel.partition import PartitionAxis, PartitionManager, residual_rules
 from parallel.schedule import Prediction, predict
 
 Method = Literal["xla", "xla-plain", Overlap]
@@ -143,6 +153,7 @@ def _row(label: tuple[str, str, str, str], compiled: Any, seconds: float) -> dic
     print(head + _columns(prediction, memory, seconds), flush=True)
     return {
         "topology": topology,
+        "exposed_share": prediction.exposed / prediction.total,
         "case": case,
         "pass": name,
         "method": method,
@@ -187,6 +198,47 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
         "compile_seconds": seconds,
         **_milliseconds(prediction),
     }
+
+
+def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> list[dict[str, Any]]:
+    """Predicted ring attention, rows of `length` tokens over sp, forward and with derivatives.
+
+    One row, head_dim 128, bfloat16, rows in zigzag order, hops unrolled and in a scan.
+    """
+    devices, results = absent_devices(topology), []
+    mesh = build_mesh(MeshConfig(sp=len(devices)), devices)
+    manager = PartitionManager(PartitionAxis(), mesh)
+    order = jnp.asarray(zigzag_order(length, len(devices)))
+
+    def array(count: int, axes: Any) -> jax.ShapeDtypeStruct:
+        shape, sharding = (1, length, count, 128), manager.sharding(axes, MODE_TRAIN)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    q, kv = array(heads, AttnQSharding), array(kv_heads, AttnKVSharding)
+    print(f"{'':33}" + _columns(None, 0, 0))
+    for scan in (False, True):
+        metadata = OperationMetadata(
+            jnp.bfloat16, partition_manager=manager, scan_ring_attention=scan
+        )
+        operation = OperationRegistry.create("ring", metadata)
+
+        def forward(*parts: jax.Array, operation: Any = operation) -> jax.Array:
+            return operation(*parts, q_index=order, kv_index=order)
+
+        def both(*parts: jax.Array, forward: Any = forward) -> Any:
+            out, pull = jax.vjp(forward, *parts[:3])
+            return out, pull(parts[3])
+
+        for name, function, parts in (
+            ("fwd", forward, (q, kv, kv)),
+            ("fwd+bwd", both, (q, kv, kv, q)),
+        ):
+            begin = time.perf_counter()
+            with jax.set_mesh(mesh):
+                compiled = jax.jit(function).lower(*parts).compile()
+            label = (topology, "ring", name, "scan" if scan else "unrolled")
+            results.append(_row(label, compiled, time.perf_counter() - begin))
+    return results
 
 
 def _chip(topology: str) -> Chip:

@@ -113,12 +113,13 @@ def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, config: CheckpointConfig):
+    def __init__(self, directory: Path, config: CheckpointConfig, *, read_only: bool = False):
+        """read_only: another process may be saving here; nothing is cleaned up."""
         # orbax prints tracebacks from its threads before it raises; what it raises, we report.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._saver = _ocp.Checkpointer(
             os.path.abspath(directory),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
             preservation_policy=_ocp.preservation_policies.LatestN(config.keep),
         )
         self._pending: tuple[int, Any] | None = None
@@ -192,6 +193,20 @@ class Checkpoints:
         for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(abstract_state), strict=True):
             assert got.sharding == want.sharding and got.dtype == want.dtype
         return state
+
+    def restore_params(self, step: int, abstract_state: TrainState) -> Any:
+        """The parameters of a step alone, on the mesh of `abstract_state`.
+
+        Raises: CheckpointError if they cannot be read.
+        """
+        loading = v1.options.PyTreeOptions.Loading(partial_load=True)
+        abstract = {"state": {"params": abstract_state.params}}
+        try:
+            with v1.Context(pytree_options=v1.options.PyTreeOptions(loading=loading)):
+                tree = self._saver.load_checkpointables(step, abstract)["state"]
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {step} cannot be read: {_reason(error)}") from error
+        return tree["params"]
 
     def close(self) -> None:
         """Waits for a save in progress and lets go of the directory."""

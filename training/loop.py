@@ -51,10 +51,12 @@ class TrainingConfig(
     """Steps between passes over the held-out rows; the last step is always evaluated."""
     eval_batches: PositiveInt = 8
     """Batches of held-out rows per evaluation, always the same; fewer if there are no more."""
+    sample_every: PositiveInt | None = None
+    """Steps between samples of text, in log and tensorboard; null: at the end only."""
     sample_prompt: str = Field(default="def ", min_length=1)
-    """What the sample at the end continues."""
+    """What a sample continues."""
     sample_tokens: NonNegativeInt = 64
-    """Length of that sample; 0: none."""
+    """Length of a sample; 0: none."""
     sample_temperature: NonNegativeFloat = 0.7
     """0: the likeliest token every time; 1: as the model predicts."""
 
@@ -82,6 +84,10 @@ class _Clock:
         if self._best_time is not None:
             values["mfu"] = self._best_time / step_time
         return values
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
 
 
 @contextlib.contextmanager
@@ -178,14 +184,21 @@ class Run:
     def train(self, sample: Callable[[Any, str, int], str]) -> int:
         """Trains to the last step, or to a signal. Returns the exit code.
 
-        sample: (params, prompt, number of tokens) -> text, shown at the end.
+        sample: (params, prompt, number of tokens) -> text, shown every sample_every steps and at
+            the end.
         """
-        state, code = self._steps(self._initial_state())
+
+        def show_sample(params: Any, step: int) -> None:
+            if self.training.sample_tokens:
+                text = sample(params, self.training.sample_prompt, self.training.sample_tokens)
+                self.metrics.write_text(step, "sample", text)
+                when = "" if step == self.training.steps else f" at step {step}"
+                log.info("sample%s:\n%s", when, text)
+
+        state, code = self._steps(self._initial_state(), show_sample)
         self.checkpoints.close()
-        if code == EXIT_DONE and self.training.sample_tokens:
-            text = sample(state.params, self.training.sample_prompt, self.training.sample_tokens)
-            self.metrics.write_text(self.training.steps, "sample", text)
-            log.info("sample:\n%s", text)
+        if code == EXIT_DONE:
+            show_sample(state.params, self.training.steps)
         return code
 
     def _initial_state(self) -> TrainState:
@@ -199,7 +212,9 @@ class Run:
         log.info("%s in %.1f s", what, time.perf_counter() - begin)
         return state
 
-    def _steps(self, state: TrainState) -> tuple[TrainState, int]:
+    def _steps(
+        self, state: TrainState, show_sample: Callable[[Any, int], None]
+    ) -> tuple[TrainState, int]:
         start, steps, stop = self.start, self.training.steps, self.stop
         if start >= steps:
             log.info("step %d is the last: nothing left to train", steps)
@@ -225,9 +240,10 @@ class Run:
                 self._log(step - 1, previous, clock)
             previous = values
             evaluating = step == steps or step % self.training.eval_every == 0
+            sampling = _is_due(self.training.sample_every, step) and step < steps
             saving = step == steps or step % self.checkpoint.every == 0
             # What is saved is written down first: a kill after the save must not lose the line.
-            if evaluating or saving or stop.signal is not None:
+            if evaluating or saving or sampling or stop.signal is not None:
                 params = state.params if evaluating and stop.signal is None else None
                 self._log(step, values, clock, params)
                 previous = None
@@ -236,6 +252,9 @@ class Run:
             if saving or stopping:
                 self.checkpoints.save(state, step, {"order_hash": self.rows.order_hash})
             self.checkpoints.poll()
+            if sampling and not stopping:
+                show_sample(state.params, step)
+                clock.restart()
             if stopping and stop.signal is not None and step < steps:
                 self.checkpoints.finish()
                 log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)

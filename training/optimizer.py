@@ -53,10 +53,10 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def decays(params: Any) -> Any:
-    """True for kernels and the embedding table, false for norm scales and biases."""
+    """True for kernels and the embedding table, false for norm scales, biases and sinks."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return not any(getattr(key, "key", None) in ("scale", "bias") for key in path)
+        return not any(getattr(key, "key", None) in ("scale", "bias", "sinks") for key in path)
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 

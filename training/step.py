@@ -82,11 +82,27 @@ class Program:
         spec = self.tp.manager.resolve([None, *TokenSharding.axes])
         return jax.sharding.NamedSharding(self.tp.manager.mesh, spec)
 
-    def loss_sum(self, params: Any, batch: Batch) -> jax.Array:
+    def loss_sum(
+        self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
         """Summed cross-entropy in nats of one microbatch, fields (B, L)."""
         model = nnx.merge(self.definition, params)
+        order = model.row_order(batch["tokens"].shape[1])
+        index_L = None
+        if order is not None:
+            spec = jax.typeof(batch["tokens"]).sharding.spec
+            batch = {
+                name: field.at[:, order].get(out_sharding=spec) for name, field in batch.items()
+            }
+            index_L = jnp.asarray(order)
         with jax.default_matmul_precision(self._precision):
-            hidden = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+            hidden = model(
+                batch["tokens"],
+                batch["positions"],
+                batch["segment_ids"],
+                index_L=index_L,
+                dropout_key=dropout_key,
+            )
             return cross_entropy_sum(
                 hidden,
                 model.head_kernel(),
@@ -102,31 +118,42 @@ class Program:
         on_cpu = self.tp.manager.mesh.devices.flat[0].platform == "cpu"
         return "highest" if self.config.dtype == "float32" and not on_cpu else None
 
-    def gradients(self, params: Any, batch: Batch) -> tuple[jax.Array, Any]:
+    def gradients(
+        self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
         """Mean loss over all tokens of the batch (A, B/A, L), and its gradient.
 
         Accumulation is exact: every microbatch is weighted by the tokens of the whole batch.
         """
         count = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
 
-        def micro(params: Any, part: Batch) -> tuple[jax.Array, Any]:
-            return jax.value_and_grad(lambda p: self.loss_sum(p, part) / count)(params)
+        def micro(params: Any, part: Batch, number: Any) -> tuple[jax.Array, Any]:
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
+            return jax.value_and_grad(lambda p: self.loss_sum(p, part, key) / count)(params)
 
         if batch["tokens"].shape[0] == 1:
-            return micro(params, {name: field[0] for name, field in batch.items()})
+            return micro(params, {name: field[0] for name, field in batch.items()}, 0)
 
-        def body(total: Any, part: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, micro(params, part)), None
+        def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, micro(params, *part)), None
 
         zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        return lax.scan(body, zero, batch)[0]
+        return lax.scan(body, zero, (batch, jnp.arange(batch["tokens"].shape[0])))[0]
+
+    def _dropout_key(self, step: jax.Array) -> jax.Array | None:
+        """Of this step: a function of seed and step, so that a resumed run drops the same."""
+        if not self.config.attention_dropout:
+            return None
+        # Apart from the keys of the parameters, which are folded from the same seed.
+        stream = jax.random.fold_in(jax.random.key(self.seed), 2**31)
+        return jax.random.fold_in(stream, step)
 
     @cached_property
     def train_step(self) -> Any:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated."""
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            loss, grads = self.gradients(state.params, batch)
+            loss, grads = self.gradients(state.params, batch, self._dropout_key(state.step))
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             metrics = {
                 "loss": loss,

@@ -1,5 +1,7 @@
 """The sharding table of a whole program is what its devices hold."""
 
+import re
+
 import jax
 import pytest
 from conftest import MESHES, ROOT
@@ -115,6 +117,14 @@ def test_an_overlap_that_cannot_be_is_said(override, mesh, why) -> None:
     assert all(why in choice.reason for choice in choices)
 
 
-def test_attention_that_cannot_run_here_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"attention=splash does not run on cpu, only on tpu"):
-        build(MeshConfig(), "model.attention=splash")
+@pytest.mark.parametrize(
+    ("overrides", "law"),
+    [
+        (["model.attention=sdpa", "model.attn_logit_softcapping=3.0"], "native: has no soft_cap"),
+        (["model.attention=ragged_page_attention_v2"], "native: works on pages only, has no seg"),
+    ],
+    ids=str,
+)
+def test_attention_that_cannot_do_what_is_asked_is_refused_before_tracing(overrides, law) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"cannot do what is asked ({law}")):
+        build(MeshConfig(), *overrides)

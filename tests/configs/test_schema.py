@@ -28,11 +28,15 @@ REFUSALS = {
     "training.steps=1.5": "training.steps=1.5: input should be a valid integer",
     "training.steps='100'": "training.steps='100': input should be a valid integer",
     "training.steps=true": "training.steps=True: input should be a valid integer",
+    "model.rope_theta=0.5": "model.rope_theta=0.5: input should be greater than 1",
     "model.rope_theta=true": "model.rope_theta=True: input should be a valid number",
     "model.tie_word_embeddings=1": "model.tie_word_embeddings=1: input should be a valid boolean",
     "run.dir=null": "run.dir=None: input should be a valid string",
     "run.dir=7": "run.dir=7: input should be a valid string",
     "mesh.tp=[8]": "mesh.tp=[8]: input should be a valid integer",
+    # What nothing reads.
+    "model.sliding_window=8": "model.sliding_window=8 is read by layers of sliding_attention alone",
+    "model.attention_chunk_size=8": "model.attention_chunk_size=8 is read by layers of chunked_",
     # Ranges.
     "mesh.tp=0": "mesh.tp=0: input should be greater than 0",
     "training.seed=-1": "training.seed=-1: input should be greater than or equal to 0",

@@ -8,6 +8,7 @@ from flax import nnx
 
 from model.activations import activation_tensors
 from model.config import ModelConfig
+from model.layers import RowInfo
 from model.transformer import Block, Transformer
 from parallel.axes import TokenSharding
 from parallel.sharding_table import sharding_table
@@ -26,9 +27,10 @@ def seen_by_the_model(tp) -> dict[str, jax.Array]:
         tokens = jnp.zeros((BATCH, LENGTH), jnp.int32, out_sharding=spec)
         x = model.embed(tokens)
         qkv = block.attention.qkv(x)
+        rows = RowInfo(positions_BL=tokens, segment_ids_BL=tokens)
         return {
             "tokens_BL": tokens,
-            "x_BLD": block(x, tokens, tokens),
+            "x_BLD": block(x, rows, layer_type="full_attention")[0],
             "q_BLHh": block.attention._split_heads(qkv["q"]),
             "kv_BLKh": block.attention._split_heads(qkv["k"]),
             "mlp_BLF": block.mlp.gate_up(x)["gate"],

@@ -6,6 +6,7 @@ own: libtpu takes the whole process.
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 
@@ -60,6 +61,50 @@ def test_a_chain_hides_its_hops(tmp_path, topology, case, bounds) -> None:
 def test_the_whole_model_keeps_the_win(tmp_path) -> None:
     # MaxText's step of this shape on this slice is predicted at 2715 ms.
     assert bench(tmp_path, "model")["total_ms"] <= 2350
+
+
+def test_ring_attention_hides_its_keys_and_halves_with_sp(tmp_path) -> None:
+    rows = {
+        (topology, row["pass"], row["method"]): row
+        for topology in ("v5p:2x2x2", "v5p:2x2x4")
+        for row in bench(tmp_path, "ring", "--topology", topology)["rows"]
+    }
+    assert len(rows) == 8
+    for row in rows.values():
+        assert row["kernels_ms"] > row["total_ms"] / 2
+        assert row["exposed_share"] <= 0.05
+    for key in (("fwd", "unrolled"), ("fwd+bwd", "unrolled"), ("fwd+bwd", "scan")):
+        eight, sixteen = (rows[t, *key]["temporary_gib"] for t in ("v5p:2x2x2", "v5p:2x2x4"))
+        assert sixteen <= 0.6 * eight
+
+
+FLASH = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from model.attention.operation import OperationMetadata, OperationRegistry
+from parallel.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.partition import PartitionAxis, PartitionManager
+mesh = build_mesh(MeshConfig(tp=4), absent_devices("v5p:2x2x1"))
+manager = PartitionManager(PartitionAxis(), mesh)
+metadata = OperationMetadata(jnp.bfloat16, partition_manager=manager)
+operation = OperationRegistry.create("flash_attn2", metadata)
+spec = NamedSharding(mesh, P(None, None, "tp", None))
+q, kv = (jax.ShapeDtypeStruct((1, 4096, n, 128), jnp.bfloat16, sharding=spec) for n in (32, 8))
+def both(q, k, v, g):
+    out, pull = jax.vjp(operation, q, k, v)
+    return out, pull(jax.sharding.reshard(g, jax.typeof(out).sharding.spec))
+with jax.set_mesh(mesh):
+    print(jax.jit(both).lower(q, kv, kv, q).compile().as_text())
+"""
+
+
+def test_flash_attention_is_a_kernel_and_no_scores_are_written() -> None:
+    command = [sys.executable, "-c", FLASH]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = re.findall(r"%\S*splash_m\S* = .*custom-call", done.stdout)
+    assert len(kernels) == 3, "forward, dq, dkv"
+    assert not re.search(r"\b4096,4096\]", done.stdout)
 
 
 def test_pins_and_fused_accumulates_survive_the_compiler(tmp_path) -> None:

@@ -119,6 +119,7 @@ def test_kernels_and_the_table_decay_and_scales_do_not(abstract_params):
 def test_biases_do_not_decay_however_deep_or_stacked():
     tree = {"layers": {"qkv": {"bias": {"q": jnp.ones((2, 3))}, "kernel": {"q": jnp.ones((2, 3))}}}}
     assert decays(tree) == {"layers": {"qkv": {"bias": {"q": False}, "kernel": {"q": True}}}}
+    assert decays({"attention": {"sinks": jnp.ones((2, 8))}}) == {"attention": {"sinks": False}}
 
 
 def random_tree(seed: int, scale: float) -> dict[str, dict[str, jax.Array]]:

@@ -184,3 +184,27 @@ def test_metrics_are_the_loss_the_norm_before_clipping_and_the_rate_of_this_step
     assert metrics["learning_rate"] == jnp.float32(program.schedule(0))
     assert second["learning_rate"] == jnp.float32(program.schedule(1))
     assert float(second["loss"]) < loss
+
+
+def test_zigzag_and_dropout_of_a_step_are_those_of_one_device(fields) -> None:
+    """Rows in another order, on a ring, with weights dropped by step and microbatch."""
+
+    def losses(mesh: MeshConfig, *overrides: str) -> list[float]:
+        sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
+        dropping = ["model.attention_dropout=0.3", "model.dtype=float32"]
+        config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *sizes, *dropping, *overrides])
+        program = build_program(config, jax.devices()[: mesh.num_devices])
+        found = []
+        with jax.set_mesh(program.tp.mesh):
+            state, batch = program.init(), placed(program, fields, 2)
+            for _ in range(2):
+                state, metrics = program.train_step(state, batch)
+                found.append(float(metrics["loss"]))
+        return found
+
+    want = losses(ONE_DEVICE, "model.attention=vanilla")
+    np.testing.assert_allclose(
+        losses(MeshConfig(dp=2, tp=2, sp=2), "model.attention=ring"), want, rtol=2e-6
+    )
+    whole = losses(ONE_DEVICE, "model.attention=vanilla", "model.attention_dropout=0.0")
+    assert abs(whole[0] - want[0]) > 1e-5

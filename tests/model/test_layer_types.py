@@ -1,0 +1,159 @@
+"""Models with windows, chunks, sinks, norms of heads and dropout: the same on every mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from flax import nnx
+
+from model.config import ModelConfig
+from model.loss import cross_entropy_sum
+from model.rope import RopeScaling
+from model.transformer import Transformer
+from parallel.axes import TokenSharding
+from parallel.mesh import MeshConfig
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=48,
+    dtype="float32",
+    initializer_range=0.1,
+    loss_chunk=8,
+    layer_types=("sliding_attention", "full_attention"),
+    sliding_window=5,
+    attn_logit_softcapping=4.0,
+    attention_sinks=True,
+    attention_dropout=0.2,
+    qk_norm=True,
+    rope_local_theta=100.0,
+    rope_scaling=RopeScaling(type="linear", factor=2.0),
+)
+B, L = 4, 32
+SP8, SP4 = MeshConfig(sp=8), MeshConfig(tp=2, sp=4)
+# Stated bound: float32 rounding, loss relative, gradients relative to the largest of each array.
+LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 3, (B, L)), axis=1)
+    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in segments])
+    fields = {
+        "tokens": rng.integers(0, 64, (B, L)),
+        "positions": np.arange(L) - starts,
+        "segment_ids": segments,
+        "targets": rng.integers(0, 64, (B, L)),
+    }
+    mask = (rng.random((B, L)) < 0.8).astype(np.float32)
+    return {name: y.astype(np.int32) for name, y in fields.items()} | {"mask": mask}
+
+
+def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0):
+    """(loss, gradients, row order) as numpy."""
+    tp = tensor_parallel(mesh)
+
+    def build() -> Transformer:
+        return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
+
+    with jax.set_mesh(tp.mesh):
+        definition = nnx.graphdef(nnx.eval_shape(build))
+        params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+        order = nnx.merge(definition, params).row_order(L)
+        data = {name: y if order is None else y[:, order] for name, y in batch().items()}
+        data = {k: jax.device_put(y, tp.manager.sharding(TokenSharding)) for k, y in data.items()}
+        index = None if order is None else jnp.asarray(order)
+        key = None if dropout_seed is None else jax.random.key(dropout_seed)
+
+        def loss(params):
+            model = nnx.merge(definition, params)
+            rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
+            x = model(*rows, index_L=index, dropout_key=key)
+            args = x, model.head_kernel(), data["targets"], data["mask"]
+            return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return float(value), jax.tree.map(np.asarray, grads), order
+
+
+def assert_equal_runs(got, want) -> None:
+    assert got[0] == pytest.approx(want[0], rel=LOSS_BOUND)
+    flat, _ = jax.tree_util.tree_flatten_with_path(want[1])
+    for (path, b), a in zip(flat, jax.tree.leaves(got[1]), strict=True):
+        assert np.abs(b).max() > 0, f"{path} has no gradient"
+        error = np.abs(a - b).max() / np.abs(b).max()
+        assert error <= GRADIENT_BOUND, (jax.tree_util.keystr(path), error)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return run(CONFIG, ONE_DEVICE)
+
+
+def test_every_feature_is_the_same_with_heads_and_rows_split(one_device) -> None:
+    assert_equal_runs(run(CONFIG, MESHES["dp2-fsdp2-tp2"]), one_device)
+    got = run(CONFIG, MESHES["tp4-sp2"])
+    assert got[2] is None, "rows this short are gathered over sp, in natural order"
+    assert_equal_runs(got, one_device)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "changes"),
+    [
+        ("ring", SP8, {}),
+        ("ring", SP4, {"zigzag": False}),
+        ("ring", SP4, {"scan_ring_attention": True}),
+        ("ulysses", SP4, {}),
+    ],
+    ids=str,
+)
+def test_rows_split_over_sp_by_name_equal_one_device(one_device, name, mesh, changes) -> None:
+    config = CONFIG.model_copy(update={"attention": name, **changes})
+    got = run(config, mesh)
+    assert (got[2] is not None) == (name == "ring" and config.zigzag)
+    assert_equal_runs(got, one_device)
+
+
+def test_chunked_layers_equal_one_device() -> None:
+    types = ("chunked_attention", "chunked_attention", "full_attention")
+    config = CONFIG.model_copy(update={"layer_types": types, "attention_chunk_size": 7})
+    want = run(config, ONE_DEVICE)
+    assert_equal_runs(run(config, MESHES["tp4-sp2"]), want)
+    assert_equal_runs(run(config.model_copy(update={"attention": "ring"}), SP4), want)
+
+
+def test_what_is_left_of_a_period_has_its_own_types(one_device) -> None:
+    """Two types over three layers are the same three layers as when they are written out."""
+    types = (*CONFIG.layer_types, CONFIG.layer_types[0])
+    assert CONFIG.layer_kinds == types
+    config = CONFIG.model_copy(update={"layer_types": types})
+    assert_equal_runs(run(config, ONE_DEVICE), one_device)
+
+
+def test_dropout_is_a_function_of_its_key_and_off_without(one_device) -> None:
+    losses = [run(CONFIG, ONE_DEVICE, seed)[0] for seed in (0, 1)]
+    assert losses[0] == one_device[0] != losses[1]
+    off = run(CONFIG.model_copy(update={"attention_dropout": 0.0}), ONE_DEVICE)
+    assert run(CONFIG, ONE_DEVICE, None)[0] == off[0] != losses[0]
+
+
+def test_what_a_window_or_a_norm_adds_is_counted() -> None:
+    with jax.set_mesh(tensor_parallel(ONE_DEVICE).mesh):
+        model = nnx.eval_shape(
+            lambda: Transformer(CONFIG, tensor_parallel(ONE_DEVICE), rngs=nnx.Rngs(0))
+        )
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
+    assert sum(leaf.size for leaf in leaves) == CONFIG.num_parameters
+    index = np.arange(20)
+    sees = {
+        "full_attention": index[:, None] >= index,
+        "sliding_attention": (index[:, None] >= index) & (index[:, None] - index < 5),
+        "chunked_attention": (index[:, None] >= index) & (index[:, None] // 7 == index // 7),
+    }
+    config = CONFIG.model_copy(update={"attention_chunk_size": 7})
+    for kind, seen in sees.items():
+        assert config.visible_keys(kind, 20) == pytest.approx(seen.sum() / 20)

@@ -1,0 +1,297 @@
+"""Rotations are those of the papers, written here a second time with loops; products of rotated
+queries and keys know only distances."""
+
+import math
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from pydantic import ValidationError
+
+from model.rope import RopeScaling, rope, rope_frequencies
+from parallel.mesh import MeshConfig, build_mesh
+
+# Released: Llama-3.1-8B and -70B; Qwen2.5 for 128k tokens; linear as in LongChat.
+LLAMA = RopeScaling(
+    type="llama3",
+    factor=8,
+    low_freq_factor=1,
+    high_freq_factor=4,
+    original_max_position_embeddings=8192,
+)
+QWEN = RopeScaling(type="yarn", factor=4, original_max_position_embeddings=32768)
+LINEAR = RopeScaling(type="linear", factor=8)
+FAMILIES = {
+    "default": (64, 1e4, RopeScaling()),
+    "linear": (128, 1e4, LINEAR),
+    "llama3": (128, 5e5, LLAMA),
+    "yarn": (128, 1e6, QWEN),
+}
+
+
+def plain(head_dim: int, theta: float) -> list[float]:
+    return [1.0 / theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
+
+
+def llama3(head_dim: int, theta: float, factor, low, high, original) -> list[float]:
+    """Meta's rule, by wavelengths."""
+    out = []
+    for frequency in plain(head_dim, theta):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original / high:
+            out.append(frequency)
+        elif wavelength > original / low:
+            out.append(frequency / factor)
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            out.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return out
+
+
+def yarn(head_dim: int, theta: float, factor, original, fast=32.0, slow=1.0) -> list[float]:
+    """The ramp over dims between two numbers of rotations: section 3.2 of the paper."""
+
+    def dim(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = max(math.floor(dim(fast)), 0), min(math.ceil(dim(slow)), head_dim - 1)
+    out = []
+    for i, frequency in enumerate(plain(head_dim, theta)):
+        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
+        out.append(frequency / factor * ramp + frequency * (1 - ramp))
+    return out
+
+
+def close(one, other) -> None:
+    np.testing.assert_allclose(one, other, rtol=1e-13)
+
+
+def test_frequencies_are_those_of_the_papers() -> None:
+    close(rope_frequencies(64, 1e4)[0], plain(64, 1e4))
+    close(rope_frequencies(64, 1e4, RopeScaling())[0], plain(64, 1e4))
+    close(rope_frequencies(128, 1e4, LINEAR)[0], [f / 8 for f in plain(128, 1e4)])
+    close(rope_frequencies(128, 5e5, LLAMA)[0], llama3(128, 5e5, 8, 1, 4, 8192))
+    close(rope_frequencies(128, 1e6, QWEN)[0], yarn(128, 1e6, 4, 32768))
+    own = RopeScaling(
+        type="yarn", factor=16, original_max_position_embeddings=256, beta_fast=8, beta_slow=2
+    )
+    close(rope_frequencies(32, 1e4, own)[0], yarn(32, 1e4, 16, 256, 8, 2))
+    # A ramp that ends beyond the last pair (1 to 5 of 4 pairs) is cut there, not squeezed.
+    beyond = RopeScaling(
+        type="yarn", factor=4, original_max_position_embeddings=18730, beta_fast=100, beta_slow=0.1
+    )
+    close(rope_frequencies(8, 1e4, beyond)[0], yarn(8, 1e4, 4, 18730, 100, 0.1))
+
+
+def test_llama_3_1_leaves_29_pairs_and_stretches_29_in_full() -> None:
+    # Of 64 wavelengths 2 pi 500000 ** (i / 64): 0 .. 28 are below 2048, 35 .. 63 above 8192.
+    ratio = rope_frequencies(128, 5e5, LLAMA)[0] / rope_frequencies(128, 5e5)[0]
+    assert (ratio[:29] == 1).all() and (ratio[35:] == 1 / 8).all()
+    assert ((1 / 8 < ratio[29:35]) & (ratio[29:35] < 1)).all()
+    assert (np.diff(ratio) <= 0).all()
+
+
+def test_qwen_with_yarn_ramps_from_pair_23_to_40() -> None:
+    # 64 ln(32768 / 64 pi) / ln(1e6) = 23.6 and 64 ln(32768 / 2 pi) / ln(1e6) = 39.7.
+    frequency_h, factor = rope_frequencies(128, 1e6, QWEN)
+    ratio = frequency_h / rope_frequencies(128, 1e6)[0]
+    assert (ratio[:24] == 1).all() and (ratio[40:] == 1 / 4).all()
+    np.testing.assert_allclose(np.diff(ratio[23:41]), -0.75 / 17)
+    assert factor == 0.1 * math.log(4) + 1 == pytest.approx(1.1386294361119891)
+
+
+def test_only_yarn_scales_heads_and_its_factor_can_be_given() -> None:
+    for name, (head_dim, theta, scaling) in FAMILIES.items():
+        assert (rope_frequencies(head_dim, theta, scaling)[1] == 1.0) == (name != "yarn")
+    given_factor = QWEN.model_copy(update={"attention_factor": 0.75})
+    assert rope_frequencies(128, 1e6, given_factor)[1] == 0.75
+    whole = RopeScaling(type="yarn", factor=1, original_max_position_embeddings=64)
+    frequency_h, factor = rope_frequencies(128, 1e6, whole)
+    assert factor == 1.0
+    close(frequency_h, plain(128, 1e6))
+
+
+def test_a_ramp_without_width_is_a_step() -> None:
+    # One turn in the original length at most: both ends of the ramp lie before the first pair.
+    short = RopeScaling(type="yarn", factor=4, original_max_position_embeddings=4)
+    ratio = rope_frequencies(32, 1e4, short)[0] / plain(32, 1e4)
+    np.testing.assert_allclose(ratio, [1.0] + [0.25] * 15)
+
+
+def test_the_rotation_is_bit_equal_to_one_whose_frequencies_are_computed_on_the_device() -> None:
+    def on_device(x_BLHh, positions_BL, theta):
+        half = x_BLHh.shape[-1] // 2
+        frequency_h = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+        angle = positions_BL[..., None].astype(jnp.float32) * frequency_h
+        cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
+        first, second = jnp.split(x_BLHh.astype(jnp.float32), 2, axis=-1)
+        out = [first * cos - second * sin, second * cos + first * sin]
+        return jnp.concatenate(out, axis=-1).astype(x_BLHh.dtype)
+
+    positions_BL = jnp.array([[0, 1, 2, 3], [7, 100, 4095, 131071]])
+    for head_dim, theta in ((16, 1e4), (128, 5e5)):
+        frequency_h, factor = rope_frequencies(head_dim, theta)
+        for dtype in (jnp.float32, jnp.bfloat16):
+            x_BLHh = jax.random.normal(jax.random.key(0), (2, 4, 2, head_dim), dtype)
+            ours = jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))
+            theirs = jax.jit(partial(on_device, theta=theta))
+            out = ours(x_BLHh, positions_BL)
+            assert out.dtype == dtype
+            np.testing.assert_array_equal(out, theirs(x_BLHh, positions_BL))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pairs_turn_like_complex_numbers(family: str) -> None:
+    head_dim, theta, scaling = FAMILIES[family]
+    frequency_h, factor = rope_frequencies(head_dim, theta, scaling)
+    x = np.random.default_rng(0).standard_normal((2, 3, 2, head_dim)).astype(np.float32)
+    positions = np.array([[0, 5, 9], [2, 3, 100]])
+    half = head_dim // 2
+    turned = (x[..., :half] + 1j * x[..., half:]) * factor
+    turned = turned * np.exp(1j * positions[..., None, None] * frequency_h)
+    out = jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))(x, positions)
+    expected = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_allclose(out[0, 0], factor * x[0, 0], rtol=1e-6)  # position 0: no turn
+
+
+@lru_cache
+def _turn(family: str):
+    """Compiled once per family."""
+    frequency_h, factor = rope_frequencies(*FAMILIES[family])
+    return jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    family=st.sampled_from(list(FAMILIES)),
+    distance=st.integers(0, 500),
+    starts=st.lists(st.integers(0, 500), min_size=3, max_size=3),
+    seed=st.integers(0, 2**31),
+)
+def test_products_depend_on_distances_and_norms_stay(family, distance, starts, seed) -> None:
+    head_dim, theta, scaling = FAMILIES[family]
+    frequency_h, factor = rope_frequencies(head_dim, theta, scaling)
+    q, k = np.random.default_rng(seed).standard_normal((2, 1, 1, 1, head_dim), dtype=np.float32)
+    queries_BL = np.array([starts]) + distance
+    q_BLHh, k_BLHh = (np.repeat(y, 3, axis=1) for y in (q, k))
+    turn = _turn(family)
+    q_turned, k_turned = turn(q_BLHh, queries_BL), turn(k_BLHh, np.array([starts]))
+    products_L = np.sum(q_turned * k_turned, axis=-1)[0, :, 0]
+    half = head_dim // 2
+    pairs = (q[..., :half] + 1j * q[..., half:]) * (k[..., :half] - 1j * k[..., half:])
+    expected = np.sum(pairs * np.exp(1j * distance * frequency_h)).real * factor**2
+    np.testing.assert_allclose(products_L, expected, atol=5e-3)
+    norms = np.linalg.norm(q_turned, axis=-1)
+    np.testing.assert_allclose(norms, factor * np.linalg.norm(q), rtol=1e-5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    half=st.integers(1, 64),
+    theta=st.floats(10, 1e7),
+    factor=st.floats(1, 64),
+    original=st.integers(1, 2**20),
+)
+def test_scaled_frequencies_stay_between_the_plain_and_the_stretched(
+    half, theta, factor, original
+) -> None:
+    unscaled = rope_frequencies(2 * half, theta)[0]
+    for scaling in (
+        LLAMA.model_copy(update={"factor": factor, "original_max_position_embeddings": original}),
+        QWEN.model_copy(update={"factor": factor, "original_max_position_embeddings": original}),
+    ):
+        ratio = rope_frequencies(2 * half, theta, scaling)[0] / unscaled
+        assert (ratio <= 1 + 1e-12).all() and (ratio >= (1 - 1e-12) / factor).all()
+        assert (np.diff(ratio) <= 1e-12).all()
+
+
+def test_linear_scaling_is_positions_divided_by_the_factor() -> None:
+    x_BLHh = jax.random.normal(jax.random.key(1), (1, 5, 2, 128))
+    positions_BL = jnp.array([[0, 8, 17, 100, 2048]])
+    stretched = jax.jit(partial(rope, frequency_h=rope_frequencies(128, 1e4, LINEAR)[0]))
+    plainly = jax.jit(partial(rope, frequency_h=rope_frequencies(128, 1e4)[0]))
+    # A factor that is a power of two divides exactly.
+    np.testing.assert_array_equal(
+        stretched(x_BLHh, positions_BL), plainly(x_BLHh, positions_BL / 8)
+    )
+
+
+def test_rows_and_heads_stay_where_they_lie() -> None:
+    config = MeshConfig(dp=2, sp=2, tp=2)
+    on = build_mesh(config, jax.devices()[:8])
+    frequency_h, _ = rope_frequencies(8, 1e4)
+    x_BLHh = jax.random.normal(jax.random.key(2), (2, 4, 2, 8))
+    positions_BL = jnp.arange(8).reshape(2, 4)
+    whole = jax.jit(partial(rope, frequency_h=frequency_h))(x_BLHh, positions_BL)
+    with jax.set_mesh(on):
+        spec = P("dp", "sp", "tp", None)
+        x = jax.device_put(x_BLHh, NamedSharding(on, spec))
+        positions = jax.device_put(positions_BL, NamedSharding(on, P("dp", "sp")))
+        out = jax.jit(partial(rope, frequency_h=frequency_h))(x, positions)
+    assert out.sharding.spec == spec
+    np.testing.assert_array_equal(out, whole)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"type": "linear"}, r"rope_scaling type linear needs factor; give it, or use type def"),
+        (
+            {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+            r"rope_scaling type llama3 needs original_max_position_embeddings",
+        ),
+        (
+            {"type": "llama3", "factor": 8, "original_max_position_embeddings": 8192},
+            r"rope_scaling type llama3 needs low_freq_factor",
+        ),
+        ({"type": "yarn", "factor": 4}, r"type yarn needs original_max_position_embeddings"),
+        ({"type": "linear", "factor": 0.5}, r"factor=0.5 would shorten texts; use at least 1"),
+        ({"factor": 8}, r"factor=8.0 is not read by type default; .*use type linear or llama3"),
+        (
+            {"type": "linear", "factor": 2, "beta_fast": 16},
+            r"rope_scaling.beta_fast=16.0 is not read by type linear; leave it out, or use type y",
+        ),
+        (
+            {"type": "linear", "factor": 2, "attention_factor": 1.0},
+            r"attention_factor=1.0 is not read by type linear",
+        ),
+        (
+            {**LLAMA.model_dump(), "low_freq_factor": 4.0},
+            r"low_freq_factor=4.0 is not less than high_freq_factor=4.0; slow pairs turn less",
+        ),
+        ({**QWEN.model_dump(), "beta_slow": 64.0}, r"beta_slow=64.0 is not less than beta_fast"),
+        ({"type": "dynamic"}, r"Input should be 'default', 'linear', 'llama3' or 'yarn'"),
+        ({"rope_type": "yarn"}, r"Extra inputs are not permitted"),
+        ({"type": "linear", "factor": math.inf}, r"finite number"),
+    ],
+)
+def test_scaling_that_cannot_hold_is_refused(fields, message: str) -> None:
+    with pytest.raises(ValidationError, match=message) as refusal:
+        RopeScaling(**fields)
+    assert all("\n" not in item["msg"] for item in refusal.value.errors())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scaling_survives_being_written_with_its_defaults(family: str) -> None:
+    scaling = FAMILIES[family][2]
+    assert RopeScaling.model_validate(scaling.model_dump(), strict=True) == scaling
+    assert hash(scaling) == hash(RopeScaling(**scaling.model_dump()))
+
+
+def test_heads_and_frequencies_that_do_not_fit_are_refused() -> None:
+    for head_dim in (0, 7):
+        with pytest.raises(ValueError, match=rf"head_dim={head_dim}: rope turns pairs"):
+            rope_frequencies(head_dim, 1e4)
+    for theta in (1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match=r"rope_theta=.*use more than 1"):
+            rope_frequencies(8, theta)
+    for frequencies in (rope_frequencies(16, 1e4)[0], np.float64(1.0)):
+        with pytest.raises(ValueError, match=r"frequencies for heads of 8: give one per pair"):
+            rope(jnp.zeros((1, 2, 1, 8)), jnp.zeros((1, 2)), frequencies)

@@ -1,0 +1,122 @@
+"""`scripts/generate.py` on a real run: the text alone on stdout, the same from every mesh."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import train
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import generate as script
+
+CONFIG = """
+run: {dir: FOLDER/run, compilation_cache: null}
+mesh: {dp: 2, tp: 2}
+model:
+  vocab_size: 264
+  hidden_size: 32
+  num_hidden_layers: 2
+  num_attention_heads: 4
+  num_key_value_heads: 2
+  intermediate_size: 64
+  dtype: float32
+  layer_types: [sliding_attention, full_attention]
+  sliding_window: 8
+data: {files: FOLDER/*.txt, sequence_length: 32, global_batch_size: 8, cache_dir: FOLDER/cache}
+optimizer: {schedule: constant, warmup_steps: 0, learning_rate: 1e-2}
+training: {steps: 4, eval_every: 4, sample_every: 2, sample_tokens: 8, sample_temperature: 0}
+checkpoint: {every: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Holds a run of four steps, with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "a.txt").write_text("".join(f"def f{n}(x): return x * {n}\n" for n in range(400)))
+    (folder / "config.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
+    assert train.main(["--config", str(folder / "config.yaml")]) == 0
+    return folder
+
+
+def write(capsys, folder: Path, *arguments: str) -> str:
+    """stdout of a command that succeeds."""
+    capsys.readouterr()
+    prompt = [] if "--prompt" in arguments else ["--prompt", "def "]
+    common = ["--run", str(folder / "run"), "--max-new-tokens", "8", "--temperature", "0"]
+    assert script.main([*common, *prompt, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_samples_are_logged_on_the_way_and_at_the_end(folder, capsys) -> None:
+    log = (folder / "run" / "log.txt").read_text()
+    middle, end = log.index("sample at step 2:\ndef "), log.rindex("sample:\ndef ")
+    assert middle < end and log.count("sample") == 2
+    # The last one is what the script writes from the last checkpoint.
+    text = write(capsys, folder)
+    assert script.main(["--run", str(folder / "run"), "--prompt", "def ", "--cache", "paged"]) == 0
+    notes = capsys.readouterr().err
+    assert "attention vanilla for sliding_attention, prefill: native form" in notes
+    assert "attention ragged_page_attention_v2 for full_attention, autoregressive" in notes
+    assert text.startswith("def ") and log[end + len("sample:\n") :].startswith(text[:8])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("mesh.dp=1", "mesh.tp=1"),
+        ("mesh.dp=1", "mesh.sp=2"),
+        ("--cache", "paged", "--page-size", "4"),
+        ("--step", "4"),
+    ],
+    ids=str,
+)
+def test_mesh_and_cache_do_not_change_the_text(folder, capsys, arguments) -> None:
+    assert write(capsys, folder, *arguments) == write(capsys, folder)
+
+
+def test_several_prompts_are_the_same_as_one_by_one(folder, capsys) -> None:
+    prompts = ("def f1(x)", "é", "x")
+    alone = [write(capsys, folder, "--prompt", prompt) for prompt in prompts]
+    together = write(capsys, folder, *(word for p in prompts for word in ("--prompt", p)))
+    assert together == "".join(alone)
+
+
+def test_other_checkpoints_and_draws_write_other_text(folder, capsys) -> None:
+    late = write(capsys, folder)
+    assert write(capsys, folder, "--step", "2") != late
+    hot = ["--temperature", "3", "--top-k", "100", "--top-p", "0.99", "--seed"]
+    drawn = [write(capsys, folder, *hot, seed) for seed in ("1", "1", "2")]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "law"),
+    [
+        (("--step", "3"), "has no checkpoint 3; found: 2, 4"),
+        (("--run", "/nowhere"), "--run /nowhere holds no config.yaml; give a run directory"),
+        (("--top-p", "2"), "top_p=2.0: use more than 0 and at most 1, or none"),
+        (("--prompt", ""), "every prompt needs at least one token"),
+        (("--max-new-tokens", "0"), "--max-new-tokens 0: use at least 1"),
+        (("model.hidden_size=64",), "restore the model.* values of the run's config.yaml"),
+        (("mesh.sp=2", "--cache", "paged"), "the pages of a row are not split over sp"),
+        (("mesh.dpp=2",), "mesh.dpp: unknown key; did you mean mesh.dp?"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(folder, capsys, arguments, law) -> None:
+    capsys.readouterr()
+    assert script.main(["--run", str(folder / "run"), "--prompt", "def ", *arguments]) == 2
+    out, error = capsys.readouterr()
+    assert law in error and out == ""
+    assert error.splitlines()[-1].startswith("error: ") and "Traceback" not in error
+
+
+def test_characters_are_shown_when_they_are_whole() -> None:
+    tokens = list("aé→z".encode())
+    pieces = list(script.readable(script.ByteTokenizer(), script.np.array([104]), iter(tokens)))
+    assert "".join(pieces) == "haé→z" and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    broken = list(script.readable(script.ByteTokenizer(), script.np.array([104]), iter([0xC3])))
+    assert "".join(broken) == "h\N{REPLACEMENT CHARACTER}"
