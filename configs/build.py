@@ -62,7 +62,7 @@ def choose_attention(config: Config, tp: TensorParallelConfig) -> dict[LayerType
             for kind in dict.fromkeys(model.layer_kinds)
         }
     except ValueError as error:
-        raise ValueError(f"model.attention={model.attention}: {error}") from error
+        raise ValueError(f"model.attention: {error}") from error
 
 
 def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choice]:

@@ -173,7 +173,8 @@ def config_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[s
 
 def _explain(item: Any) -> str:
     path = ".".join(str(part) for part in item["loc"])
-    law = item["msg"][0].lower() + item["msg"][1:]
+    law = item["msg"].removeprefix("Value error, ")
+    law = law[0].lower() + law[1:]
     return f"{path}={item['input']!r}: {law}"
 
 
@@ -222,6 +223,11 @@ def _cross_check(config: Config) -> None:
         raise ConfigError(
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
             f"{ByteTokenizer.vocab_size} ids; raise it"
+        )
+    if len(model.layer_types) > model.num_hidden_layers:
+        raise ConfigError(
+            f"model.layer_types has {len(model.layer_types)} entries, but model.num_hidden_layers="
+            f"{model.num_hidden_layers}; leave out those that no layer would have"
         )
     for kind, name in (
         ("sliding_attention", "sliding_window"),

@@ -22,7 +22,9 @@ LinearKind = Literal["qkv", "o", "mlp"]
 
 def _as_tuple(value: Any) -> Any:
     """YAML has lists only; what hangs on a hashable config is a tuple."""
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list | tuple):
+        raise ValueError("a list is needed; write [...]")
+    return tuple(value)
 
 
 class OperationConfigs(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

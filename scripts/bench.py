@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from decode import bench_decode
 
 from configs.build import build_program
 from configs.schema import Config
-from model.config import ModelConfig
+from model.config import DTypeName, ModelConfig, RematPolicy
 from parallel.mesh import find_devices
 
 
@@ -142,36 +142,49 @@ def bench_step(overrides: dict[str, Any], repeats: int) -> dict[str, Any]:
     }
 
 
+def at_least_one(text: str) -> int:
+    """A count from the command line."""
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: use at least 1")
+    return count
+
+
 def main() -> None:
     """Runs one benchmark and prints its JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     step = commands.add_parser("step", help="training step against a hand-written one")
-    step.add_argument("--repeats", type=int, default=5)
-    step.add_argument("--remat", default=ModelConfig().remat)
+    step.add_argument("--repeats", type=at_least_one, default=5)
+    step.add_argument("--remat", choices=get_args(RematPolicy), default=ModelConfig().remat)
     rings = commands.add_parser("overlap", help="predicted time of blocks on an absent TPU slice")
     rings.add_argument("--topologies", nargs="+", default=["v5p:2x2x2", "v5e:2x4"])
     rings.add_argument("--cases", nargs="+", default=list(overlap.CASES), choices=overlap.CASES)
     rings.add_argument(
         "--methods", nargs="+", default=list(overlap.METHODS), choices=overlap.METHODS
     )
-    rings.add_argument("--size", type=int, default=8192, help="width, and tokens over all devices")
+    rings.add_argument(
+        "--size", type=at_least_one, default=8192, help="width, and tokens over all devices"
+    )
     rings.add_argument("--dump", type=Path, help="directory for the compiled programs, as text")
     decode = commands.add_parser("decode", help="tokens per second against a hand-written loop")
-    decode.add_argument("--batches", type=int, nargs="+", default=[1, 32])
-    decode.add_argument("--prompt", type=int, default=128, help="tokens before")
-    decode.add_argument("--new", type=int, default=64, help="tokens after")
-    decode.add_argument("--repeats", type=int, default=5)
+    decode.add_argument("--batches", type=at_least_one, nargs="+", default=[1, 32])
+    decode.add_argument("--prompt", type=at_least_one, default=128, help="tokens before")
+    decode.add_argument("--new", type=at_least_one, default=64, help="tokens after")
+    decode.add_argument("--repeats", type=at_least_one, default=5)
     attention = commands.add_parser("attention", help="operations against vanilla, by length")
     attention.add_argument("--names", nargs="+", default=["flash_attn2"])
-    attention.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    attention.add_argument("--dtype", default="float32")
-    attention.add_argument("--repeats", type=int, default=3)
+    attention.add_argument(
+        "--lengths", type=at_least_one, nargs="+", default=[512, 1024, 2048, 4096, 8192]
+    )
+    attention.add_argument("--dtype", choices=get_args(DTypeName), default="float32")
+    attention.add_argument("--repeats", type=at_least_one, default=3)
     ring = commands.add_parser("ring", help="predicted ring attention on an absent TPU slice")
     ring.add_argument("--topology", default="v5p:2x2x2")
-    ring.add_argument("--length", type=int, default=32768, help="tokens of a row, over all devices")
-    ring.add_argument("--heads", type=int, default=32)
-    ring.add_argument("--kv-heads", type=int, default=8)
+    ring.add_argument(
+        "--length", type=at_least_one, default=32768, help="tokens of a row, over all devices"
+    )
+    ring.add_argument("--heads", type=at_least_one, default=32)
+    ring.add_argument("--kv-heads", type=at_least_one, default=8)
     model = commands.add_parser("model", help="predicted training step on an absent TPU slice")
     model.add_argument("--config", default="configs/llama3_8b_tp8.yaml")
     model.add_argument("--topology", default="v5p:2x2x2")

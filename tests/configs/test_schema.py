@@ -37,6 +37,10 @@ REFUSALS = {
     # What nothing reads.
     "model.sliding_window=8": "model.sliding_window=8 is read by layers of sliding_attention alone",
     "model.attention_chunk_size=8": "model.attention_chunk_size=8 is read by layers of chunked_",
+    "model.layer_types=[full_attention,full_attention,full_attention]": (
+        "model.layer_types has 3 entries, but model.num_hidden_layers=2; leave out"
+    ),
+    "model.layer_types=full_attention": "model.layer_types='full_attention': a list is needed",
     # Ranges.
     "mesh.tp=0": "mesh.tp=0: input should be greater than 0",
     "training.seed=-1": "training.seed=-1: input should be greater than or equal to 0",

@@ -152,6 +152,7 @@ def test_every_mesh_and_cache_writes_the_same_text(mesh: str, cache: str) -> Non
         assert text[: len(prompt)] == list(prompt) and len(text) == len(prompt) + NEW
 
 
+@pytest.mark.slow
 def test_greedy_generation_follows_the_argmax_of_the_full_forward() -> None:
     (text,) = write("one", PROMPTS[:1], max_new_tokens=NEW)
     tp, definition, params = program("one")

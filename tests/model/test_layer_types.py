@@ -104,8 +104,8 @@ def test_every_feature_is_the_same_with_heads_and_rows_split(one_device) -> None
 @pytest.mark.parametrize(
     ("name", "mesh", "changes"),
     [
-        ("ring", SP8, {}),
-        ("ring", SP4, {"zigzag": False}),
+        pytest.param("ring", SP8, {}, marks=pytest.mark.slow),
+        pytest.param("ring", SP4, {"zigzag": False}, marks=pytest.mark.slow),
         ("ring", SP4, {"scan_ring_attention": True}),
         ("ulysses", SP4, {}),
     ],
@@ -118,6 +118,7 @@ def test_rows_split_over_sp_by_name_equal_one_device(one_device, name, mesh, cha
     assert_equal_runs(got, one_device)
 
 
+@pytest.mark.slow
 def test_chunked_layers_equal_one_device() -> None:
     types = ("chunked_attention", "chunked_attention", "full_attention")
     config = CONFIG.model_copy(update={"layer_types": types, "attention_chunk_size": 7})
@@ -134,6 +135,7 @@ def test_what_is_left_of_a_period_has_its_own_types(one_device) -> None:
     assert_equal_runs(run(config, ONE_DEVICE), one_device)
 
 
+@pytest.mark.slow
 def test_dropout_is_a_function_of_its_key_and_off_without(one_device) -> None:
     losses = [run(CONFIG, ONE_DEVICE, seed)[0] for seed in (0, 1)]
     assert losses[0] == one_device[0] != losses[1]

@@ -186,6 +186,7 @@ def test_metrics_are_the_loss_the_norm_before_clipping_and_the_rate_of_this_step
     assert float(second["loss"]) < loss
 
 
+@pytest.mark.slow
 def test_zigzag_and_dropout_of_a_step_are_those_of_one_device(fields) -> None:
     """Rows in another order, on a ring, with weights dropped by step and microbatch."""
 
