@@ -23,12 +23,14 @@ from configs.build import (
 from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from model.generate import Generator
+from model.moe import choose_experts
 from model.sampling import SamplingConfig
 from parallel.choice import Choice
 from parallel.sharding_table import render, summary
 from training.checkpoint import CheckpointError
 from training.loop import open_run
 from training.metrics import log
+from training.step import Program
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -59,6 +61,7 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
             f"attention {choice.name} for {kind}: {choice.reason}"
             for kind, choice in choose_attention(config, program.tp).items()
         ),
+        *_expert_lines(config, program),
         f"data {rows.epoch_tokens:,} training tokens per epoch, {rows.num_eval} held-out rows",
         f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
     ]
@@ -109,6 +112,18 @@ def _overlap_lines(choices: Mapping[str, Choice]) -> list[str]:
     return [
         f"overlap {choice.overlap} for {', '.join(names)}: {choice.reason}"
         for choice, names in kinds.items()
+    ]
+
+
+def _expert_lines(config: Config, program: Program) -> list[str]:
+    """What the sparse layers are, and how their tokens get to the experts."""
+    sparse, moe = sum(config.model.sparse_layers), config.model.moe
+    if not sparse:
+        return []
+    choice = choose_experts(config.model, program.tp.manager)
+    return [
+        f"experts {choice.exchange}, {choice.form} for {sparse} layers of {moe.num_experts}, "
+        f"{moe.num_experts_per_tok} per token ({moe.router}): {choice.reason}"
     ]
 
 

@@ -12,6 +12,7 @@ from configs.schema import Config
 from model.activations import activation_tensors, ring_shapes
 from model.attention.dispatch import AttentionChoice, choose_for_layer
 from model.config import LayerType, LinearKind
+from model.moe import choose_experts
 from parallel.axes import KV_HEAD, TP
 from parallel.choice import Choice, choose_overlap
 from parallel.layout import TensorParallelConfig
@@ -45,6 +46,8 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     choices = choose_overlaps(config, tp)
     tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in choices.items()})
     choose_attention(config, tp)
+    if True in config.model.sparse_layers:
+        choose_experts(config.model, tp.manager)
     schedule = make_schedule(config.optimizer, config.training.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
     return Program(config.model, tp, optimizer, schedule, config.training.seed)
@@ -81,9 +84,14 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
     choices: dict[str, Choice] = {}
     for kind in get_args(LinearKind):
+        if kind not in _kinds_of(config):
+            continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
         general = config.parallel.overlap  # also that of the head
-        if "split" in (named, general) and n > 1 and kind in shapes and not shapes[kind].halves:
+        if kind == "experts" and named == "split":
+            named = "bidirectional"  # blocks of grouped rows have no halves; told by the choice
+        halved = "split" in (named, general) and kind != "experts"
+        if halved and n > 1 and kind in shapes and not shapes[kind].halves:
             size = "data.sequence_length / (mesh.sp * mesh.tp)"
             if config.parallel.residual == "hidden":
                 size = "model.hidden_size / mesh.tp"
@@ -95,12 +103,23 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
             why = "one device on tp" if n == 1 else "a replicated residual stream"
             choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
         elif named != "auto":
-            choices[kind] = Choice(named, "as configured")
+            why = "as configured"
+            if kind == "experts" and general == "split":
+                why = "blocks of grouped rows cannot be split in halves"
+            choices[kind] = Choice(named, why)
         elif config.parallel.residual == "hidden":
             choices[kind] = Choice("none", "no estimate for residual hidden: name a method")
         else:
             choices[kind] = choose_overlap(shapes[kind], n, chip)
     return choices
+
+
+def _kinds_of(config: Config) -> set[LinearKind]:
+    """The kinds of linears that this model has."""
+    sparse, moe = config.model.sparse_layers, config.model.moe
+    kinds: set[LinearKind] = {"qkv", "o"}
+    kinds |= {"mlp"} if False in sparse or moe.num_shared_experts else set()
+    return kinds | ({"experts"} if True in sparse else set())
 
 
 def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row]]:

@@ -21,6 +21,7 @@ from data.tokenizer import ByteTokenizer
 from model.attention.dispatch import AUTO
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
+from model.moe import rule_of
 from parallel.choice import OverlapChoice
 from parallel.mesh import MeshConfig
 from parallel.partition import Residual
@@ -46,6 +47,8 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """The same for the output projection of attention."""
     overlap_mlp: OverlapChoice | None = None
     """The same for the gate, up and down projections."""
+    overlap_experts: OverlapChoice | None = None
+    """The same for those of experts, which cannot split blocks."""
     replicate_kv: bool = False
     """Let tp exceed the kv heads: keys and values are gathered, each device takes its heads."""
 
@@ -240,11 +243,50 @@ def _cross_check(config: Config) -> None:
                 f"model.{name}={getattr(model, name)} is read by layers of {kind} alone, and "
                 "model.layer_types has none; leave it out, or add them"
             )
+    _check_experts(config)
     try:
         if model.attention != AUTO:
             OperationRegistry.get(model.attention)
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
+
+
+def _check_experts(config: Config) -> None:
+    """The laws of sparse layers."""
+    model, mesh, moe = config.model, config.mesh, config.model.moe
+    if not moe.num_experts:
+        for name, value in moe:
+            if value != type(moe).model_fields[name].default:
+                raise ConfigError(
+                    f"model.moe.{name}={value} is read by sparse layers alone, and model.moe."
+                    "num_experts=0; set it, or leave the other out"
+                )
+        return
+    if True not in model.sparse_layers:
+        raise ConfigError(
+            f"model.moe.num_experts={moe.num_experts}, but first_k_dense_replace="
+            f"{moe.first_k_dense_replace} and decoder_sparse_step={moe.decoder_sparse_step} leave "
+            f"none of the {model.num_hidden_layers} layers sparse; lower them"
+        )
+    try:
+        rule_of(model)
+    except ValueError as error:
+        raise ConfigError(f"model.moe.router={moe.router}: {error}") from error
+    unified = moe.expert_rule == "unified"
+    owners = "mesh.fsdp * mesh.sp * mesh.ep" if unified else "mesh.ep"
+    count = mesh.ep * (mesh.fsdp * mesh.sp if unified else 1)
+    _divides("model.moe.num_experts", moe.num_experts, owners, count)
+    _divides("model.moe.moe_intermediate_size", model.expert_size, "mesh.tp", mesh.tp)
+    if config.parallel.overlap_experts == "split":
+        raise ConfigError(
+            "parallel.overlap_experts=split: halves of a block would not hold whole groups of "
+            "rows; use bidirectional"
+        )
+    if moe.router == "expert_choice" and config.training.sample_tokens:
+        raise ConfigError(
+            "model.moe.router=expert_choice looks at the tokens after one and cannot generate "
+            "text; set training.sample_tokens=0, or use another router"
+        )
 
 
 def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:

@@ -33,6 +33,7 @@ def activation_tensors(
     """Of a microbatch of `batch` rows of `length` tokens.
 
     tokens_BL stands for all five fields of a batch. The logits are those of one chunk of the loss.
+    What experts see lies within one shard_map and has no layout to show.
     """
     dtype, rows = jnp.dtype(config.dtype), (batch, length)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -45,13 +46,23 @@ def activation_tensors(
         ("x_BLD", ResidualSharding, (*rows, config.hidden_size), dtype, 1),
         ("q_BLHh", AttnQSharding, (*rows, heads, config.head_size), dtype, 1),
         ("kv_BLKh", AttnKVSharding, (*rows, kv_heads, config.head_size), dtype, 2),
-        ("mlp_BLF", of_mlp, (*rows, config.intermediate_size), dtype, 2),
+        ("mlp_BLF", of_mlp, (*rows, _dense_width(config)), dtype, 2 if _dense_width(config) else 0),
         ("logits_CV", of_logits, (chunk, config.vocab_size), jnp.dtype("float32"), 1),
     ]
     return [
         Tensor(name=name, axes=axes, shape=shape, dtype=kind, count=count)
         for name, axes, shape, kind, count in tables
+        if count
     ]
+
+
+def _dense_width(config: ModelConfig) -> int:
+    """Of the widest SwiGLU that sees every token; 0: there is none."""
+    shared = config.moe.num_shared_experts * config.expert_size
+    return max(
+        config.intermediate_size if False in config.sparse_layers else 0,
+        shared if True in config.sparse_layers else 0,
+    )
 
 
 def ring_shapes(
@@ -80,9 +91,21 @@ def ring_shapes(
     )
     heads = config.num_attention_heads * config.head_size // n
     kv_heads = config.num_key_value_heads * config.head_size // n
-    width = config.intermediate_size // n
-    return {
+    shapes: dict[LinearKind, RingShape] = {
         "qkv": shape(gather_columns=heads + 2 * kv_heads),
         "o": shape(scatter_columns=heads),
-        "mlp": shape(gather_columns=2 * width, scatter_columns=width),
     }
+    if width := _dense_width(config) // n:
+        shapes["mlp"] = shape(gather_columns=2 * width, scatter_columns=width)
+    if True in config.sparse_layers:
+        # Every token once per expert of its, in groups: halves of a block would not be groups.
+        rows, width = rows * config.moe.num_experts_per_tok, config.expert_size // n
+        shapes["experts"] = RingShape(
+            rows=rows,
+            width=config.hidden_size,
+            block_bytes=rows * config.hidden_size * jnp.dtype(config.dtype).itemsize,
+            halves=False,
+            gather_columns=2 * width,
+            scatter_columns=width,
+        )
+    return shapes

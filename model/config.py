@@ -7,16 +7,28 @@ plans and tests read the same numbers.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from model.attention.metadata import OperationConfig
 from model.rope import RopeScaling
+from model.router import RouterName
+from parallel.exchange import ExchangeMethod
+from parallel.expert import ExpertRule
+from parallel.grouped_matmul import FormName
 
 DTypeName = Literal["bfloat16", "float32"]
 RematPolicy = Literal["none", "dots", "full"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 """What a layer's queries see: all keys before them, a window of them, or those of their chunk."""
-LinearKind = Literal["qkv", "o", "mlp"]
+LinearKind = Literal["qkv", "o", "mlp", "experts"]
 """Linears whose overlap can be chosen by itself; mlp is gate, up and down in one."""
 
 
@@ -43,6 +55,53 @@ class OperationConfigs(BaseModel, frozen=True, extra="forbid", use_attribute_doc
         """Those that differ from the operation's own choice, by its name."""
         default = OperationConfig()
         return {name: value for name, value in self if value != default}
+
+
+class MoEConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
+    """A mixture of experts in place of the SwiGLU: who is chosen, how tokens get there, balance."""
+
+    num_experts: NonNegativeInt = 0
+    """Experts of a layer (E); 0: every layer is dense."""
+    num_experts_per_tok: PositiveInt = 2
+    """Experts of a token; of expert_choice: on average."""
+    moe_intermediate_size: PositiveInt | None = None
+    """Width of one expert; null: intermediate_size."""
+    num_shared_experts: NonNegativeInt = 0
+    """Experts that see every token, as one SwiGLU so many times as wide."""
+    first_k_dense_replace: NonNegativeInt = 0
+    """The first layers that stay dense."""
+    decoder_sparse_step: PositiveInt = 1
+    """Of the others, every so many-th layer of the model is sparse."""
+    router: RouterName = "softmax"
+    """softmax: of all experts, then the best; topk_softmax: of the best alone (Mixtral); sigmoid:
+    within the best groups (DeepSeek-V3); switch: one; expert_choice: experts choose tokens."""
+    norm_topk_prob: bool = True
+    """The weights of a token's experts sum to one (softmax, sigmoid)."""
+    n_group: PositiveInt = 1
+    """Groups of experts (sigmoid)."""
+    topk_group: PositiveInt = 1
+    """Groups that a token may choose from (sigmoid)."""
+    routed_scaling_factor: PositiveFloat = 1.0
+    """Times the weights (sigmoid)."""
+    router_aux_loss_coef: NonNegativeFloat = 0.01
+    """Of the balance loss of a layer, which is 1 for an even load."""
+    router_z_loss_coef: NonNegativeFloat = 0.0
+    """Of the mean squared logsumexp of a layer's router logits."""
+    bias_update_speed: NonNegativeFloat = 0.0
+    """Step by which a bias on the choice moves towards an even load, after every step; 0: none."""
+    exchange: Literal["auto", ExchangeMethod] = "auto"
+    """How tokens get to experts of other devices: alltoall, ragged, or dense, the oracle."""
+    capacity_factor: PositiveFloat | None = None
+    """Room over that of an even load; what does not fit is dropped. null: nothing is dropped."""
+    exchange_chunks: PositiveInt = 1
+    """Parts of alltoall that travel hop by hop under the matmuls of others; 1: one collective."""
+    grouped_matmul: Literal["auto", FormName] = "auto"
+    """How rows meet the kernels of their experts."""
+    expert_rule: ExpertRule = "split"
+    """Where kernels lie. split: experts on ep, embed on fsdp; alt: embed on sp too; unified:
+    experts on fsdp, sp and ep."""
 
 
 class ModelConfig(
@@ -105,6 +164,8 @@ class ModelConfig(
     zigzag: bool = True
     """With ring attention over sp: every device gets an early and a late part of the rows, so that
     causal work is even."""
+    moe: MoEConfig = MoEConfig()
+    """Mixture of experts."""
     remat: RematPolicy = "dots"
     """What the backward pass recomputes: none, all but projections (dots), a whole block (full)."""
     loss_chunk: PositiveInt = 2048
@@ -134,13 +195,37 @@ class ModelConfig(
         return reach - reach * (reach - 1) / (2 * length)
 
     @property
-    def num_matmul_parameters(self) -> int:
-        """Parameters that multiply every token: all projections and the head."""
+    def expert_size(self) -> int:
+        """Width of one expert."""
+        return self.moe.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether a layer is a mixture of experts, for every layer."""
+        moe = self.moe
+        return tuple(
+            moe.num_experts > 0
+            and layer >= moe.first_k_dense_replace
+            and (layer + 1) % moe.decoder_sparse_step == 0
+            for layer in range(self.num_hidden_layers)
+        )
+
+    def _matmul_parameters(self, experts: int) -> int:
+        """Parameters in matmuls, with so many of the experts of a sparse layer."""
         heads = self.num_attention_heads + self.num_key_value_heads
         attention = 2 * self.hidden_size * self.head_size * heads
-        mlp = 3 * self.hidden_size * self.intermediate_size
+        sparse = sum(self.sparse_layers)
+        width = self.expert_size * (experts + self.moe.num_shared_experts)
+        widths = (self.num_hidden_layers - sparse) * self.intermediate_size + sparse * width
+        router = sparse * self.hidden_size * self.moe.num_experts
+        mlp = 3 * self.hidden_size * widths
         head = self.hidden_size * self.vocab_size
-        return self.num_hidden_layers * (attention + mlp) + head
+        return self.num_hidden_layers * attention + mlp + router + head
+
+    @property
+    def num_matmul_parameters(self) -> int:
+        """Parameters that multiply a token: all projections, its experts and the head."""
+        return self._matmul_parameters(self.moe.num_experts_per_tok)
 
     @property
     def num_parameters(self) -> int:
@@ -149,8 +234,10 @@ class ModelConfig(
         if self.qk_norm:
             norms += 2 * self.num_hidden_layers * self.head_size
         sinks = self.num_hidden_layers * self.num_attention_heads if self.attention_sinks else 0
+        biases = sum(self.sparse_layers) * self.moe.num_experts * (self.moe.bias_update_speed > 0)
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return self.num_matmul_parameters + embedding + norms + sinks
+        kernels = self._matmul_parameters(self.moe.num_experts)
+        return kernels + embedding + norms + sinks + biases
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Training FLOPs per token: 6 per matmul parameter, and causal attention.

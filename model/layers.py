@@ -89,13 +89,15 @@ class RowInfo:
     """What attention must know of a batch of rows; equal for all layers.
 
     positions_BL: of rope. segment_ids_BL: documents, None: one per row. index_L: the row index of
-    every token if they are not in natural order. dropout_key: None: nothing is dropped.
+    every token if they are not in natural order. dropout_key: None: nothing is dropped. valid_BL:
+    False for padding, None: there is none.
     """
 
     positions_BL: jax.Array
     segment_ids_BL: jax.Array | None = None
     index_L: jax.Array | None = None
     dropout_key: jax.Array | None = None
+    valid_BL: jax.Array | None = None
 
 
 class Embedding(nnx.Module):
@@ -303,9 +305,16 @@ class Attention(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate(x)) * up(x)), gate and up from one gather. Source: arXiv 2002.05202."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallelConfig,
+        *,
+        rngs: nnx.Rngs,
+        width: int | None = None,
+    ):
         linear = partial(linear_of, config, tp)
-        width = config.intermediate_size
+        width = width or config.intermediate_size
         self.gate_up = linear(
             ColumnParallelLinear,
             config.hidden_size,

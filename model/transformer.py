@@ -5,7 +5,9 @@ dim and scanned, so compile time does not grow with depth.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,25 +22,39 @@ from model.attention.ring import zigzag_order
 from model.cache import DenseCache
 from model.config import LayerType, ModelConfig
 from model.layers import Attention, Embedding, RMSNorm, RowInfo, SwiGLU, linear_of
+from model.moe import MoE, MoEReport
 from parallel.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES, TokenSharding
+from parallel.expert import SAVED_NAMES
 from parallel.layout import TensorParallelConfig
 from parallel.linear import ColumnParallelLinear, named_rngs
 from parallel.projection import column_parallel
 
+# The products of experts have a batch dim, or hide in a loop: they are saved by their names.
 _POLICIES: dict[str, Any] = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
 
-class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+_STACKS = {False: "layers", True: "sparse_layers"}
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
+Kind = tuple[LayerType, bool]
+"""What makes the program of a layer: what its queries see, and whether its MLP is sparse."""
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP of a sparse block is a `MoE`."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallelConfig, *, sparse: bool, rngs: nnx.Rngs
+    ):
         self.attention_norm = RMSNorm(config, tp)
         self.attention = Attention(config, tp, rngs=named_rngs(rngs, "attention"))
         self.mlp_norm = RMSNorm(config, tp)
-        self.mlp = SwiGLU(config, tp, rngs=named_rngs(rngs, "mlp"))
+        self.mlp = (MoE if sparse else SwiGLU)(config, tp, rngs=named_rngs(rngs, "mlp"))
 
     def __call__(
         self,
@@ -48,13 +64,17 @@ class Block(nnx.Module):
         layer_type: LayerType,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
-    ) -> tuple[jax.Array, LayerCache | None]:
+    ) -> tuple[jax.Array, LayerCache | None, MoEReport | None]:
         normed_BLD = self.attention_norm(x_BLD)
         out_BLD, cache = self.attention(
             normed_BLD, rows, layer_type=layer_type, mode=mode, cache=cache
         )
         x_BLD += out_BLD
-        return x_BLD + self.mlp(self.mlp_norm(x_BLD)), cache
+        normed_BLD = self.mlp_norm(x_BLD)
+        if isinstance(self.mlp, MoE):
+            out_BLD, report = self.mlp(normed_BLD, rows.valid_BL, mode)
+            return x_BLD + out_BLD, cache, report
+        return x_BLD + self.mlp(normed_BLD), cache, None
 
 
 class Transformer(nnx.Module):
@@ -67,11 +87,10 @@ class Transformer(nnx.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
         self.config, self.tp = config, tp
         self.embed = Embedding(config, tp, rngs=named_rngs(rngs, "embed"))
-        self.layers = _stack(
-            lambda layer_rngs: Block(config, tp, rngs=layer_rngs),
-            config.num_hidden_layers,
-            rngs=named_rngs(rngs, "layers"),
-        )
+        for sparse, name in _STACKS.items():
+            if count := config.sparse_layers.count(sparse):
+                build = partial(Block, config, tp, sparse=sparse)
+                setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         if not config.tie_word_embeddings:
             self.head = linear_of(
@@ -92,23 +111,32 @@ class Transformer(nnx.Module):
         *,
         index_L: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Tokens `B L` -> normed hidden states x_BLD in the residual layout.
+    ) -> tuple[jax.Array, MoEReport | None]:
+        """Tokens `B L` -> (normed x_BLD in the residual layout, reports of sparse layers `N ...`).
 
+        segment_ids_BL: documents; negative: padding, which goes to no expert.
         index_L: row index of every token, if they are in another order (see `row_order`).
         dropout_key: of this batch; None: nothing is dropped.
         """
         rows = (tokens_BL, positions_BL, segment_ids_BL)
         constrain = self.tp.manager.constrain
         tokens_BL, positions_BL, segment_ids_BL = (constrain(y, TokenSharding) for y in rows)
-        definition, stacked = nnx.split(self.layers)
-        info = RowInfo(positions_BL=positions_BL, segment_ids_BL=segment_ids_BL, index_L=index_L)
+        definitions, stacks = self._layers()
+        sparse = True in stacks
+        info = RowInfo(
+            positions_BL=positions_BL,
+            segment_ids_BL=segment_ids_BL,
+            index_L=index_L,
+            valid_BL=segment_ids_BL >= 0 if sparse else None,
+        )
 
-        def body(x_BLD: jax.Array, layer: Any, number: jax.Array, kind: LayerType) -> jax.Array:
-            block, key = nnx.merge(definition, layer), dropout_key
+        def body(x_BLD: jax.Array, layer: Any, number: jax.Array, kind: Kind) -> Any:
+            block, key = nnx.merge(definitions[kind[1]], layer), dropout_key
             if key is not None:
                 key = jax.random.fold_in(key, number)
-            return block(x_BLD, dataclasses.replace(info, dropout_key=key), layer_type=kind)[0]
+            rows = dataclasses.replace(info, dropout_key=key)
+            x_BLD, _, report = block(x_BLD, rows, layer_type=kind[0])
+            return x_BLD, report
 
         if self.config.remat != "none":
             # prevent_cse is for code outside of scan; inside it only blocks fusion.
@@ -117,8 +145,8 @@ class Transformer(nnx.Module):
         with jax.named_scope("embed"):
             x_BLD = self.embed(tokens_BL)
         with jax.named_scope("layers"):
-            x_BLD = self._over_layers(body, x_BLD, stacked)
-        return self.norm(x_BLD)
+            x_BLD, reports = self._over_layers(body, x_BLD, stacks)
+        return self.norm(x_BLD), reports
 
     def extend(
         self,
@@ -141,47 +169,61 @@ class Transformer(nnx.Module):
         positions_BL = cache.lengths_B[:, None] + offset_L
         if isinstance(cache, DenseCache):
             cache = mark(cache, positions_BL, slots_BL, self.config, self.tp)
-        rows = RowInfo(positions_BL=manager.constrain(positions_BL, TokenSharding, mode))
-        definition, stacked = nnx.split(self.layers)
+        definitions, stacks = self._layers()
+        real_BL = offset_L < counts_B[:, None]
+        rows = RowInfo(
+            positions_BL=manager.constrain(positions_BL, TokenSharding, mode),
+            valid_BL=manager.constrain(real_BL, TokenSharding, mode) if True in stacks else None,
+        )
 
-        def body(carry: Any, layer: Any, number: jax.Array, kind: LayerType) -> Any:
+        def body(carry: Any, layer: Any, number: jax.Array, kind: Kind) -> Any:
             x_BLD, cache = carry
             view = LayerCache(cache=cache, layer=number, slots_BL=slots_BL, counts_B=counts_B)
-            x_BLD, view = nnx.merge(definition, layer)(
-                x_BLD, rows, layer_type=kind, mode=mode, cache=view
+            x_BLD, view, _ = nnx.merge(definitions[kind[1]], layer)(
+                x_BLD, rows, layer_type=kind[0], mode=mode, cache=view
             )
-            return x_BLD, view.cache
+            return (x_BLD, view.cache), None
 
         x_BLD = self.embed(tokens_BL, mode)
-        x_BLD, cache = self._over_layers(body, (x_BLD, cache), stacked)
+        (x_BLD, cache), _ = self._over_layers(body, (x_BLD, cache), stacks)
         return self.norm(x_BLD), cache.advance(counts_B)
 
-    def _over_layers(self, body: Callable[..., Any], carry: Any, stacked: Any) -> Any:
-        """body(carry, layer, number, layer type) -> carry, for every layer: a scan over periods.
+    def _layers(self) -> tuple[dict[bool, Any], dict[bool, Any]]:
+        """Definitions and stacked parameters of dense (False) and sparse (True) blocks."""
+        modules = {sparse: getattr(self, name, None) for sparse, name in _STACKS.items()}
+        parts = {sparse: nnx.split(m) for sparse, m in modules.items() if m is not None}
+        return {s: part[0] for s, part in parts.items()}, {s: part[1] for s, part in parts.items()}
 
-        Layers of one period of types have different programs and follow each other in the loop's
-        body; what is left of the last period follows the loop.
+    def _over_layers(self, body: Callable[..., Any], carry: Any, stacks: dict[bool, Any]) -> Any:
+        """body(carry, layer, number, kind) -> (carry, report), for every layer: scans over periods.
+
+        Layers of one period of kinds have different programs and follow each other in the loop's
+        body; what is left of the last period follows the loop. The dense layers that come first
+        have a loop of their own. Returns the carry and all reports, stacked, None without any.
         """
-        kinds = self.config.layer_types
-        period, count = len(kinds), self.config.num_hidden_layers
-        whole = count // period * period
-        layers = (stacked, jnp.arange(count))
-        if period == 1:
-            return lax.scan(lambda x, y: (body(x, *y, kinds[0]), None), carry, layers)[0]
-
-        def several(carry: Any, layers: Any, number: int) -> Any:
-            for place in range(number):
-                layer = jax.tree.map(lambda y, p=place: y[p], layers)
-                carry = body(carry, *layer, kinds[place])
-            return carry
-
-        if whole:
-            periods = jax.tree.map(
-                lambda y: y[:whole].reshape(whole // period, period, *y.shape[1:]), layers
-            )
-            carry, _ = lax.scan(lambda x, y: (several(x, y, period), None), carry, periods)
-        rest = jax.tree.map(lambda y: y[whole:], layers)
-        return several(carry, rest, count - whole)
+        config, count = self.config, self.config.num_hidden_layers
+        sparse = config.sparse_layers
+        kinds = tuple(zip(config.layer_kinds, sparse, strict=True))
+        lead = min(config.moe.first_k_dense_replace, count) if True in sparse else 0
+        types = len(config.layer_types)
+        step = config.moe.decoder_sparse_step if True in sparse else 1
+        reports: list[Any] = []
+        for first, last, period in ((0, lead, types), (lead, count, math.lcm(types, step))):
+            split = first + (last - first) // period * period
+            for start, stop, length in ((first, split, period), (split, last, last - split)):
+                if start == stop:
+                    continue
+                # Where this segment lies in the stack of each kind of block.
+                layers = {
+                    s: _part(stack, sparse[:start].count(s), sparse[:stop].count(s))
+                    for s, stack in stacks.items()
+                }
+                segment = kinds[start : start + length]
+                carry, found = _over_periods(body, carry, layers, start, stop, segment)
+                reports += [found] if found is not None else []
+        if not reports:
+            return carry, None
+        return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *reports)
 
     def row_order(self, length: int) -> np.ndarray | None:
         """The order in which training rows of this length shall lie, if not the natural one.
@@ -205,9 +247,55 @@ class Transformer(nnx.Module):
         return self.head.kernel[...]
 
 
-def _stack(build: Callable[[nnx.Rngs], nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:
+def _part(stack: Any, start: int, stop: int) -> Any:
+    return jax.tree.map(lambda y: y[start:stop], stack)
+
+
+def _over_periods(
+    body: Callable[..., Any],
+    carry: Any,
+    layers: dict[bool, Any],
+    start: int,
+    stop: int,
+    kinds: tuple[Kind, ...],
+) -> tuple[Any, Any]:
+    """Layers start .. stop - 1, whose kinds repeat: one after another, or a scan over periods.
+
+    layers: parameters of the dense and of the sparse ones among them, stacked.
+    """
+    period, counts = len(kinds), {s: sum(k[1] == s for k in kinds) for s in layers}
+
+    def several(carry: Any, layers: Any, numbers: jax.Array) -> tuple[Any, Any]:
+        found, taken = [], dict.fromkeys(layers, 0)
+        for place, kind in enumerate(kinds):
+            layer = jax.tree.map(lambda y, n=taken[kind[1]]: y[n], layers[kind[1]])
+            taken[kind[1]] += 1
+            carry, report = body(carry, layer, numbers[place], kind)
+            found += [report] if report is not None else []
+        return carry, jax.tree.map(lambda *y: jnp.stack(y), *found) if found else None
+
+    numbers = jnp.arange(start, stop)
+    if period == 1:
+        scanned = (layers[kinds[0][1]], numbers)
+        return lax.scan(lambda x, y: body(x, *y, kinds[0]), carry, scanned)
+    if stop - start == period:
+        return several(carry, layers, numbers)
+    parts = (stop - start) // period
+    split = {
+        s: jax.tree.map(lambda y, n=counts[s]: y.reshape(parts, n, *y.shape[1:]), layer)
+        for s, layer in layers.items()
+        if counts[s]
+    }
+    carry, found = lax.scan(
+        lambda x, y: several(x, *y), carry, (split, numbers.reshape(parts, period))
+    )
+    return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), found)
+
+
+def _stack(build: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:
     """One module whose parameters have a leading dim of `count`, entry i built from key i."""
     key = rngs.params.key[...]
-    definition = nnx.graphdef(nnx.eval_shape(lambda: build(nnx.Rngs(params=key))))
+    definition = nnx.graphdef(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(params=key))))
     keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))
-    return nnx.merge(definition, jax.vmap(lambda k: nnx.state(build(nnx.Rngs(params=k))))(keys))
+    states = jax.vmap(lambda k: nnx.state(build(rngs=nnx.Rngs(params=k))))(keys)
+    return nnx.merge(definition, states)

@@ -204,6 +204,20 @@ class UnifiedExpertRowWise(DynamicShardingAxes):
     mode: ClassVar = MODE_TRAIN
 
 
+class GateKernel(DynamicShardingAxes):
+    """Kernel (D, E) of a router. Ours."""
+
+    axes: ClassVar = [EMPTY, EXPERT_GATE]
+    mode: ClassVar = MODE_TRAIN
+
+
+class GateBias(DynamicShardingAxes):
+    """Bias (E,) on the choice of a router. Ours."""
+
+    axes: ClassVar = [EXPERT_GATE]
+    mode: ClassVar = MODE_TRAIN
+
+
 class ExpertActivations(DynamicShardingAxes):
     """Expert activations (B, L, E, D)."""
 

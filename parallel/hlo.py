@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Literal
 
 COLLECTIVES = (
     "all-gather",
@@ -112,6 +113,27 @@ class Instruction:
         if listed is not None:
             return tuple(_NAME.findall(listed))
         return tuple(re.findall(r"(?:true|false)_computation=%?([\w.\-]+)", self.attributes))
+
+    @property
+    def target(self) -> str | None:
+        """What a custom call calls."""
+        is_call = self.opcode == "custom-call"
+        return self.find(r'custom_call_target="([^"]+)"') if is_call else None
+
+    @property
+    def moves(self) -> tuple[tuple[int, int], ...]:
+        """Source and target of each message of a permute, as partitions; may be one and the same.
+
+        Partitions are numbered as the devices in `mesh.devices.flat`, whatever their own ids.
+        """
+        listed = self.find(r"source_target_pairs=\{(.*?)\}\}") or ""
+        return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed))
+
+    @property
+    def ragged_tiling(self) -> tuple[int, int, int] | None:
+        """Rows, features and outputs in a tile of libtpu's kernel for `lax.ragged_dot`."""
+        found = re.search(r'ragged_dot_tiling="(\d+),(\d+),(\d+)"', self.attributes)
+        return (int(found[1]), int(found[2]), int(found[3])) if found else None
 
     @property
     def constant(self) -> int | None:
@@ -223,6 +245,22 @@ class Program:
         if kind in COLLECTIVES:
             return Collective(kind, x, computation)
         return self.collective_in(x.calls()) if x.opcode in ("fusion", "async-start") else None
+
+    def fusion_role(self, x: Instruction) -> Literal["start", "step", "done"] | None:
+        """The part of a fusion in an asynchronous collective fusion.
+
+        libtpu starts a collective in one fusion, lets it progress under the matmul of others and
+        ends it in a last one; all three contain the collective.
+        """
+        computation = self.computations.get(x.calls() or "") if x.opcode == "fusion" else None
+        if computation is None:
+            return None
+        targets = {inner.target for inner in computation.instructions}
+        if "AsyncCollectiveStart" in targets:
+            return "start"
+        if "AsyncCollectiveDone" in targets:
+            return "done"
+        return "step" if computation.name.startswith("async_collective_fusion") else None
 
     def pairs(self, kind: str = "collective-permute") -> tuple[AsyncPair, ...]:
         """All transfers of this kind that have a start and a done, in schedule order.

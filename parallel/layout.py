@@ -240,9 +240,9 @@ def mesh_axes_of(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def without_axis(entry: Any, axis_name: str) -> Any:
-    """One entry of a PartitionSpec with one mesh axis taken out."""
-    kept = tuple(name for name in mesh_axes_of(entry) if name != axis_name)
+def without_axis(entry: Any, *axis_names: str) -> Any:
+    """One entry of a PartitionSpec with these mesh axes taken out."""
+    kept = tuple(name for name in mesh_axes_of(entry) if name not in axis_names)
     return kept[0] if len(kept) == 1 else kept or None
 
 

@@ -2,13 +2,15 @@
 
 All axes are `AxisType.Explicit`: shardings are part of array types, so an unplanned reshard is a
 trace-time error. All five axes always exist; an unused one has size 1. Tensor parallelism is
-innermost: its devices are neighbours, on TPU in the order of a ring of physical links.
+innermost: its devices are neighbours, on TPU in the order of a ring of physical links. Where those
+links lead, and which of them a message passes, is known here too.
 """
 
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +22,11 @@ from pydantic import BaseModel, PositiveInt
 _LOG = logging.getLogger(__name__)
 
 AXIS_NAMES = ("dp", "fsdp", "ep", "sp", "tp")
+
+Place = tuple[int, ...]
+"""Where a chip stands in the torus of its slice, counted from a corner."""
+Link = tuple[Place, Place]
+"""A link between neighbours, one way."""
 
 
 class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -54,17 +61,20 @@ class Chip:
     """Bytes/s one way over one link to a neighbour in the torus; 0: no torus."""
     clock_hz: float = 0.0
     """Cycles/s in which the compiler counts: peak / (MXUs * 128 * 128 * 2); 0: it does not."""
+    wrap: int = 0
+    """A side of a slice that is a multiple of this has links between its ends; 0: none has."""
 
 
 # By jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages); links: the table
 # of "How to Scale Your Model" (jax-ml.github.io/scaling-book), 45 and 90 GB/s where Google's pages
 # give a nominal 50 and 100; GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures.
-# Read November 2026.
+# Read November 2026. wrap: what slices are taken to have, cubes of 4 with optical faces (v4, v5p)
+# and the 16 of a pod (v5e, v6e); for v5e libtpu 0.0.42 refuses any other.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9),
-    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9),
-    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9),
-    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9),
+    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4),
+    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9, 16),
+    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9, 4),
+    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9, 16),
     "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12),
     "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12),
     "NVIDIA H200": Chip(989e12, 4.8e12),
@@ -202,3 +212,60 @@ def _back_and_forth(sides: Sequence[int]) -> list[tuple[int, ...]]:
         return [()]
     inner = _back_and_forth(sides[1:])
     return [(i, *rest) for i in range(sides[0]) for rest in (inner if i % 2 == 0 else inner[::-1])]
+
+
+def places(devices: Iterable[jax.Device]) -> tuple[Place, ...]:
+    """Where the chips of these TPU devices stand, from the corner of their box; cores share one."""
+    found = [tuple(device.coords) for device in devices]
+    lows = [min(axis) for axis in zip(*found, strict=True)]
+    return tuple(tuple(a - low for a, low in zip(place, lows, strict=True)) for place in found)
+
+
+def link_loads(
+    pairs: Iterable[tuple[Place, Place]], sides: Sequence[int], wrap: int
+) -> tuple[dict[Link, float], int]:
+    """How many messages from place to place pass each link of a torus, and the longest distance.
+
+    Every message takes the shortest way along the first axis, then along the second and so on;
+    where both ways around a side are equally long, half of the messages go each way. Sides that are
+    a multiple of `wrap` have links between their ends (`Chip.wrap`), others end. (libtpu describes
+    absent slices without such links unless asked, so its own collectives may not use them.)
+    Raises: ValueError for a place outside of the torus.
+    """
+    loads: dict[Link, float] = defaultdict(float)
+    longest = 0
+    for source, target in pairs:
+        here, distance = source, 0
+        for axis, goal in enumerate(target):
+            side = sides[axis] if axis < len(sides) else 1
+            if max(here[axis], goal) >= side:
+                raise ValueError(
+                    f"a message from {source} to {target} leaves the torus {tuple(sides)}; "
+                    "pass the sides of the slice in which these places are"
+                )
+            ways = _ways(goal - here[axis], side if wrap and side % wrap == 0 else 0)
+            for way in ways:
+                for link in _along(here, axis, way, side):
+                    loads[link] += 1 / len(ways)
+            here = (*here[:axis], goal, *here[axis + 1 :])
+            distance += abs(ways[0])
+        longest = max(longest, distance)
+    return dict(loads), longest
+
+
+def _along(here: Place, axis: int, way: int, side: int) -> Iterator[Link]:
+    """The links of this signed distance along one axis, around its end if need be."""
+    for _ in range(abs(way)):
+        index = (here[axis] + (1 if way > 0 else -1)) % side
+        after = (*here[:axis], index, *here[axis + 1 :])
+        yield here, after
+        here = after
+
+
+def _ways(offset: int, ring: int) -> tuple[int, ...]:
+    """The shortest signed distances along one axis; ring: its length if its ends are linked."""
+    if not ring or 2 * abs(offset) < ring:
+        return (offset,)
+    if 2 * abs(offset) == ring:
+        return abs(offset), -abs(offset)
+    return (offset - ring if offset > 0 else offset + ring,)

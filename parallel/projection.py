@@ -35,22 +35,23 @@ def gather_kernel(
     kernel: jax.Array,
     spec: P,
     *,
-    keep: str,
+    keep: str | tuple[str, ...],
     dtype: jax.typing.DTypeLike | None,
     like: jax.Array,
 ) -> jax.Array:
-    """Inside shard_map: a parameter whole on all axes but `keep`, cast before it travels.
+    """Inside shard_map: a parameter whole on all axes but those to `keep`, cast before it travels.
 
     like: the activations that it will meet. Communication: one all-gather in `dtype` over the axes
     that shard it; backwards one reduce-scatter in `dtype`, then, of this device's shard alone and
     in the parameter's own dtype, an all-sum over the axes that repeat it (dp and ep).
     """
+    kept = mesh_axes_of(keep)
     sharding = {name for entry in spec for name in mesh_axes_of(entry)}
-    repeating = jax.typeof(like).manual_axis_type.varying - sharding - {keep}
+    repeating = jax.typeof(like).manual_axis_type.varying - sharding - {*kept}
     kernel = vary(kernel, tuple(sorted(repeating)))
     kernel = kernel if dtype is None else kernel.astype(dtype)
     for dim, entry in enumerate(spec):
-        names = without_axis(entry, keep)
+        names = without_axis(entry, *kept)
         if names is not None:
             kernel = all_gather(kernel, names, dim)
     return kernel

@@ -12,7 +12,7 @@ networks between slices.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
@@ -25,9 +25,10 @@ from parallel.hlo import (
     Program,
     read_program,
 )
-from parallel.mesh import Chip
+from parallel.mesh import Chip, Link, Place, link_loads
 
-_HOP_LATENCY = 1e-6  # seconds per hop of a ring
+_HOP_LATENCY = 1e-6  # seconds per hop
+_MATMUL_EFFICIENCY = 0.88  # of peak: the compiler's own estimate of a bfloat16 matmul of side 8192
 _ATTENTION_EFFICIENCY = 0.5  # of peak; Pallas attention carries no estimate of its own
 
 # What takes no time: views, constants, bookkeeping.
@@ -46,6 +47,7 @@ _Section = Literal[
     "compute", "communication", "exposed", "dma_wait", "bytes", "count", "top", "assumed"
 ]
 _Ledger = dict[tuple[_Section, str], float]
+_Resource = str | Link
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,17 @@ def _row(name: str, seconds: float) -> str:
     return f"{name:<28} {seconds * 1e3:>9.3f} ms"
 
 
-def predict(text: str, chip: Chip, torus: Sequence[int] = ()) -> Prediction:
+def predict(
+    text: str, chip: Chip, torus: Sequence[int] = (), places: Sequence[Place] = ()
+) -> Prediction:
     """Predicts the time of one run of a compiled program on one of its devices.
 
     text: `compiled.as_text()` of a TPU program. torus: the sides of the slice, (2, 2, 2) for
     v5p:2x2x2; collectives that the compiler spreads over several sides get the links of all.
-    Raises: ValueError for a chip without clock and links, and for a text that is no schedule.
+    places: `parallel.mesh.places(mesh.devices.flat)`, so that permutes take the links between; if
+    left out, every permute is one to neighbours.
+    Raises: ValueError for a chip without clock and links, for a text that is no schedule, and for
+    places that are not those of the program's devices in this torus.
     """
     if not (chip.clock_hz and chip.ici_bandwidth and chip.hbm_bandwidth):
         raise ValueError(
@@ -120,8 +127,13 @@ def predict(text: str, chip: Chip, torus: Sequence[int] = ()) -> Prediction:
             "use a TPU of parallel.mesh.CHIPS"
         )
     program = read_program(text)
+    if places and len(places) != program.num_partitions:
+        raise ValueError(
+            f"{len(places)} places for a program of {program.num_partitions} partitions; "
+            "pass those of mesh.devices.flat of the mesh that it was compiled for"
+        )
     clock = _Clock()
-    ledger = _Walk(program, chip, tuple(torus)).run(program.entry, clock)
+    ledger = _Walk(program, chip, tuple(torus), tuple(places)).run(program.entry, clock)
     return _summarise(clock.now, ledger)
 
 
@@ -154,14 +166,15 @@ class _Clock:
     """The time now, until when each resource is busy, and when open collectives will be done."""
 
     now: float = 0.0
-    busy: dict[str, float] = field(default_factory=dict)
+    busy: dict[_Resource, float] = field(default_factory=dict)
     fusions: dict[str, float] = field(default_factory=dict)
     """Asynchronous collective fusions: channel -> end. They may span computations."""
 
-    def occupy(self, resource: str, seconds: float) -> float:
-        """Queues a transfer on this resource; when it will be done."""
-        end = max(self.now, self.busy.get(resource, 0.0)) + seconds
-        self.busy[resource] = end
+    def occupy(self, resources: Iterable[_Resource], seconds: float) -> float:
+        """Queues a transfer that begins when all of these are free; when it will be done."""
+        busy = {name: self.busy.get(name, 0.0) for name in resources}
+        end = max([self.now, *busy.values()]) + seconds
+        self.busy.update(dict.fromkeys(busy, end))
         return end
 
     def copy(self) -> "_Clock":
@@ -204,8 +217,10 @@ class _Frame:
 class _Walk:
     """Runs a program instruction by instruction on a clock."""
 
-    def __init__(self, program: Program, chip: Chip, torus: tuple[int, ...]) -> None:
-        self.program, self.chip, self.torus = program, chip, torus
+    def __init__(
+        self, program: Program, chip: Chip, torus: tuple[int, ...], places: tuple[Place, ...]
+    ) -> None:
+        self.program, self.chip, self.torus, self.places = program, chip, torus, places
 
     def run(self, computation: Computation, clock: _Clock) -> _Ledger:
         """Advances the clock by one run of this computation; where the time went."""
@@ -216,7 +231,7 @@ class _Walk:
 
     def _step(self, x: Instruction, frame: _Frame) -> None:
         collective = self.program.collective_of(x, frame.computation)
-        role = self._fusion_role(x)
+        role = self.program.fusion_role(x)
         if x.opcode == "while":
             self._loop(x, frame)
         elif x.opcode == "conditional":
@@ -226,7 +241,7 @@ class _Walk:
         elif x.opcode in _DMA_STARTS or (x.opcode == "async-start" and collective is None):
             # A copy moves its result, a slice the smaller of its arrays; four bytes are a flag.
             size = min((array.bytes for array in x.arrays if array.bytes > 4), default=0.0)
-            end = frame.clock.occupy("dma", size / self.chip.hbm_bandwidth)
+            end = frame.clock.occupy(["dma"], size / self.chip.hbm_bandwidth)
             frame.flying[x.name] = end, "dma"
             frame.ledger["count", "dma"] += 1
         elif collective is not None and role == "done":
@@ -255,24 +270,6 @@ class _Walk:
 
     def _called(self, x: Instruction, attribute: str) -> Computation:
         return self.program.computations[x.calls(attribute) or ""]
-
-    def _fusion_role(self, x: Instruction) -> Literal["start", "step", "done"] | None:
-        """The part of a fusion in an asynchronous collective fusion.
-
-        libtpu starts a collective in one fusion, lets it progress under the matmul of others and
-        ends it in a last one; all three contain the collective.
-        """
-        computation = (
-            self.program.computations.get(x.calls() or "") if x.opcode == "fusion" else None
-        )
-        if computation is None:
-            return None
-        targets = {_target(inner) for inner in computation.instructions}
-        if "AsyncCollectiveStart" in targets:
-            return "start"
-        if "AsyncCollectiveDone" in targets:
-            return "done"
-        return "step" if computation.name.startswith("async_collective_fusion") else None
 
     def _loop(self, x: Instruction, frame: _Frame) -> None:
         """Runs the body once and takes that as the steady state."""
@@ -315,39 +312,44 @@ class _Walk:
 
     def _transfer(self, collective: Collective, label: str, frame: _Frame) -> float:
         """Queues a collective on its links; when it will be done."""
-        if collective.kind == "collective-permute":
-            resource, seconds, size = self._permute(collective)
-        else:
-            resource, seconds, size = self._ring(collective)
+        price = self._permute if collective.kind == "collective-permute" else self._ring
+        resources, seconds, size = price(collective)
         frame.ledger["communication", label] += seconds
         frame.ledger["bytes", collective.kind] += size
         frame.ledger["count", label] += 1
-        return frame.clock.occupy(resource, seconds)
+        return frame.clock.occupy(resources, seconds)
 
-    def _permute(self, collective: Collective) -> tuple[str, float, float]:
-        """Resource, seconds and bytes of one hop, one way, taken to be to a neighbour.
+    def _permute(self, collective: Collective) -> tuple[Iterable[_Resource], float, float]:
+        """Links, seconds and bytes sent of a permute.
 
-        Links work in both directions at once: permutes with the same pairs share theirs, the
-        opposite pairs have others. (By the ids alone a way around a ring is not known: on a torus
-        as many steps go up as down.)
+        It holds every link on its routes (`link_loads`) until all have arrived, as late as the link
+        that most of them share lets them. Links work in both directions at once. Without places it
+        is one hop to neighbours: permutes with the same pairs share their links, others have their
+        own. (By the ids alone a way around a ring is not known: on a torus as many steps go up as
+        down.)
         """
         x = collective.instruction
-        listed = x.find(r"source_target_pairs=\{(.*?)\}\}") or ""
-        pairs = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed)]
-        moves = [pair for pair in pairs if pair[0] != pair[1]]
-        if pairs and not moves:
-            return "none", 0.0, 0.0
+        moves = [(a, b) for a, b in x.moves if a != b]
+        if x.moves and not moves:
+            return (), 0.0, 0.0
         size = collective.computation.operand_bytes(x) or x.arrays[0].bytes
         source, target = min(moves) if moves else (0, 0)
-        resource = f"link {source} to {target}"
-        return resource, size / self.chip.ici_bandwidth + _HOP_LATENCY, size
+        links: Iterable[_Resource] = (f"link {source} to {target}",)
+        load, distance = 1.0, 1
+        if self.places:
+            routes = [(self.places[a], self.places[b]) for a, b in moves]
+            loads, farthest = link_loads(routes, self.torus, self.chip.wrap)
+            if loads:  # else between the cores of chips: no faster, but on no link
+                links, load, distance = loads, max(1.0, *loads.values()), farthest
+        seconds = load * size / self.chip.ici_bandwidth + distance * _HOP_LATENCY
+        return links, seconds, size
 
-    def _ring(self, collective: Collective) -> tuple[str, float, float]:
+    def _ring(self, collective: Collective) -> tuple[Iterable[_Resource], float, float]:
         """Resource, seconds and bytes of a collective over rings in both directions."""
         x = collective.instruction
         n = _group_size(x, self.program.num_partitions)
         if n == 1:
-            return "none", 0.0, 0.0
+            return (), 0.0, 0.0
         size = collective.computation.operand_bytes(x)
         if collective.kind == "all-gather":
             size = max(size, x.bytes - (size if x.opcode.endswith("-start") else 0))
@@ -360,13 +362,14 @@ class _Walk:
             "ragged-all-to-all": size * n / 4,
         }.get(collective.kind, size)
         both_ways = 2 * self.chip.ici_bandwidth * self._rings(x)
-        return "rings", moved / both_ways + _HOP_LATENCY * (n - 1), moved
+        return ("rings",), moved / both_ways + _HOP_LATENCY * (n - 1), moved
 
     def _rings(self, x: Instruction) -> float:
         """How many rings the collective uses at once: one per side of the torus that it spans.
 
         libtpu names the sides (dim_sizes) or how many (the emitter's 1D, 2D, 3D); a side of two
-        chips has one link between them, so it is half a ring.
+        chips has one link between them, so it is half a ring. Longer sides count as rings whether
+        their ends are linked or not, unlike on the routes of permutes.
         """
         listed = x.find(r"dim_sizes:([\d,]+)")
         spans_sides = int(x.find(r'"emitter":"(\d)D') or 1) > 1
@@ -383,15 +386,15 @@ class _Walk:
                 # libtpu's figure for a plain fill is far above the time of writing it.
                 seconds = min(seconds, x.bytes / self.chip.hbm_bandwidth)
             return seconds
-        if x.opcode in _FREE or _target(x) in _FREE_TARGETS:
+        if x.opcode in _FREE or x.target in _FREE_TARGETS:
             return 0.0
-        if self._fusion_role(x) in ("start", "done"):
+        if self.program.fusion_role(x) in ("start", "done"):
             return 0.0  # the links write its result in place; it only begins or waits
         if x.opcode == "custom-call":
             seconds = self._kernel_seconds(x, frame.computation)
         else:
             seconds = self._traffic(x, frame.computation) / self.chip.hbm_bandwidth
-        frame.ledger["assumed", _target(x) or x.opcode] += seconds
+        frame.ledger["assumed", x.target or x.opcode] += seconds
         return seconds
 
     def _traffic(self, x: Instruction, computation: Computation) -> float:
@@ -409,6 +412,8 @@ class _Walk:
         Attention runs at a share of peak. Where it does not tell its FLOPs (splash): 4 per query,
         key and feature forward, 8 for dk and dv, 6 for dq, and the causal half of it.
         """
+        if x.ragged_tiling is not None:
+            return self._ragged_seconds(x, x.ragged_tiling, computation)
         traffic = x.bytes + computation.operand_bytes(x)
         told = float(x.find(r'"flops":"?(\d+)') or 0)
         splash = "splash_m" in x.name
@@ -428,10 +433,37 @@ class _Walk:
                 told = each * math.prod(query) * query[-2] / 2
         return max(traffic / self.chip.hbm_bandwidth, told / rate)
 
+    def _ragged_seconds(
+        self, x: Instruction, tiling: tuple[int, int, int], computation: Computation
+    ) -> float:
+        """libtpu's kernel for `lax.ragged_dot`, T D, E D F -> T F, in whole tiles.
 
-def _target(x: Instruction) -> str | None:
-    """What a custom call calls."""
-    return x.find(r'custom_call_target="([^"]+)"') if x.opcode == "custom-call" else None
+        For each tile of F it steps over tiles of rows, and for each of those over tiles of D. A
+        group that ends within a tile of rows takes a step more. While D is one tile, rows are read
+        once for each tile of F and kernels once; otherwise every step reads both anew. The
+        derivative by the rows is such a kernel too; that by the kernels is none, but a masked
+        matmul of all rows for each group, with cycles.
+        """
+        rows, kernels = computation.operands(x)[-2:]
+        T, D = rows.arrays[0].dims
+        E, _, F = kernels.arrays[0].dims
+        per_t, per_d, per_f = tiling
+        steps = math.ceil(T / per_t) + E - 1
+        d_tiles, f_tiles = math.ceil(D / per_d), math.ceil(F / per_f)
+        once = d_tiles == 1
+        reads_of_rows = f_tiles * (1 if once else steps * per_t / T)
+        reads_of_kernels = 1 if once else steps / E
+        traffic = reads_of_rows * _hbm_bytes(rows) + reads_of_kernels * _hbm_bytes(kernels)
+        flops = 2 * steps * per_t * d_tiles * per_d * f_tiles * per_f
+        return max(
+            (traffic + _hbm_bytes(x)) / self.chip.hbm_bandwidth,
+            flops / (self.chip.peak_flops * _MATMUL_EFFICIENCY),
+        )
+
+
+def _hbm_bytes(x: Instruction) -> float:
+    """The size of a result, unless it stays in VMEM."""
+    return 0.0 if "S(1)" in x.shape else x.bytes
 
 
 def _channel(x: Instruction) -> str:

@@ -1,9 +1,10 @@
-"""Measures: `scripts/bench.py step | attention | decode | overlap | ring | model`.
+"""Measures: `scripts/bench.py BENCHMARK`; `--help` lists them.
 
-The last line of stdout is one JSON object. `step` times a training step, `decode` a token,
-`attention` an operation: machines are noisy, so both sides take turns, and the median of the ratios
-is what counts. `overlap`, `ring` and `model` need no TPU: they compile for a slice that is not here
-(`pip install -e ".[plan]"`) and predict times from the schedule, by parallel/schedule.py.
+The last line of stdout is one JSON object. `step` and `moe-step` time a training step, `decode` a
+token, `attention` an operation: machines are noisy, so both sides take turns, and the median of the
+ratios is what counts. `overlap`, `ring`, `exchange` and `model` need no TPU: they compile for a
+slice that is not here (`pip install -e ".[plan]"`) and predict times from the schedule, by
+parallel/schedule.py.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,10 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import overlap
 from attention import bench_attention
 from decode import bench_decode
+from experts import bench_exchange, bench_moe_step
 
 from configs.build import build_program
 from configs.schema import Config
 from model.config import DTypeName, ModelConfig, RematPolicy
+from parallel.grouped_matmul import FormName
 from parallel.mesh import find_devices
 
 
@@ -149,14 +153,43 @@ def at_least_one(text: str) -> int:
     return count
 
 
-def main() -> None:
-    """Runs one benchmark and prints its JSON."""
+def _parser() -> argparse.ArgumentParser:
+    """Every benchmark as a subcommand; `run` of its arguments gives the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    step = commands.add_parser("step", help="training step against a hand-written one")
+
+    def command(name: str, run: Callable[[Any], dict[str, Any]], text: str) -> Any:
+        added = commands.add_parser(name, help=text)
+        added.set_defaults(run=run)
+        return added
+
+    step = command("step", lambda a: bench_step({"remat": a.remat}, a.repeats), "a training step")
     step.add_argument("--repeats", type=at_least_one, default=5)
     step.add_argument("--remat", choices=get_args(RematPolicy), default=ModelConfig().remat)
-    rings = commands.add_parser("overlap", help="predicted time of blocks on an absent TPU slice")
+    attention = command("attention", _attention, "operations against vanilla, by length")
+    attention.add_argument("--names", nargs="+", default=["flash_attn2"])
+    lengths = [512, 1024, 2048, 4096, 8192]
+    attention.add_argument("--lengths", type=at_least_one, nargs="+", default=lengths)
+    attention.add_argument("--dtype", choices=get_args(DTypeName), default="float32")
+    attention.add_argument("--repeats", type=at_least_one, default=3)
+    decode = command("decode", _decode, "tokens per second against a hand-written loop")
+    decode.add_argument("--batches", type=at_least_one, nargs="+", default=[1, 32])
+    decode.add_argument("--prompt", type=at_least_one, default=128, help="tokens before")
+    decode.add_argument("--new", type=at_least_one, default=64, help="tokens after")
+    decode.add_argument("--repeats", type=at_least_one, default=5)
+    moe = command("moe-step", _moe_step, "a step with experts against the dense model")
+    moe.add_argument("--experts", type=at_least_one, default=8)
+    moe.add_argument("--top-k", type=at_least_one, default=2)
+    moe.add_argument("--capacity-factor", type=float, help="default: nothing is dropped")
+    moe.add_argument("--grouped-matmul", choices=get_args(FormName), default="auto")
+    moe.add_argument("--repeats", type=at_least_one, default=5)
+    _add_absent(command)
+    return parser
+
+
+def _add_absent(command: Callable[..., Any]) -> None:
+    """The benchmarks that compile for a TPU slice that is not here."""
+    rings = command("overlap", _overlap, "predicted time of blocks")
     rings.add_argument("--topologies", nargs="+", default=["v5p:2x2x2", "v5e:2x4"])
     rings.add_argument("--cases", nargs="+", default=list(overlap.CASES), choices=overlap.CASES)
     rings.add_argument(
@@ -166,56 +199,63 @@ def main() -> None:
         "--size", type=at_least_one, default=8192, help="width, and tokens over all devices"
     )
     rings.add_argument("--dump", type=Path, help="directory for the compiled programs, as text")
-    decode = commands.add_parser("decode", help="tokens per second against a hand-written loop")
-    decode.add_argument("--batches", type=at_least_one, nargs="+", default=[1, 32])
-    decode.add_argument("--prompt", type=at_least_one, default=128, help="tokens before")
-    decode.add_argument("--new", type=at_least_one, default=64, help="tokens after")
-    decode.add_argument("--repeats", type=at_least_one, default=5)
-    attention = commands.add_parser("attention", help="operations against vanilla, by length")
-    attention.add_argument("--names", nargs="+", default=["flash_attn2"])
-    attention.add_argument(
-        "--lengths", type=at_least_one, nargs="+", default=[512, 1024, 2048, 4096, 8192]
-    )
-    attention.add_argument("--dtype", choices=get_args(DTypeName), default="float32")
-    attention.add_argument("--repeats", type=at_least_one, default=3)
-    ring = commands.add_parser("ring", help="predicted ring attention on an absent TPU slice")
+    ring = command("ring", _ring, "predicted ring attention")
     ring.add_argument("--topology", default="v5p:2x2x2")
     ring.add_argument(
         "--length", type=at_least_one, default=32768, help="tokens of a row, over all devices"
     )
     ring.add_argument("--heads", type=at_least_one, default=32)
     ring.add_argument("--kv-heads", type=at_least_one, default=8)
-    model = commands.add_parser("model", help="predicted training step on an absent TPU slice")
-    model.add_argument("--config", default="configs/llama3_8b_tp8.yaml")
-    model.add_argument("--topology", default="v5p:2x2x2")
-    model.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args()
+    for name, run, path, topology in (
+        ("model", overlap.bench_model, "configs/llama3_8b_tp8.yaml", "v5p:2x2x2"),
+        ("exchange", bench_exchange, "configs/qwen3_30b_a3b_ep16.yaml", "v5p:2x2x4"),
+    ):
+        what = "training step" if name == "model" else "sparse layer"
+        added = command(
+            name,
+            lambda a, run=run: run(a.config, a.topology, a.overrides),
+            f"predicted {what} of a configuration",
+        )
+        added.add_argument("--config", default=path)
+        added.add_argument("--topology", default=topology)
+        added.add_argument("overrides", nargs="*", metavar="section.key=value")
+
+
+def _attention(args: argparse.Namespace) -> dict[str, Any]:
+    return bench_attention(args.names, args.lengths, dtype=args.dtype, repeats=args.repeats)
+
+
+def _decode(args: argparse.Namespace) -> dict[str, Any]:
+    return bench_decode(
+        SIZES, batches=args.batches, prompt=args.prompt, new=args.new, repeats=args.repeats
+    )
+
+
+def _moe_step(args: argparse.Namespace) -> dict[str, Any]:
+    changes = {"capacity_factor": args.capacity_factor, "grouped_matmul": args.grouped_matmul}
+    return bench_moe_step(
+        SIZES, experts=args.experts, top_k=args.top_k, repeats=args.repeats, changes=changes
+    )
+
+
+def _overlap(args: argparse.Namespace) -> dict[str, Any]:
+    return overlap.bench_blocks(
+        args.topologies, args.cases, args.methods, size=args.size, dump=args.dump
+    )
+
+
+def _ring(args: argparse.Namespace) -> dict[str, Any]:
+    rows = overlap.bench_ring(
+        args.topology, length=args.length, heads=args.heads, kv_heads=args.kv_heads
+    )
+    return {"bench": "ring", "rows": rows}
+
+
+def main() -> None:
+    """Runs one benchmark and prints its JSON."""
+    args = _parser().parse_args()
     try:
-        if args.command == "step":
-            result = bench_step({"remat": args.remat}, args.repeats)
-        elif args.command == "decode":
-            result = bench_decode(
-                SIZES,
-                batches=args.batches,
-                prompt=args.prompt,
-                new=args.new,
-                repeats=args.repeats,
-            )
-        elif args.command == "attention":
-            result = bench_attention(
-                args.names, args.lengths, dtype=args.dtype, repeats=args.repeats
-            )
-        elif args.command == "ring":
-            rows = overlap.bench_ring(
-                args.topology, length=args.length, heads=args.heads, kv_heads=args.kv_heads
-            )
-            result = {"bench": "ring", "rows": rows}
-        elif args.command == "overlap":
-            result = overlap.bench_blocks(
-                args.topologies, args.cases, args.methods, size=args.size, dump=args.dump
-            )
-        else:
-            result = overlap.bench_model(args.config, args.topology, args.overrides)
+        result = args.run(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from data.pipeline import Rows, eval_batches, train_batches
 from parallel.distributed import StopRequest
 from parallel.mesh import CHIPS
 from training.checkpoint import CheckpointConfig, Checkpoints, locked_run, move_aside
+from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
 from training.metrics import Display, Metrics, log, logging_to
 from training.step import Program, TrainState
 
@@ -57,6 +59,8 @@ class TrainingConfig(
     """What a sample continues."""
     sample_tokens: NonNegativeInt = 64
     """Length of a sample; 0: none."""
+    health: HealthLimits = HealthLimits()
+    """When the experts of sparse layers are worth a warning."""
     sample_temperature: NonNegativeFloat = 0.7
     """0: the likeliest token every time; 1: as the model predicts."""
 
@@ -128,7 +132,11 @@ def open_run(
             log.info("%s", line)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
-        yield Run(program, rows, training, checkpoint, checkpoints, metrics, display, stop, start)
+        sparse = [n for n, is_sparse in enumerate(program.config.sparse_layers) if is_sparse]
+        watch = HealthWatch(sparse, training.health)
+        yield Run(
+            program, rows, training, checkpoint, checkpoints, metrics, display, stop, watch, start
+        )
 
 
 def _start_step(
@@ -179,6 +187,7 @@ class Run:
     metrics: Metrics
     display: Display
     stop: StopRequest
+    watch: HealthWatch
     start: int
 
     def train(self, sample: Callable[[Any, str, int], str]) -> int:
@@ -266,8 +275,12 @@ class Run:
         self, step: int, values: dict[str, jax.Array], clock: _Clock, evaluate: Any = None
     ) -> None:
         """Reads the metrics of a step, with an evaluation of these parameters if given."""
-        numbers = {name: float(value) for name, value in values.items()} | clock.read()
+        experts = values.get("experts")
+        scalars = {name: float(y) for name, y in values.items() if name != "experts"}
+        numbers = scalars | clock.read()
         self.display.step(step, numbers)
+        if experts is not None:
+            numbers |= self._log_experts(step, jax.device_get(experts))
         if evaluate is not None and self.rows.num_eval:
             numbers["eval_loss"] = self._evaluate(evaluate)
             log.info(
@@ -278,6 +291,17 @@ class Run:
             )
             clock.restart()
         self.metrics.write(step, numbers)
+
+    def _log_experts(self, step: int, arrays: dict[str, np.ndarray]) -> dict[str, float]:
+        """The load of the experts: warnings, now and then a strip and an image; its numbers."""
+        layers = [n for n, sparse in enumerate(self.program.config.sparse_layers) if sparse]
+        for line in self.watch.warnings(arrays):
+            log.warning("%s", line)
+        if step % self.training.log_every == 0 or step in (self.start + 1, self.training.steps):
+            for line in heat_strip(arrays["load_NE"], layers):
+                log.info("%s", line)
+            self.metrics.write_image(step, "moe/load", heat_map(arrays["load_NE"]))
+        return expert_metrics(arrays, layers)
 
     def _evaluate(self, params: Any) -> float:
         """Mean cross-entropy over the held-out rows, in nats per token."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
@@ -78,6 +79,10 @@ class Metrics:
     def write_text(self, step: int, name: str, text: str) -> None:
         """Shows a text in tensorboard."""
         self._board.add_text(name, f"```\n{text}\n```", step)
+
+    def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        """Shows an image in tensorboard: uint8, height x width x 3 colours."""
+        self._board.add_image(name, image_HWC, step, dataformats="HWC")
 
     def __enter__(self) -> "Metrics":
         return self

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
+from model.moe import MoEReport, auxiliary_loss, report_arrays, with_moved_bias
 from model.transformer import Transformer
 from parallel.axes import TokenSharding
 from parallel.layout import TensorParallelConfig
@@ -84,8 +85,11 @@ class Program:
 
     def loss_sum(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
-    ) -> jax.Array:
-        """Summed cross-entropy in nats of one microbatch, fields (B, L)."""
+    ) -> tuple[jax.Array, MoEReport | None]:
+        """(summed cross-entropy in nats of one microbatch, what its sparse layers tell).
+
+        batch: fields (B, L).
+        """
         model = nnx.merge(self.definition, params)
         order = model.row_order(batch["tokens"].shape[1])
         index_L = None
@@ -96,14 +100,14 @@ class Program:
             }
             index_L = jnp.asarray(order)
         with jax.default_matmul_precision(self._precision):
-            hidden = model(
+            hidden, report = model(
                 batch["tokens"],
                 batch["positions"],
                 batch["segment_ids"],
                 index_L=index_L,
                 dropout_key=dropout_key,
             )
-            return cross_entropy_sum(
+            loss = cross_entropy_sum(
                 hidden,
                 model.head_kernel(),
                 batch["targets"],
@@ -111,6 +115,7 @@ class Program:
                 tp=self.tp,
                 chunk=self.config.loss_chunk,
             )
+            return loss, report
 
     @property
     def _precision(self) -> str | None:
@@ -120,25 +125,39 @@ class Program:
 
     def gradients(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        """Mean loss over all tokens of the batch (A, B/A, L), and its gradient.
+    ) -> tuple[jax.Array, MoEReport | None, Any]:
+        """(mean loss over all tokens of the batch (A, B/A, L), reports, gradients).
 
-        Accumulation is exact: every microbatch is weighted by the tokens of the whole batch.
+        Accumulation is exact: every microbatch is weighted by the tokens of the whole batch. What
+        balances experts is a mean over microbatches; it is in the gradients, not in the loss.
         """
         count = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
+        parts = batch["tokens"].shape[0]
 
-        def micro(params: Any, part: Batch, number: Any) -> tuple[jax.Array, Any]:
+        def objective(params: Any, part: Batch, key: Any) -> tuple[jax.Array, Any]:
+            total, report = self.loss_sum(params, part, key)
+            loss = total / count
+            if report is None:
+                return loss, (loss, None)
+            return loss + auxiliary_loss(report, self.config) / parts, (loss, report)
+
+        def micro(params: Any, part: Batch, number: Any) -> tuple[Any, Any]:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
-            return jax.value_and_grad(lambda p: self.loss_sum(p, part, key) / count)(params)
+            (_, told), grads = jax.value_and_grad(objective, has_aux=True)(params, part, key)
+            return told, grads
 
-        if batch["tokens"].shape[0] == 1:
-            return micro(params, {name: field[0] for name, field in batch.items()}, 0)
+        first = {name: field[0] for name, field in batch.items()}
+        if parts == 1:
+            (loss, report), grads = micro(params, first, 0)
+            return loss, report, grads
 
         def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, micro(params, *part)), None
 
-        zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-        return lax.scan(body, zero, (batch, jnp.arange(batch["tokens"].shape[0])))[0]
+        told = jax.eval_shape(micro, params, first, 0)[0]
+        zero = (jax.tree.map(jnp.zeros_like, told), jax.tree.map(jnp.zeros_like, params))
+        (loss, report), grads = lax.scan(body, zero, (batch, jnp.arange(parts)))[0]
+        return loss, report, grads
 
     def _dropout_key(self, step: jax.Array) -> jax.Array | None:
         """Of this step: a function of seed and step, so that a resumed run drops the same."""
@@ -150,17 +169,24 @@ class Program:
 
     @cached_property
     def train_step(self) -> Any:
-        """Jitted `(state, batch) -> (state, metrics)`; the state is donated."""
+        """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
-        def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-            loss, grads = self.gradients(state.params, batch, self._dropout_key(state.step))
+        metrics: scalars; `experts`, of a model with sparse layers, the arrays of `report_arrays`.
+        """
+
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+            key = self._dropout_key(state.step)
+            loss, report, grads = self.gradients(state.params, batch, key)
             updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-            metrics = {
+            metrics: dict[str, Any] = {
                 "loss": loss,
                 "grad_norm": optax.tree.norm(grads),
                 "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
             }
             params = optax.apply_updates(state.params, updates)
+            if report is not None:
+                metrics["experts"] = report_arrays(report, state.params)
+                params = with_moved_bias(params, report.health.load_E, self.config)
             return dataclasses.replace(
                 state, step=state.step + 1, params=params, opt_state=opt_state
             ), metrics
@@ -173,6 +199,6 @@ class Program:
 
         def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
             part = {name: field[0] for name, field in batch.items()}
-            return self.loss_sum(params, part), jnp.sum(part["loss_mask"])
+            return self.loss_sum(params, part)[0], jnp.sum(part["loss_mask"])
 
         return jax.jit(step)

@@ -22,7 +22,7 @@ def seen_by_the_model(tp) -> dict[str, jax.Array]:
 
     def forward():
         model = Transformer(CONFIG, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
-        block = Block(CONFIG, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
+        block = Block(CONFIG, tp, sparse=False, rngs=nnx.Rngs(params=jax.random.key(0)))
         spec = tp.manager.resolve(TokenSharding)
         tokens = jnp.zeros((BATCH, LENGTH), jnp.int32, out_sharding=spec)
         x = model.embed(tokens)

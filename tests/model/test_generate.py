@@ -71,7 +71,7 @@ def full_logits() -> np.ndarray:
     def forward(params):
         model = nnx.merge(definition, params)
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        return model.logits(model(tokens, index, jnp.zeros_like(tokens)))
+        return model.logits(model(tokens, index, jnp.zeros_like(tokens))[0])
 
     with jax.set_mesh(tp.mesh):
         return np.asarray(jax.jit(forward)(params))
@@ -159,7 +159,7 @@ def test_greedy_generation_follows_the_argmax_of_the_full_forward() -> None:
     with jax.set_mesh(tp.mesh):
         model = nnx.merge(definition, params)
         tokens, index = jnp.asarray([text]), jnp.arange(len(text))[None]
-        logits = model.logits(model(tokens, index, jnp.zeros_like(tokens)))
+        logits = model.logits(model(tokens, index, jnp.zeros_like(tokens))[0])
     np.testing.assert_array_equal(np.argmax(logits[0, 2:-1], -1), text[3:])
 
 

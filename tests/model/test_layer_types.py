@@ -72,7 +72,7 @@ def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0):
         def loss(params):
             model = nnx.merge(definition, params)
             rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
-            x = model(*rows, index_L=index, dropout_key=key)
+            x, _ = model(*rows, index_L=index, dropout_key=key)
             args = x, model.head_kernel(), data["targets"], data["mask"]
             return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
 

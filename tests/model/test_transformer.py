@@ -60,7 +60,7 @@ def run(config: ModelConfig, tp):
 
         def loss(params):
             model = nnx.merge(definition, params)
-            x = model(data["tokens"], data["positions"], data["segment_ids"])
+            x, _ = model(data["tokens"], data["positions"], data["segment_ids"])
             args = x, model.head_kernel(), data["targets"], data["loss_mask"]
             return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
 

@@ -55,12 +55,20 @@ def test_a_chain_hides_its_hops(tmp_path, topology, case, bounds) -> None:
         assert ring["total_ms"] <= milliseconds
         assert ring["exposed_ms"] <= exposed * ring["total_ms"]
         assert ring["total_ms"] < rows[name, "xla-plain"]["total_ms"]
-        assert ring["compile_seconds"] < 120  # 3 to 27 on an idle machine: not minutes
+        assert ring["compile_seconds"] < 120  # of one core; 5 to 40 here: not minutes
 
 
 def test_the_whole_model_keeps_the_win(tmp_path) -> None:
     # MaxText's step of this shape on this slice is predicted at 2715 ms.
     assert bench(tmp_path, "model")["total_ms"] <= 2350
+
+
+def test_experts_send_what_is_counted_and_work_meanwhile(tmp_path) -> None:
+    hops = bench(tmp_path, "exchange")["rows"]
+    whole = bench(tmp_path, "exchange", "model.moe.exchange_chunks=1")["rows"]
+    for parts, one, limit in zip(hops, whole, (0.32, 0.23), strict=True):
+        assert parts["sent_bytes"] == parts["counted_bytes"]
+        assert parts["exposed_share"] <= limit < one["exposed_share"]
 
 
 def test_ring_attention_hides_its_keys_and_halves_with_sp(tmp_path) -> None:

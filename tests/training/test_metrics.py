@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from rich.console import Console
 
 from training.metrics import Display, Metrics, log, logging_to
@@ -87,6 +88,17 @@ def test_tensorboard_gets_what_the_file_gets(tmp_path):
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert b"loss" in content and b"grad_norm" in content and b"def torus():" in content
+
+
+def test_an_image_comes_back_from_tensorboard_pixel_by_pixel(tmp_path):
+    image_HWC = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+    with Metrics(tmp_path, 0) as metrics:
+        metrics.write_image(1, "experts", image_HWC)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"experts" in content
+    with Image.open(io.BytesIO(content[content.index(b"\x89PNG") :])) as shown:
+        np.testing.assert_array_equal(np.asarray(shown), image_HWC)
 
 
 def test_lines_go_to_the_screen_and_with_times_to_the_file(tmp_path, capsys):

@@ -1,0 +1,290 @@
+"""Sparse layers on any mesh, by any exchange: the dense oracle's numbers, values and gradients."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ONE_DEVICE, tensor_parallel
+from flax import nnx
+
+from model.config import ModelConfig, MoEConfig
+from model.moe import MoE, auxiliary_loss
+from parallel.axes import ResidualSharding, TokenSharding
+from parallel.mesh import MeshConfig
+
+B, L, D = 8, 16, 16
+ROUTERS = {
+    "softmax": {"router": "softmax", "num_experts_per_tok": 2},
+    "unnormalised": {"router": "softmax", "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "topk_softmax": {"router": "topk_softmax", "num_experts_per_tok": 2},
+    "sigmoid": {
+        "router": "sigmoid",
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "bias_update_speed": 0.01,
+        "num_shared_experts": 1,
+    },
+    "switch": {"router": "switch", "num_experts_per_tok": 1},
+    "expert_choice": {"router": "expert_choice", "num_experts_per_tok": 2},
+}
+MESHES = {
+    "one": ONE_DEVICE,
+    "ep2": MeshConfig(ep=2),
+    "ep4": MeshConfig(ep=4),
+    "ep8": MeshConfig(ep=8),
+    "ep2-tp4": MeshConfig(ep=2, tp=4),
+    "ep4-fsdp2": MeshConfig(ep=4, fsdp=2),
+    "ep2-sp2-tp2": MeshConfig(ep=2, sp=2, tp=2),
+    "dp2-fsdp2-sp2": MeshConfig(dp=2, fsdp=2, sp=2),
+}
+# Stated bounds: float32 rounding of sums in another order, relative to the largest of an array.
+VALUE_BOUND, GRADIENT_BOUND = 2e-6, 1e-5
+
+
+def config_of(router: str = "softmax", **changes) -> ModelConfig:
+    moe = {
+        "num_experts": 8,
+        "moe_intermediate_size": 24,
+        "router_aux_loss_coef": 0.3,
+        "router_z_loss_coef": 0.02,
+        **ROUTERS[router],
+        **changes,
+    }
+    return ModelConfig(
+        vocab_size=64,
+        hidden_size=D,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        dtype="float32",
+        initializer_range=0.3,
+        moe=MoEConfig(**moe),
+    )
+
+
+def inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """x_BLD, and which tokens are real: one row is padding from its middle on, one altogether."""
+    rng = np.random.default_rng(seed)
+    valid = np.ones((B, L), bool)
+    valid[1, L // 2 :] = False
+    valid[5] = False
+    return rng.standard_normal((B, L, D)).astype(np.float32), valid
+
+
+def run(
+    config, mesh, *, residual="sequence", overlap="none", data=None, alter=lambda params: params
+):
+    """Values, statistics and gradients of one layer as numpy: everything that tests compare."""
+    tp = tensor_parallel(mesh, residual, overlap)
+    x_BLD, valid_BL = data or inputs()
+    with jax.set_mesh(tp.mesh):
+
+        def build() -> MoE:
+            return MoE(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
+
+        definition = nnx.graphdef(nnx.eval_shape(build))
+        state = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+        params = alter(state)
+        x = jax.device_put(x_BLD, tp.manager.sharding(ResidualSharding))
+        valid = jax.device_put(valid_BL, tp.manager.sharding(TokenSharding))
+
+        def loss(params, x):
+            y, report = nnx.merge(definition, params)(x, valid)
+            stacked = jax.tree.map(lambda leaf: leaf[None], report)
+            aux = auxiliary_loss(stacked, config)
+            return jnp.sum(jnp.sin(y)) + 100 * aux, (y, report, aux)
+
+        step = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        (_, (y, report, aux)), grads = step(params, x)
+    told = {"y": y, "aux": aux, **vars(report.health), "dropped": report.dropped}
+    return jax.tree.map(np.asarray, (told, grads))
+
+
+def assert_equal_runs(got, want) -> None:
+    for name, value in want[0].items():
+        np.testing.assert_allclose(
+            got[0][name],
+            value,
+            atol=VALUE_BOUND * max(1, np.abs(value).max()),
+            rtol=0,
+            err_msg=name,
+        )
+    flat, _ = jax.tree_util.tree_flatten_with_path(want[1])
+    for (path, b), a in zip(flat, jax.tree.leaves(got[1]), strict=True):
+        assert np.isfinite(a).all(), path
+        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+        assert error <= GRADIENT_BOUND, (jax.tree_util.keystr(path), error)
+
+
+def dense_oracle(router: str, **changes):
+    """Every expert on every token of one device."""
+    return run(config_of(router, exchange="dense", **changes), ONE_DEVICE)
+
+
+@pytest.fixture(scope="module")
+def oracles():
+    return {router: dense_oracle(router) for router in ROUTERS}
+
+
+def test_the_dense_form_equals_a_loop_over_experts_in_float64() -> None:
+    """The oracle's own oracle: numpy, one token and expert after the other."""
+    config = config_of("softmax", exchange="dense")
+    got, _ = run(config, ONE_DEVICE)
+    tp = tensor_parallel(ONE_DEVICE)
+    with jax.set_mesh(tp.mesh):
+        layer = jax.jit(
+            lambda: nnx.state(MoE(config, tp, rngs=nnx.Rngs(params=jax.random.key(3))))
+        )()
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(layer))
+    x_BLD, valid = inputs()
+    want = np.zeros((B, L, D))
+    for b, t in np.argwhere(valid):
+        x = x_BLD[b, t].astype(np.float64)
+        scores = np.exp(x @ params["router"]["kernel"])
+        best = np.argsort(-scores)[:2]
+        for e in best:
+            gate, up = (x @ params["gate_up"]["kernel"][name][e] for name in ("gate", "up"))
+            y = (gate / (1 + np.exp(-gate)) * up) @ params["down"]["kernel"][e]
+            want[b, t] += scores[e] / scores[best].sum() * y
+    np.testing.assert_allclose(got["y"], want, atol=1e-6 * np.abs(want).max(), rtol=0)
+    assert got["tokens"] == valid.sum() and got["load_E"].sum() == 2 * valid.sum()
+
+
+# Exchanges, routers and meshes in turn; the slow tests have all of them.
+ALL = list(itertools.product(("alltoall", "ragged", "dense"), ROUTERS, MESHES))
+PAIRS = ALL[::17]
+
+
+@pytest.mark.parametrize(("exchange", "router", "mesh"), PAIRS)
+def test_every_exchange_and_router_equals_the_dense_oracle(oracles, exchange, router, mesh) -> None:
+    got = run(config_of(router, exchange=exchange), MESHES[mesh])
+    assert got[0]["dropped"] == 0
+    assert_equal_runs(got, oracles[router])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "router", "mesh"), [x for x in ALL if x not in PAIRS])
+def test_all_exchanges_routers_and_meshes_equal_the_dense_oracle(
+    oracles, exchange, router, mesh
+) -> None:
+    assert_equal_runs(run(config_of(router, exchange=exchange), MESHES[mesh]), oracles[router])
+
+
+FAST = [("sequence", "bidirectional"), ("hidden", "ring"), ("replicated", "none")]
+LAYOUTS = [
+    pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow])
+    for case in itertools.product(
+        ("sequence", "hidden", "replicated"), ("none", "ring", "bidirectional")
+    )
+]
+
+
+@pytest.mark.parametrize(("residual", "overlap"), LAYOUTS)
+def test_rows_and_features_on_tp_equal_the_dense_oracle(oracles, residual, overlap) -> None:
+    got = run(config_of(), MESHES["ep2-tp4"], residual=residual, overlap=overlap)
+    assert_equal_runs(got, oracles["softmax"])
+    if overlap == "none":
+        got = run(config_of(exchange="dense"), MESHES["ep2-tp4"], residual=residual)
+        assert_equal_runs(got, oracles["softmax"])
+
+
+@pytest.mark.parametrize("rule", [pytest.param("alt", marks=pytest.mark.slow), "unified"])
+def test_other_rules_of_expert_kernels_change_no_number(oracles, rule) -> None:
+    mesh = MeshConfig(ep=2, fsdp=2, sp=2)
+    for exchange in ("alltoall", "ragged"):
+        got = run(config_of(exchange=exchange, expert_rule=rule), mesh)
+        assert_equal_runs(got, oracles["softmax"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["padded", "ragged_dot", "blocked", "reference"])
+def test_every_grouped_matmul_equals_the_dense_oracle(oracles, form) -> None:
+    for mesh in ("one", "ep4-fsdp2"):
+        got = run(config_of(exchange="alltoall", grouped_matmul=form), MESHES[mesh])
+        assert_equal_runs(got, oracles["softmax"])
+
+
+@pytest.mark.parametrize("mesh", ["ep8", pytest.param("ep2-sp2-tp2", marks=pytest.mark.slow)])
+def test_parts_travel_hop_by_hop_with_the_same_numbers(oracles, mesh) -> None:
+    assert_equal_runs(run(config_of(exchange_chunks=3), MESHES[mesh]), oracles["softmax"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["alltoall", "ragged"])
+def test_three_devices_share_experts_as_well(exchange) -> None:
+    """Not a power of two: the hops of a chunked exchange go round instead of in pairs."""
+    mesh = MeshConfig(ep=3)
+    data = tuple(y[:6] for y in inputs())
+    want = run(config_of(num_experts=9, exchange="dense"), ONE_DEVICE, data=data)
+    for chunks in (1, 2):
+        if chunks == 1 or exchange == "alltoall":
+            config = config_of(num_experts=9, exchange=exchange, exchange_chunks=chunks)
+            assert_equal_runs(run(config, mesh, data=data), want)
+
+
+def all_to_one(params):
+    """A router that sends every token to expert 5 first and 0 second, whatever it holds."""
+    kernel = jnp.zeros_like(params["router"]["kernel"])
+    router = {
+        "kernel": kernel,
+        "bias": params["router"]["bias"] * 0 + jnp.eye(8)[5] + 1e-3 * jnp.eye(8)[0],
+    }
+    return {**params, "router": router}
+
+
+@pytest.mark.parametrize("exchange", ["alltoall", pytest.param("ragged", marks=pytest.mark.slow)])
+def test_all_tokens_to_one_expert_and_empty_experts(exchange) -> None:
+    changes = {"bias_update_speed": 0.1}
+    want = run(config_of(exchange="dense", **changes), ONE_DEVICE, alter=all_to_one)
+    load = want[0]["load_E"]
+    assert load[5] == load[0] == inputs()[1].sum() and np.count_nonzero(load) == 2
+    for mesh in ("ep8", "ep2-tp4"):
+        got = run(config_of(exchange=exchange, **changes), MESHES[mesh], alter=all_to_one)
+        assert got[0]["dropped"] == 0
+        assert_equal_runs(got, want)
+
+
+@pytest.mark.parametrize("exchange", [pytest.param("alltoall", marks=pytest.mark.slow), "ragged"])
+def test_ninety_six_experts_on_eight_devices(exchange) -> None:
+    sizes = {"num_experts": 96, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
+    want = run(config_of(exchange="dense", **sizes), ONE_DEVICE)
+    got = run(config_of(exchange=exchange, **sizes), MESHES["ep8"])
+    assert (want[0]["load_E"] == 0).any(), "some experts are empty here"
+    assert_equal_runs(got, want)
+
+
+def test_room_for_an_even_load_drops_what_is_beyond_it() -> None:
+    """What is dropped is counted, adds nothing to its token, and the rest is as it was."""
+    data = inputs()
+    whole = run(config_of(exchange="alltoall"), ONE_DEVICE)
+    for mesh, exchange in (("one", "alltoall"), ("ep4", "alltoall"), ("ep4", "ragged")):
+        config = config_of(exchange=exchange, capacity_factor=0.5)
+        got = run(config, MESHES[mesh])
+        dropped = got[0]["dropped"]
+        assert 0 < dropped < got[0]["load_E"].sum() / 2 + 8 * B
+        np.testing.assert_array_equal(got[0]["load_E"], whole[0]["load_E"])
+        same = np.abs(got[0]["y"] - whole[0]["y"]).max(-1) <= 1e-6
+        assert same[data[1]].any() and not same[data[1]].all()
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got[1]))
+    roomy = run(config_of(exchange="alltoall", capacity_factor=8.0), MESHES["ep4"])
+    assert roomy[0]["dropped"] == 0
+    assert_equal_runs(roomy, dense_oracle("softmax"))
+
+
+def test_padding_goes_to_no_expert_and_reaches_no_gradient() -> None:
+    x, valid = inputs()
+    other = np.where(valid[..., None], x, 1e3).astype(np.float32)
+    config = config_of(exchange="alltoall")
+    a, b = (run(config, MESHES["ep4"], data=(y, valid)) for y in (x, other))
+    np.testing.assert_array_equal(a[0]["load_E"], b[0]["load_E"])
+    assert np.abs(a[0]["y"][~valid]).max() == 0 == np.abs(a[1][1][~valid]).max()
+    for one, two in zip(jax.tree.leaves(a[1][0]), jax.tree.leaves(b[1][0]), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="grouped_matmul=padded needs as many rows"):
+        run(config_of(exchange="ragged", grouped_matmul="padded"), MESHES["ep2"])

@@ -1,0 +1,185 @@
+"""Models with sparse layers: the same loss on every mesh, text that follows the forward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, ONE_DEVICE
+from flax import nnx
+
+from configs.build import build_program
+from configs.schema import Config
+from model.config import ModelConfig, MoEConfig
+from model.generate import Generator
+from parallel.mesh import MeshConfig
+from training.step import Program
+
+MOE = MoEConfig(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    num_shared_experts=1,
+    router="sigmoid",
+    n_group=2,
+    topk_group=1,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+    decoder_sparse_step=2,
+    router_aux_loss_coef=0.05,
+    router_z_loss_coef=0.01,
+    bias_update_speed=0.01,
+)
+MODEL = ModelConfig(
+    vocab_size=264,
+    hidden_size=32,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    intermediate_size=48,
+    dtype="float32",
+    initializer_range=0.1,
+    loss_chunk=16,
+    moe=MOE,
+)
+B, L = 8, 32
+LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
+
+
+def program_of(mesh: MeshConfig, model: ModelConfig = MODEL, **sections) -> Program:
+    config = Config.model_validate(
+        {
+            "model": model,
+            "mesh": mesh,
+            "data": {"sequence_length": L, "global_batch_size": B},
+            "training": {"steps": 10, "seed": 3},
+            **sections,
+        }
+    )
+    return build_program(config, jax.devices()[: mesh.num_devices])
+
+
+def batch(program: Program, parts: int = 1) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    shape = (parts, B // parts, L)
+    segments = np.sort(rng.integers(0, 3, (B, L)), axis=1)
+    segments[2, 20:] = -1  # padding
+    mask = (rng.random((B, L)) < 0.9) & (segments >= 0)
+    fields = {
+        "tokens": rng.integers(0, 264, (B, L)).astype(np.int32),
+        "targets": rng.integers(0, 264, (B, L)).astype(np.int32),
+        "positions": np.tile(np.arange(L, dtype=np.int32), (B, 1)),
+        "segment_ids": segments.astype(np.int32),
+        "loss_mask": mask.astype(np.float32),
+    }
+    put = {name: y.reshape(shape) for name, y in fields.items()}
+    return {name: jax.device_put(y, program.batch_sharding) for name, y in put.items()}
+
+
+def gradients(mesh: MeshConfig, model: ModelConfig = MODEL, parts: int = 1):
+    program = program_of(mesh, model)
+    with jax.set_mesh(program.tp.manager.mesh):
+        params = program.init().params
+        loss, report, grads = jax.jit(program.gradients)(params, batch(program, parts))
+    return jax.tree.map(np.asarray, (loss, vars(report.health), grads))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return gradients(ONE_DEVICE)
+
+
+def assert_equal_gradients(got, want) -> None:
+    assert got[0] == pytest.approx(want[0], rel=LOSS_BOUND)
+    for name, value in want[1].items():
+        np.testing.assert_allclose(got[1][name], value, rtol=1e-5, err_msg=name)
+    flat, _ = jax.tree_util.tree_flatten_with_path(want[2])
+    for (path, b), a in zip(flat, jax.tree.leaves(got[2]), strict=True):
+        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)
+        assert error <= GRADIENT_BOUND, (jax.tree_util.keystr(path), error)
+
+
+MORE = {"ep8": MeshConfig(ep=8), "ep2-tp2-sp2": MeshConfig(ep=2, tp=2, sp=2)}
+
+
+@pytest.mark.parametrize(
+    "mesh", ["ep2-fsdp2-sp2", "ep8", *(pytest.param(m, marks=pytest.mark.slow) for m in
+     ("tp8", "fsdp8", "dp8", "dp2-fsdp2-tp2", "tp4-sp2", "ep2-tp2-sp2"))]
+)  # fmt: skip
+def test_loss_and_every_gradient_equal_one_device(one_device, mesh) -> None:
+    assert_equal_gradients(gradients((MESHES | MORE)[mesh]), one_device)
+
+
+def test_dense_and_sparse_layers_lie_where_the_config_says(one_device) -> None:
+    """1 dense layer first, then every second layer of the model is sparse: D S D S D."""
+    assert MODEL.sparse_layers == (False, True, False, True, False)
+    params = one_device[2]
+    assert params["layers"]["mlp"]["down"]["kernel"].shape == (3, 48, 32)
+    assert params["sparse_layers"]["mlp"]["down"]["kernel"].shape == (2, 8, 24, 32)
+    assert one_device[1]["load_E"].shape == (2, 8)
+    assert (one_device[1]["tokens"] == B * L - 12).all(), "padding counts nowhere"
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
+        moved = np.abs(leaf).max() > 0
+        assert moved == ("bias" not in jax.tree_util.keystr(path)), "the bias has no gradient"
+
+
+def test_parameters_and_flops_count_the_experts_of_a_token(one_device) -> None:
+    leaves = jax.tree.leaves(one_device[2])
+    assert sum(leaf.size for leaf in leaves) == MODEL.num_parameters
+    idle = 2 * (8 - 2) * 3 * 32 * 24  # experts that a token does not see, in two layers
+    norms, biases, embedding = 11 * 32, 2 * 8, 264 * 32
+    active = MODEL.num_parameters - idle - norms - biases - embedding
+    assert MODEL.num_matmul_parameters == active
+
+
+def test_accumulation_changes_no_loss_and_counts_every_token(one_device) -> None:
+    """Balance is a mean over microbatches, so that gradients differ; without it they do not."""
+    loss, health, _ = gradients(ONE_DEVICE, parts=2)
+    assert loss == pytest.approx(one_device[0], rel=LOSS_BOUND)
+    np.testing.assert_array_equal(health["load_E"], one_device[1]["load_E"])
+    plain = MOE.model_copy(update={"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0})
+    model = MODEL.model_copy(update={"moe": plain})
+    assert_equal_gradients(gradients(ONE_DEVICE, model, 2), gradients(ONE_DEVICE, model))
+
+
+def test_a_step_tells_of_its_experts_and_moves_the_bias() -> None:
+    program = program_of(MeshConfig(ep=2))
+    with jax.set_mesh(program.tp.manager.mesh):
+        state, metrics = program.train_step(program.init(), batch(program))
+        told = jax.tree.map(np.asarray, metrics["experts"])
+    assert set(told) == {"load_NE", "entropy_N", "dropped_N", "balance_N", "z_N", "bias_NE"}
+    assert all(told[name].shape == ((2, 8) if name.endswith("E") else (2,)) for name in told)
+    bias = np.asarray(state.params["sparse_layers"]["mlp"]["router"]["bias"])
+    load = told["load_NE"]
+    np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load))
+    assert (told["dropped_N"] == 0).all() and (told["balance_N"] >= 0.9).all()
+
+
+@pytest.mark.parametrize("cache", ["dense", "paged"])
+def test_generation_follows_the_argmax_of_the_full_forward(cache) -> None:
+    """With a capacity that would drop in training: text is never missing an expert."""
+    tight = MOE.model_copy(update={"capacity_factor": 0.5, "bias_update_speed": 0.0})
+    program = program_of(MeshConfig(ep=2, tp=2), MODEL.model_copy(update={"moe": tight}))
+    prompts = [np.array([5, 9, 200]), np.array([7]), np.array([1, 2, 3, 4, 5, 6])]
+    with jax.set_mesh(program.tp.manager.mesh):
+        params = program.init().params
+        generator = Generator(program.definition, program.config, program.tp, cache=cache)
+        texts = generator(params, prompts, max_new_tokens=5)
+    free = tight.model_copy(update={"capacity_factor": None})
+    whole = program_of(ONE_DEVICE, MODEL.model_copy(update={"moe": free}))
+    with jax.set_mesh(whole.tp.manager.mesh):
+
+        @jax.jit
+        def logits(params, tokens: jax.Array) -> jax.Array:
+            model = nnx.merge(whole.definition, params)
+            index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            return model.logits(model(tokens, index, jnp.zeros_like(tokens))[0])
+
+        rows = np.zeros((3, 16), np.int32)
+        for row, text in zip(rows, texts, strict=True):
+            row[: len(text)] = text
+        best = np.asarray(logits(whole.init().params, jnp.asarray(rows))).argmax(-1)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        np.testing.assert_array_equal(text[: len(prompt)], prompt)
+        np.testing.assert_array_equal(
+            text[len(prompt) :], best[row, len(prompt) - 1 : len(text) - 1]
+        )
