@@ -88,8 +88,9 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
         general = config.parallel.overlap  # also that of the head
-        if kind == "experts" and named == "split":
-            named = "bidirectional"  # blocks of grouped rows have no halves; told by the choice
+        halves_groups = kind == "experts" and named == "split"
+        if halves_groups:
+            named = "bidirectional"
         halved = "split" in (named, general) and kind != "experts"
         if halved and n > 1 and kind in shapes and not shapes[kind].halves:
             size = "data.sequence_length / (mesh.sp * mesh.tp)"
@@ -104,7 +105,7 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
             choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
         elif named != "auto":
             why = "as configured"
-            if kind == "experts" and general == "split":
+            if halves_groups:
                 why = "blocks of grouped rows cannot be split in halves"
             choices[kind] = Choice(named, why)
         elif config.parallel.residual == "hidden":

@@ -204,7 +204,8 @@ def _cross_check(config: Config) -> None:
         "mesh.tp",
         mesh.tp,
     )
-    _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
+    if False in model.sparse_layers:
+        _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
     padded = -(-model.vocab_size // mesh.tp) * mesh.tp
     or_pad = f"pad it: model.vocab_size={padded}"
     _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp, or_pad)
@@ -282,6 +283,19 @@ def _check_experts(config: Config) -> None:
             "parallel.overlap_experts=split: halves of a block would not hold whole groups of "
             "rows; use bidirectional"
         )
+    unread = {
+        "bias_update_speed": (moe.router == "expert_choice", "router=expert_choice"),
+        "norm_topk_prob": (moe.router not in ("softmax", "sigmoid"), f"router={moe.router}"),
+        "exchange_chunks": (moe.exchange in ("ragged", "dense"), f"exchange={moe.exchange}"),
+        "capacity_factor": (moe.exchange == "dense", "exchange=dense"),
+        "grouped_matmul": (moe.exchange == "dense", "exchange=dense"),
+    }
+    for name, (is_unread, by) in unread.items():
+        value = getattr(moe, name)
+        if is_unread and value != type(moe).model_fields[name].default:
+            raise ConfigError(
+                f"model.moe.{name}={value} has no meaning with model.moe.{by}; leave one out"
+            )
     if moe.router == "expert_choice" and config.training.sample_tokens:
         raise ConfigError(
             "model.moe.router=expert_choice looks at the tokens after one and cannot generate "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from model.config import LinearKind, ModelConfig
 from parallel.axes import (
     BATCH,
+    EP,
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
     TP,
@@ -105,6 +106,7 @@ def ring_shapes(
             width=config.hidden_size,
             block_bytes=rows * config.hidden_size * jnp.dtype(config.dtype).itemsize,
             halves=False,
+            kernels=config.moe.num_experts // manager.axis_size(EP),
             gather_columns=2 * width,
             scatter_columns=width,
         )

@@ -84,9 +84,10 @@ class MoEConfig(
     topk_group: PositiveInt = 1
     """Groups that a token may choose from (sigmoid)."""
     routed_scaling_factor: PositiveFloat = 1.0
-    """Times the weights (sigmoid)."""
+    """Times the weights."""
     router_aux_loss_coef: NonNegativeFloat = 0.01
-    """Of the balance loss of a layer, which is 1 for an even load."""
+    """Of the balance loss of a layer, 1 for an even load; summed over layers. (Of Hugging Face's
+    router_aux_loss_coef, which is of one loss over all layers: times top k, over layers.)"""
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Of the mean squared logsumexp of a layer's router logits."""
     bias_update_speed: NonNegativeFloat = 0.0
@@ -94,7 +95,8 @@ class MoEConfig(
     exchange: Literal["auto", ExchangeMethod] = "auto"
     """How tokens get to experts of other devices: alltoall, ragged, or dense, the oracle."""
     capacity_factor: PositiveFloat | None = None
-    """Room over that of an even load; what does not fit is dropped. null: nothing is dropped."""
+    """Room over that of an even load, per expert and sending device (ragged: per receiving device);
+    what does not fit is dropped. null: nothing is; buffers of alltoall then have room for all."""
     exchange_chunks: PositiveInt = 1
     """Parts of alltoall that travel hop by hop under the matmuls of others; 1: one collective."""
     grouped_matmul: Literal["auto", FormName] = "auto"

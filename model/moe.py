@@ -32,6 +32,7 @@ from model.router import (
     z_loss,
 )
 from parallel.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, GateBias, GateKernel
+from parallel.exchange import ExchangeMethod
 from parallel.expert import (
     EXPERT_AXES,
     ExpertColumnParallelLinear,
@@ -62,7 +63,7 @@ class MoEReport:
 class ExpertChoice:
     """How tokens meet experts, and why: exchange and form are names, reason is one line."""
 
-    exchange: str
+    exchange: ExchangeMethod
     form: str
     reason: str
 
@@ -122,11 +123,13 @@ class MoE(nnx.Module):
         x_BLD: jax.Array,
         valid_BL: jax.Array | None = None,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
+        *,
+        dropless: bool = False,
     ) -> tuple[jax.Array, MoEReport]:
         """x_BLD -> (x_BLD in its layout, what to tell of this layer).
 
-        valid_BL: False for padding, which goes to no expert and counts nowhere. In all modes but
-        train nothing is dropped, whatever the capacity.
+        valid_BL: False for padding, which goes to no expert and counts nowhere. dropless: whatever
+        the capacity; always so when text is generated.
         Communication: see `experts_of_tokens`, and 2 E + 4 numbers.
         """
         if mode != MODE_TRAIN and self.config.moe.router == "expert_choice":
@@ -148,7 +151,7 @@ class MoE(nnx.Module):
         body = partial(
             _moe_body,
             rule=rule_of(self.config),
-            plan=self._plan(column_spec, layout_of(spec, axis), mode),
+            plan=self._plan(column_spec, layout_of(spec, axis), dropless or mode != MODE_TRAIN),
             specs=(column_spec, row_spec),
             row_axes=(mesh_axes_of(spec[0]), mesh_axes_of(spec[1])),
         )
@@ -171,22 +174,21 @@ class MoE(nnx.Module):
             y_BLD += self.shared(x_BLD)
         return y_BLD, report
 
-    def _plan(self, column_spec: P, residual: Residual, mode: RUNTIME_MODE_TYPES) -> ExpertPlan:
+    def _plan(self, column_spec: P, residual: Residual, dropless: bool) -> ExpertPlan:
         moe, manager = self.config.moe, self.tp.manager
-        choice = choose_experts(self.config, manager, mode)
-        training = mode == MODE_TRAIN
+        choice = choose_experts(self.config, manager, dropless=dropless)
         axes = tuple(name for name in mesh_axes_of(column_spec[0]) if manager.mesh.shape[name] > 1)
         return ExpertPlan(
             num_experts=moe.num_experts,
             axes=axes,
             axis_name=self.tp.axis_name,
             residual=residual,
-            exchange=choice.exchange,  # type: ignore[arg-type]
+            exchange=choice.exchange,
             form=choice.form,
             overlap=self.tp.for_kind("experts").overlap,
             top_k=moe.num_experts_per_tok,
-            capacity_factor=moe.capacity_factor if training else None,
-            chunks=moe.exchange_chunks if training else 1,
+            capacity_factor=None if dropless else moe.capacity_factor,
+            chunks=1 if dropless else moe.exchange_chunks,
             native=_platform(manager) != "cpu",
             # Measured: smaller ones pad less on a CPU, larger ones keep a TPU's units busy.
             block=512 if _platform(manager) == "tpu" else 128,
@@ -213,38 +215,58 @@ def _platform(manager: PartitionManager) -> str:
 
 
 def choose_experts(
-    config: ModelConfig, manager: PartitionManager, mode: RUNTIME_MODE_TYPES = MODE_TRAIN
+    config: ModelConfig, manager: PartitionManager, *, dropless: bool = False
 ) -> ExpertChoice:
     """Exchange and grouped matmul of the sparse layers on this mesh, with the reasons.
 
-    Raises: ValueError for a grouped matmul that cannot take the rows of the exchange.
+    dropless: whatever the capacity of the configuration.
+    Raises: ValueError for a grouped matmul that cannot take the rows of the exchange, or does not
+    run here.
     """
     moe, platform = config.moe, _platform(manager)
-    dropless = moe.capacity_factor is None or mode != MODE_TRAIN
+    dropless |= moe.capacity_factor is None
     devices = manager.axis_size(EXPERT_AXES[moe.expert_rule][0].axes[0])
-    exchange, why = moe.exchange, "as configured"
-    if exchange == "auto" and devices == 1:
-        exchange, why = "alltoall", "all experts are on every device, nothing travels"
-    elif exchange == "auto" and dropless and moe.exchange_chunks == 1 and platform != "cpu":
-        exchange, why = "ragged", "nothing is dropped, and only rows that exist travel"
-    elif exchange == "auto":
-        exchange, why = "alltoall", "buffers of equal size travel hop by hop under the matmuls"
-        if platform == "cpu":
-            why = "ragged_all_to_all does not exist on cpu"
-    elif exchange == "ragged" and platform == "cpu":
-        why = "as configured, emulated: cpu has no ragged_all_to_all, so all rows are gathered"
+    exchange, why = _exchange_of(config, platform, devices, dropless)
     if exchange == "dense":
-        return ExpertChoice("dense", "einsum", f"exchange {why}; every expert sees every token")
-    form, reason = moe.grouped_matmul, "as configured"
-    uniform = not dropless and exchange == "alltoall"
+        return ExpertChoice("dense", "einsum", f"{why}; every expert sees every token")
+    if exchange == "alltoall" and dropless and devices > 1:
+        rows = moe.num_experts / moe.num_experts_per_tok
+        why += f", with room for all: {rows:.3g} times the rows that exist"
+    form, reason = str(moe.grouped_matmul), "as configured"
     if form == "auto":
-        form, reason = choose_form(platform, uniform=uniform)
+        form, reason = choose_form(platform, uniform=not dropless and exchange == "alltoall")
     if form == "padded" and exchange == "ragged":
         raise ValueError(
             "model.moe.grouped_matmul=padded needs as many rows for every expert, which "
             "exchange=ragged does not give; use another form, or alltoall"
         )
-    return ExpertChoice(exchange, form, f"exchange {why}; grouped matmul {reason}")
+    if form == "pallas" and platform != "tpu":
+        raise ValueError(
+            f"model.moe.grouped_matmul=pallas runs on TPU only, these devices are {platform}; use "
+            "auto"
+        )
+    return ExpertChoice(exchange, form, f"{why}; grouped matmul {reason}")
+
+
+def _exchange_of(
+    config: ModelConfig, platform: str, devices: int, dropless: bool
+) -> tuple[ExchangeMethod, str]:
+    """How tokens get to experts that `devices` devices share, and why."""
+    moe = config.moe
+    if moe.exchange == "dense":
+        return "dense", "exchange as configured"
+    if devices == 1:
+        return "alltoall", "all experts are on every device, nothing travels"
+    if moe.exchange == "ragged" and platform == "cpu":
+        return "ragged", "emulated: cpu has no ragged_all_to_all, so all rows are gathered"
+    if moe.exchange != "auto":
+        return moe.exchange, "exchange as configured"
+    if platform == "cpu":
+        return "alltoall", "cpu has no ragged_all_to_all"
+    if dropless and moe.exchange_chunks == 1:
+        return "ragged", "nothing is dropped, and only rows that exist travel"
+    how = "hop by hop under the matmuls" if moe.exchange_chunks > 1 else "in one collective"
+    return "alltoall", f"buffers of equal size travel {how}"
 
 
 def _moe_body(
@@ -318,7 +340,10 @@ def auxiliary_loss(report: MoEReport, config: ModelConfig) -> jax.Array:
 
 
 def report_arrays(report: MoEReport, params: Any) -> dict[str, jax.Array]:
-    """What `training/health.py` reads, of all sparse layers `N ...`."""
+    """What `training/health.py` reads, of all sparse layers `N ...`.
+
+    Of several microbatches: of all their tokens together; in the gradients is the mean over them.
+    """
     health, assigned_N = report.health, jnp.sum(report.health.load_E, axis=-1)
     arrays = {
         "load_NE": health.load_E,

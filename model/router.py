@@ -80,28 +80,31 @@ def check_rule(rule: RouterRule, num_experts: int) -> None:
     name, k, groups, top = rule.name, rule.top_k, rule.num_groups, rule.top_groups
     if not 1 <= k <= num_experts:
         raise ValueError(
-            f"top_k={k}: there are {num_experts} experts; use a number from 1 to {num_experts}"
+            f"num_experts_per_tok={k}: there are {num_experts} experts; use a number from 1 to "
+            f"{num_experts}"
         )
     if name == "switch" and k != 1:
-        raise ValueError(f"top_k={k}: the switch router chooses one expert per token; use 1")
+        raise ValueError(
+            f"num_experts_per_tok={k}: the switch router chooses one expert per token; use 1"
+        )
     if name != "sigmoid" and (groups, top) != (1, 1):
         raise ValueError(
-            f"num_groups={groups}, top_groups={top}: the {name} router knows no groups of experts; "
+            f"n_group={groups}, topk_group={top}: the {name} router knows no groups of experts; "
             "use 1 and 1, or the sigmoid router"
         )
     if groups < 1 or num_experts % groups:
         divisors = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
         raise ValueError(
-            f"num_groups={groups} does not divide {num_experts} experts; use one of {divisors}"
+            f"n_group={groups} does not divide {num_experts} experts; use one of {divisors}"
         )
     if not 1 <= top <= groups:
         raise ValueError(
-            f"top_groups={top}: there are {groups} groups; use a number from 1 to {groups}"
+            f"topk_group={top}: there are {groups} groups; use a number from 1 to {groups}"
         )
     if k > (reach := top * num_experts // groups):
         raise ValueError(
-            f"top_k={k}: the top_groups={top} best groups hold {reach} experts; use at most "
-            f"{reach}, or more top_groups"
+            f"num_experts_per_tok={k}: the topk_group={top} best groups hold {reach} experts; use "
+            f"at most {reach}, or more topk_group"
         )
 
 

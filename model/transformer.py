@@ -64,6 +64,7 @@ class Block(nnx.Module):
         layer_type: LayerType,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
+        dropless: bool = False,
     ) -> tuple[jax.Array, LayerCache | None, MoEReport | None]:
         normed_BLD = self.attention_norm(x_BLD)
         out_BLD, cache = self.attention(
@@ -72,7 +73,7 @@ class Block(nnx.Module):
         x_BLD += out_BLD
         normed_BLD = self.mlp_norm(x_BLD)
         if isinstance(self.mlp, MoE):
-            out_BLD, report = self.mlp(normed_BLD, rows.valid_BL, mode)
+            out_BLD, report = self.mlp(normed_BLD, rows.valid_BL, mode, dropless=dropless)
             return x_BLD + out_BLD, cache, report
         return x_BLD + self.mlp(normed_BLD), cache, None
 
@@ -111,12 +112,14 @@ class Transformer(nnx.Module):
         *,
         index_L: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
+        dropless: bool = False,
     ) -> tuple[jax.Array, MoEReport | None]:
         """Tokens `B L` -> (normed x_BLD in the residual layout, reports of sparse layers `N ...`).
 
         segment_ids_BL: documents; negative: padding, which goes to no expert.
         index_L: row index of every token, if they are in another order (see `row_order`).
-        dropout_key: of this batch; None: nothing is dropped.
+        dropout_key: of this batch; None: no attention weight is dropped. dropless: experts have
+        room for all tokens, whatever their capacity: losses to compare must not depend on it.
         """
         rows = (tokens_BL, positions_BL, segment_ids_BL)
         constrain = self.tp.manager.constrain
@@ -135,7 +138,7 @@ class Transformer(nnx.Module):
             if key is not None:
                 key = jax.random.fold_in(key, number)
             rows = dataclasses.replace(info, dropout_key=key)
-            x_BLD, _, report = block(x_BLD, rows, layer_type=kind[0])
+            x_BLD, _, report = block(x_BLD, rows, layer_type=kind[0], dropless=dropless)
             return x_BLD, report
 
         if self.config.remat != "none":

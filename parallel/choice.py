@@ -36,6 +36,8 @@ class RingShape:
     """Features that the row-parallel kernel contracts; 0: nothing is scattered."""
     halves: bool = True
     """A block can be cut in two."""
+    kernels: int = 1
+    """Kernels that share the rows of a partial matmul between them: experts."""
 
 
 @dataclass(frozen=True)
@@ -95,5 +97,7 @@ def _matmul_seconds(
     compute = 2 * shape.rows * n * shape.width * columns / (_EFFICIENCY * chip.peak_flops)
     compute *= _SHORT_PENALTY if rows < _FULL_ROWS else 1.0
     item = shape.block_bytes // (shape.rows * shape.width)
-    kernel_bytes = item * shape.width * columns  # read again for every partial matmul
+    kernel_bytes = (
+        item * shape.width * columns * shape.kernels
+    )  # read again for every partial matmul
     return max(compute, parts * kernel_bytes / chip.hbm_bandwidth)

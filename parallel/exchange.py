@@ -130,7 +130,7 @@ def _from_places_backward(residuals: Any, g_TD: jax.Array) -> tuple[jax.Array, j
     dweight_R = jnp.sum(y_RD.astype(jnp.float32) * g_RD.astype(jnp.float32), axis=-1)
     dweights_TK = _read(dweight_R, places.place_A).reshape(T, K)
     weight_R = _read(weights_TK.reshape(-1), places.item_R)
-    dy_RD = g_RD * weight_R[:, None].astype(g_RD.dtype)
+    dy_RD = g_RD.astype(jnp.float32) * weight_R[:, None]
     return dy_RD.astype(y_RD.dtype), dweights_TK.astype(weights_TK.dtype), None
 
 
@@ -253,7 +253,7 @@ class RaggedPlan:
         """The local group of every received row; the number of groups where there is none."""
         sizes = self.received_nE.reshape(-1)
         ends = jnp.cumsum(sizes)
-        slot_R = jnp.searchsorted(ends, jnp.arange(self.rows), side="right")
+        slot_R = jnp.searchsorted(ends, jnp.arange(self.rows), side="right", method="compare_all")
         groups = self.received_nE.shape[1]
         return jnp.where(slot_R < ends.shape[0], slot_R % groups, groups).astype(jnp.int32)
 

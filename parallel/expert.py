@@ -60,7 +60,7 @@ EXPERT_AXES: Mapping[ExpertRule, tuple[Any, Any]] = {
 SAVED_NAMES = ("expert_rows", "expert_product", "expert_results")
 """`checkpoint_name`s of what a backward pass had better not compute, or fetch, again."""
 
-GroupedFunction = Callable[..., jax.Array]
+Elementwise = Callable[..., jax.Array]
 
 
 class _ExpertLinear(nnx.Module):
@@ -168,7 +168,7 @@ class _Kernels:
 
     column: tuple[jax.Array, ...]
     row: jax.Array
-    function: GroupedFunction
+    function: Elementwise
 
 
 def experts_of_tokens(
@@ -178,7 +178,7 @@ def experts_of_tokens(
     column: Sequence[jax.Array],
     row: jax.Array,
     *,
-    function: GroupedFunction,
+    function: Elementwise,
     plan: ExpertPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """sum over k of weight * expert(token), and how many assignments were dropped (float32).

@@ -86,10 +86,14 @@ def _random_batch(sharding: Any, vocabulary: int) -> dict[str, jax.Array]:
 def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
     """One sparse layer of a configuration on an absent slice, forward and with its derivatives.
 
+    Without remat, and with room for an even load (capacity_factor 1) unless overridden.
     Predicted times, what of the exchange is exposed, and the bytes that a device sends against
     the count: tokens * top_k * hidden * 2 directions * bytes, less what stays on the device.
+    Raises: ValueError for a mesh on which other permutes or exchanges would be counted.
     """
-    config = load_config(path, overrides)
+    config = load_config(path, ["model.moe.capacity_factor=1.0", *overrides])
+    if config.mesh.tp > 1 or config.model.moe.expert_rule == "unified":
+        raise ValueError("bench exchange counts what crosses ep: use mesh.tp=1 and another rule")
     program = build_program(config, absent_devices(topology))
     tp, model = program.tp, config.model
     shape = (

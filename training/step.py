@@ -84,11 +84,16 @@ class Program:
         return jax.sharding.NamedSharding(self.tp.manager.mesh, spec)
 
     def loss_sum(
-        self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
+        self,
+        params: Any,
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        dropless: bool = False,
     ) -> tuple[jax.Array, MoEReport | None]:
         """(summed cross-entropy in nats of one microbatch, what its sparse layers tell).
 
-        batch: fields (B, L).
+        batch: fields (B, L). dropless: experts have room for all, whatever their capacity.
         """
         model = nnx.merge(self.definition, params)
         order = model.row_order(batch["tokens"].shape[1])
@@ -106,6 +111,7 @@ class Program:
                 batch["segment_ids"],
                 index_L=index_L,
                 dropout_key=dropout_key,
+                dropless=dropless,
             )
             loss = cross_entropy_sum(
                 hidden,
@@ -143,7 +149,9 @@ class Program:
 
         def micro(params: Any, part: Batch, number: Any) -> tuple[Any, Any]:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
-            (_, told), grads = jax.value_and_grad(objective, has_aux=True)(params, part, key)
+            # Around the derivative too: rules of custom derivatives are traced after the forward.
+            with jax.default_matmul_precision(self._precision):
+                (_, told), grads = jax.value_and_grad(objective, has_aux=True)(params, part, key)
             return told, grads
 
         first = {name: field[0] for name, field in batch.items()}
@@ -199,6 +207,7 @@ class Program:
 
         def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
             part = {name: field[0] for name, field in batch.items()}
-            return self.loss_sum(params, part)[0], jnp.sum(part["loss_mask"])
+            total, _ = self.loss_sum(params, part, dropless=True)
+            return total, jnp.sum(part["loss_mask"])
 
         return jax.jit(step)

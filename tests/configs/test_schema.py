@@ -79,7 +79,7 @@ REFUSALS = {
         "mesh.dp * mesh.fsdp * mesh.ep=3; use mesh.dp * mesh.fsdp * mesh.ep=2 or 4"
     ),
     "model.moe.num_experts_per_tok=4": (
-        "model.moe.num_experts_per_tok=4 is read by sparse layers alone, and model.moe.num_experts=0"
+        "model.moe.num_experts_per_tok=4 is read by sparse layers alone, and model.moe.num_exp"
     ),
     "model.attention=flashh": "model.attention: unknown attention operation 'flashh'; registered:",
 }
@@ -91,13 +91,25 @@ OF_EXPERTS = {
     "model.moe.moe_intermediate_size=100": (
         "model.moe.moe_intermediate_size=100 is not divisible by mesh.tp=8"
     ),
-    "model.moe.num_experts_per_tok=9": "model.moe.router=softmax: top_k=9: there are 8 experts",
-    "model.moe.router=switch": "model.moe.router=switch: top_k=2: the switch router chooses one",
-    "model.moe.n_group=2": "router=softmax: num_groups=2, top_groups=1: the softmax router knows no",
+    "model.moe.num_experts_per_tok=9": "router=softmax: num_experts_per_tok=9: there are 8",
+    "model.moe.router=switch": "router=switch: num_experts_per_tok=2: the switch router",
+    "model.moe.n_group=2": "router=softmax: n_group=2, topk_group=1: the softmax router",
     "model.moe.router=best": "model.moe.router='best': input should be 'softmax', 'topk_softmax',",
     "model.moe.first_k_dense_replace=2": "leave none of the 2 layers sparse; lower them",
     "model.moe.capacity_factor=0": "model.moe.capacity_factor=0: input should be greater than 0",
     "parallel.overlap_experts=split": "halves of a block would not hold whole groups of rows",
+    "model.moe.bias_update_speed=0.1 model.moe.router=expert_choice": (
+        "model.moe.bias_update_speed=0.1 has no meaning with model.moe.router=expert_choice"
+    ),
+    "model.moe.norm_topk_prob=false model.moe.router=topk_softmax": (
+        "model.moe.norm_topk_prob=False has no meaning with model.moe.router=topk_softmax"
+    ),
+    "model.moe.exchange_chunks=2 model.moe.exchange=ragged": (
+        "model.moe.exchange_chunks=2 has no meaning with model.moe.exchange=ragged; leave one out"
+    ),
+    "model.moe.capacity_factor=2 model.moe.exchange=dense": (
+        "model.moe.capacity_factor=2.0 has no meaning with model.moe.exchange=dense"
+    ),
     "model.moe.router=expert_choice": "cannot generate text; set training.sample_tokens=0, or use",
 }
 
@@ -147,7 +159,7 @@ def test_the_dump_gives_back_values_that_are_not_defaults(tmp_path):
 @pytest.mark.parametrize("override", OF_EXPERTS)
 def test_what_experts_cannot_be_is_refused(override):
     batch = "data.global_batch_size=24"
-    assert OF_EXPERTS[override] in refusal(TP8, "model.moe.num_experts=8", batch, override)
+    assert OF_EXPERTS[override] in refusal(TP8, "model.moe.num_experts=8", batch, *override.split())
 
 
 def test_overrides_are_yaml_values_and_the_last_one_wins():

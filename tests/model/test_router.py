@@ -477,14 +477,17 @@ def a_rule(name="sigmoid", top_k=2, **rest):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (a_rule(top_k=9), "top_k=9: there are 8 experts; use a number from 1 to 8"),
-        (a_rule(top_k=0), "top_k=0: there are 8 experts; use a number from 1 to 8"),
-        (a_rule("switch"), "top_k=2: the switch router chooses one expert per token; use 1"),
-        (a_rule(num_groups=3), "num_groups=3 does not divide 8 experts; use one of 1, 2, 4, 8"),
-        (a_rule(num_groups=2, top_groups=3), "top_groups=3: there are 2 groups; use a number from"),
+        (a_rule(top_k=9), "num_experts_per_tok=9: there are 8 experts; use a number from 1 to 8"),
+        (a_rule(top_k=0), "num_experts_per_tok=0: there are 8 experts; use a number from 1 to 8"),
+        (
+            a_rule("switch"),
+            "num_experts_per_tok=2: the switch router chooses one expert per token; use 1",
+        ),
+        (a_rule(num_groups=3), "n_group=3 does not divide 8 experts; use one of 1, 2, 4, 8"),
+        (a_rule(num_groups=2, top_groups=3), "topk_group=3: there are 2 groups; use a number from"),
         (
             a_rule(top_k=3, num_groups=4),
-            "top_k=3: the top_groups=1 best groups hold 2 experts; use at most 2, or more",
+            "num_experts_per_tok=3: the topk_group=1 best groups hold 2 experts; use at most 2",
         ),
         (a_rule("softmax", num_groups=2), "the softmax router knows no groups of experts; use 1"),
     ],

@@ -183,3 +183,47 @@ def test_generation_follows_the_argmax_of_the_full_forward(cache) -> None:
         np.testing.assert_array_equal(
             text[len(prompt) :], best[row, len(prompt) - 1 : len(text) - 1]
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_remat_changes_no_number(one_device, remat) -> None:
+    model = MODEL.model_copy(update={"remat": remat})
+    assert_equal_gradients(gradients(MeshConfig(ep=2), model), one_device)
+
+
+@pytest.mark.slow
+def test_accumulation_on_several_devices_is_that_of_one() -> None:
+    assert_equal_gradients(gradients(MeshConfig(ep=4), parts=2), gradients(ONE_DEVICE, parts=2))
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_alike_on_several_devices() -> None:
+    """Within the rounding of activations, 2 ** -8, times the length of a sum of few."""
+    model = MODEL.model_copy(update={"dtype": "bfloat16"})
+    got, want = gradients(MeshConfig(ep=2, tp=2), model), gradients(ONE_DEVICE, model)
+    assert got[0] == pytest.approx(want[0], rel=2**-8)
+
+
+def test_evaluation_drops_nothing_whatever_the_capacity() -> None:
+    tight = MOE.model_copy(update={"capacity_factor": 0.25})
+    sums = []
+    for moe, mesh in ((MOE, ONE_DEVICE), (tight, MeshConfig(ep=2))):
+        program = program_of(mesh, MODEL.model_copy(update={"moe": moe}))
+        with jax.set_mesh(program.tp.manager.mesh):
+            params = program.init().params
+            sums.append([float(y) for y in program.eval_step(params, batch(program))])
+    assert sums[1] == pytest.approx(sums[0], rel=LOSS_BOUND)
+
+
+@pytest.mark.parametrize("form", ["blocked", "padded"])
+def test_float32_is_float32_in_every_matmul_of_forward_and_backward(monkeypatch, form) -> None:
+    """TPUs and GPUs would multiply float32 in shorter passes; derivatives are traced apart."""
+    monkeypatch.setattr(Program, "_precision", "highest")
+    moe = MOE.model_copy(update={"grouped_matmul": form, "capacity_factor": 2.0})
+    program = program_of(MeshConfig(ep=2, tp=2), MODEL.model_copy(update={"moe": moe}))
+    with jax.set_mesh(program.tp.manager.mesh):
+        text = program.train_step.lower(program.abstract_state, batch(program)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 20
+    assert not [line for line in products if "HIGHEST" not in line]
