@@ -47,7 +47,8 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in choices.items()})
     choose_attention(config, tp)
     if True in config.model.sparse_layers:
-        choose_experts(config.model, tp.manager)
+        for dropless in (False, True):  # training, and evaluation
+            choose_experts(config.model, tp.manager, dropless=dropless)
     schedule = make_schedule(config.optimizer, config.training.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
     return Program(config.model, tp, optimizer, schedule, config.training.seed)

@@ -256,6 +256,11 @@ def _check_experts(config: Config) -> None:
     """The laws of sparse layers."""
     model, mesh, moe = config.model, config.mesh, config.model.moe
     if not moe.num_experts:
+        if config.parallel.overlap_experts is not None:
+            raise ConfigError(
+                f"parallel.overlap_experts={config.parallel.overlap_experts} is read by sparse "
+                "layers alone, and model.moe.num_experts=0; set it, or leave the other out"
+            )
         for name, value in moe:
             if value != type(moe).model_fields[name].default:
                 raise ConfigError(

@@ -263,7 +263,7 @@ def _exchange_of(
         return moe.exchange, "exchange as configured"
     if platform == "cpu":
         return "alltoall", "cpu has no ragged_all_to_all"
-    if dropless and moe.exchange_chunks == 1:
+    if dropless and moe.exchange_chunks == 1 and moe.grouped_matmul != "padded":
         return "ragged", "nothing is dropped, and only rows that exist travel"
     how = "hop by hop under the matmuls" if moe.exchange_chunks > 1 else "in one collective"
     return "alltoall", f"buffers of equal size travel {how}"

@@ -7,13 +7,16 @@ of this device, K items per token, A items (T K), R rows, E groups, n devices th
 experts, D features.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import get_abstract_mesh
 
 from parallel.grouped_matmul import RowLayout
 from parallel.ring import all_gather
@@ -205,7 +208,14 @@ class Hops:
         pairs = [(rank, self._target(rank, distance)) for rank in range(axis_count(self.axes))]
         if back:
             pairs = [(target, source) for source, target in pairs]
-        return lax.ppermute(block, self.axes, pairs)
+        # ppermute counts devices in the order of the mesh, whatever the order of its axes.
+        names = [name for name in get_abstract_mesh().axis_names if name in self.axes]
+        sizes = [lax.axis_size(name) for name in self.axes]
+        order = np.arange(math.prod(sizes)).reshape(sizes)
+        order = order.transpose([self.axes.index(name) for name in names]).ravel()
+        number = {int(rank): place for place, rank in enumerate(order)}
+        pairs = [(number[source], number[target]) for source, target in pairs]
+        return lax.ppermute(block, tuple(names), pairs)
 
     def groups(self, count: int) -> list[list[int]]:
         """Positions in at most `count` groups, 2 or more: the own block, which waits for none, and

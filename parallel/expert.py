@@ -144,8 +144,8 @@ class ExpertPlan:
         """Rows for one expert from one device in `alltoall`, from so many tokens."""
         if self.capacity_factor is None:
             return tokens
-        even = tokens * self.top_k / self.num_experts
-        return max(1, min(tokens, math.ceil(self.capacity_factor * even)))
+        room = self.capacity_factor * tokens * self.top_k / self.num_experts
+        return max(1, math.ceil(min(room, tokens)))
 
     def received(self, tokens: int, items: int) -> int:
         """Rows of a receiving buffer in `ragged`, for so many tokens and items per device."""
@@ -153,7 +153,7 @@ class ExpertPlan:
         most = n * min(items, tokens * (self.num_experts // n))
         if self.capacity_factor is None:
             return most
-        return max(1, min(most, math.ceil(self.capacity_factor * tokens * self.top_k)))
+        return max(1, math.ceil(min(self.capacity_factor * tokens * self.top_k, most)))
 
     def layout(self, bound: int, groups: int) -> RowLayout:
         """Of rows that meet the experts, at most `bound`, as the grouped matmul wants them."""
@@ -353,9 +353,9 @@ def _dense(
     first = lax.axis_index(plan.axes) * e if plan.axes else 0
     own = experts[..., None] == first + jnp.arange(e)
     weights_Te = jnp.sum(jnp.where(own, weights[..., None], 0), axis=1)
-    h = kernels.function(*(jnp.einsum("td,edf->tef", x, w) for w in kernels.column))
-    y = jnp.einsum("tef,efd->ted", h, kernels.row, preferred_element_type=jnp.float32)
-    y = jnp.sum(y * weights_Te[..., None], axis=1)
+    h = kernels.function(*(jnp.einsum("td,edf->etf", x, w) for w in kernels.column))
+    y = jnp.einsum("etf,efd->etd", h, kernels.row, preferred_element_type=jnp.float32)
+    y = jnp.sum(y * weights_Te.T[..., None], axis=0)
     if hidden:
         y = reduce_scatter(y, axis, -1)
     if axis_count(over) > 1:

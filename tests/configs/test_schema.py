@@ -78,6 +78,7 @@ REFUSALS = {
         "data.global_batch_size / training.gradient_accumulation=16 is not divisible by "
         "mesh.dp * mesh.fsdp * mesh.ep=3; use mesh.dp * mesh.fsdp * mesh.ep=2 or 4"
     ),
+    "parallel.overlap_experts=ring": "parallel.overlap_experts=ring is read by sparse layers alone",
     "model.moe.num_experts_per_tok=4": (
         "model.moe.num_experts_per_tok=4 is read by sparse layers alone, and model.moe.num_exp"
     ),
