@@ -131,6 +131,7 @@ def test_parameters_and_flops_count_the_experts_of_a_token(one_device) -> None:
     assert MODEL.num_matmul_parameters == active
 
 
+@pytest.mark.slow
 def test_accumulation_changes_no_loss_and_counts_every_token(one_device) -> None:
     """Balance is a mean over microbatches, so that gradients differ; without it they do not."""
     loss, health, _ = gradients(ONE_DEVICE, parts=2)
