@@ -432,7 +432,8 @@ def assert_remat_keeps_what_was_dispatched(case: Case) -> None:
     want, plain = run(case)
     got, program = run(case, wrap=partial(jax.checkpoint, policy=REMAT))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b)
+        # Not the same bits: what is computed again may be fused otherwise (seen on jax 0.12).
+        np.testing.assert_allclose(a, b, atol=GRADIENT_BOUND * np.abs(b).max(), rtol=0)
     there_and_derivative = 2 * (1 if case.chunks == 1 else 3)
     assert dispatches(program) == dispatches(plain) == there_and_derivative
 
