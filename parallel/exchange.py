@@ -272,7 +272,7 @@ class RaggedPlan:
         found, kept = self.found_nnE.sum(-1), self.kept_nnE.sum(-1)
         at_source = jnp.cumsum(found, axis=1) - found
         at_target = jnp.cumsum(kept, axis=0) - kept
-        return tuple(y.astype(jnp.int32) for y in (kept, at_source, at_target))  # type: ignore[return-value]
+        return kept.astype(jnp.int32), at_source.astype(jnp.int32), at_target.astype(jnp.int32)
 
     def send(self, x_AD: jax.Array, *, native: bool) -> jax.Array:
         """Rows sorted by global group -> the `rows` of this device's groups, by source and group.

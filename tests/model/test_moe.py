@@ -272,7 +272,7 @@ def test_ninety_six_experts_on_eight_devices(exchange) -> None:
 
 
 def test_room_for_an_even_load_drops_what_is_beyond_it() -> None:
-    """What is dropped is counted, adds nothing to its token, and the rest is as it was."""
+    """Drops are counted and change some tokens; which ones, tests/parallel/test_expert.py holds."""
     data = inputs()
     whole = run(config_of(exchange="alltoall"), ONE_DEVICE)
     for mesh, exchange in (("one", "alltoall"), ("ep4", "alltoall"), ("ep4", "ragged")):

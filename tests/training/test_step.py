@@ -72,7 +72,7 @@ def gradients(fields: dict[str, np.ndarray], accumulation: int = 1, mesh: MeshCo
     program = program_on(mesh)
     with jax.set_mesh(program.tp.mesh):
         batch = placed(program, fields, accumulation)
-        loss, grads = gradients_on(mesh)(fresh_on(mesh).params, batch)
+        loss, _, grads = gradients_on(mesh)(fresh_on(mesh).params, batch)
     return float(loss), leaves(grads)
 
 
