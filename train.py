@@ -47,6 +47,11 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
         raise ValueError(
             f"data: {error.filename}: {error.strerror}; check data.files and data.cache_dir"
         ) from error
+    if rows.tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the "
+            f"{rows.tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; raise it"
+        )
     devices, notice = open_devices(config)
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
@@ -62,7 +67,7 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
             for kind, choice in choose_attention(config, program.tp).items()
         ),
         *_expert_lines(config, program),
-        f"data {rows.epoch_tokens:,} training tokens per epoch, {rows.num_eval} held-out rows",
+        *(source.summary for source in rows.sources),
         f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
     ]
     model, tp = config.model, config.mesh.tp
@@ -83,7 +88,7 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
     )
 
     def sample(params: Any, prompt: str, tokens: int) -> str:
-        ids = rows.tokenizer.encode(prompt.encode())
+        ids = rows.tokenizer.encode(prompt)
         stop_ids = [rows.tokenizer.eos_id]
         (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
         return rows.tokenizer.decode(text)

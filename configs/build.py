@@ -59,7 +59,7 @@ def choose_attention(config: Config, tp: TensorParallelConfig) -> dict[LayerType
 
     Raises: ValueError if the configured one cannot do what a layer needs, with what it lacks.
     """
-    model, length = config.model, config.data.sequence_length
+    model, length = config.model, config.data.row_length
     try:
         return {
             kind: choose_for_layer(model, kind, tp.manager, length=length)
@@ -79,8 +79,8 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
     shapes = ring_shapes(
         config.model,
         manager,
-        batch=config.data.global_batch_size // config.training.gradient_accumulation,
-        length=config.data.sequence_length,
+        batch=max(config.data.batch_sizes) // config.training.gradient_accumulation,
+        length=config.data.row_length,
     )
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
     choices: dict[str, Choice] = {}
@@ -136,8 +136,8 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
     activations = activation_tensors(
         config.model,
         manager,
-        batch=config.data.global_batch_size // config.training.gradient_accumulation,
-        length=config.data.sequence_length,
+        batch=max(config.data.batch_sizes) // config.training.gradient_accumulation,
+        length=config.data.row_length,
     )
     return {
         "parameters": sharding_table(parameters, manager),

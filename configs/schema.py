@@ -1,22 +1,20 @@
 """The whole configuration of a run: one frozen tree of typed values, from YAML and overrides.
 
 Sections are defined in the file of the component that they configure; defaults live there. Here
-they are put together, read, and checked against each other. Whatever a user can get wrong is a
-ConfigError: path, value, law, remedy, on one line.
+they are put together and checked against each other; configs/reading.py reads them. Whatever a user
+can get wrong is a ConfigError: path, value, law, remedy, on one line.
 """
 
-import difflib
 import io
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
-from data.pipeline import DataConfig
+from configs.reading import ConfigError, read_tree, validate
+from data.config import DataConfig, phases
+from data.schedule import BatchPlan
 from data.tokenizer import ByteTokenizer
 from model.attention.dispatch import AUTO
 from model.attention.operation import OperationRegistry
@@ -28,10 +26,6 @@ from parallel.partition import Residual
 from training.checkpoint import CheckpointConfig
 from training.loop import RunConfig, TrainingConfig
 from training.optimizer import OptimizerConfig
-
-
-class ConfigError(ValueError):
-    """What a user can mend in the configuration, on one line."""
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -77,32 +71,9 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a YAML file, applies `section.key=value` overrides, checks everything.
 
-    Values are YAML 1.2 (1e-3 is a number, null is null). Raises: ConfigError.
+    Raises: ConfigError.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"--config {path} is not text: {error.reason}; give a YAML file"
-        ) from error
-    except OSError as error:
-        near = ", ".join(str(p) for p in sorted(Path("configs").glob("*.yaml")))
-        raise ConfigError(
-            f"--config {path}: {error.strerror}; give a YAML file"
-            + (f", for example one of {near}" if near else "")
-        ) from error
-    tree = _parse(text, f"--config {path}")
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path} is a {type(tree).__name__}; write 'section:' mappings")
-    for override in overrides:
-        _apply(tree, override)
-    _check_keys(tree, Config, "")
-    try:
-        config = Config.model_validate(tree, strict=True)
-    except ValidationError as error:
-        raise ConfigError("; ".join(_explain(item) for item in error.errors())) from error
+    config = validate(read_tree(path, overrides), Config)
     _cross_check(config)
     return config
 
@@ -116,78 +87,10 @@ def dump_config(config: Config) -> str:
     return stream.getvalue()
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        reason = re.sub(r"\s+", " ", str(error)).strip()
-        raise ConfigError(f"{where} is not YAML: {reason}") from error
-
-
-def _apply(tree: dict[str, Any], override: str) -> None:
-    path, equals, text = override.partition("=")
-    if not equals or not path:
-        raise ConfigError(f"override {override!r}: write section.key=value")
-    *sections, key = path.split(".")
-    node = tree
-    for depth, name in enumerate(sections):
-        if node.get(name) is None:
-            node[name] = {}
-        node = node[name]
-        if not isinstance(node, dict):
-            raise ConfigError(
-                f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value"
-            )
-    node[key] = _parse(text, f"override {override!r}")
-
-
-def _check_keys(tree: dict[str, Any], model: type[BaseModel], prefix: str) -> None:
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        if key not in model.model_fields:
-            raise ConfigError(f"{path}: unknown key; {_nearest(path)}")
-        section = model.model_fields[key].annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            if not isinstance(value, dict):
-                names = ", ".join(section.model_fields)
-                raise ConfigError(f"{path}={value!r} is not a section; write {path}: with {names}")
-            _check_keys(value, section, f"{path}.")
-
-
-def _nearest(path: str) -> str:
-    """The key that was meant: the same name in another section, else the nearest spelling."""
-    known = list(config_keys())
-    leaves = {name.rpartition(".")[2]: name for name in known}
-    leaf = path.rpartition(".")[2]
-    close = [leaves[leaf]] if leaf in leaves else difflib.get_close_matches(path, known, n=1)
-    close = close or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)]
-    return f"did you mean {close[0]}?" if close else f"sections: {', '.join(Config.model_fields)}"
-
-
-def config_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """All dotted keys."""
-    for name, info in model.model_fields.items():
-        section = info.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            yield from config_keys(section, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _explain(item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    law = item["msg"].removeprefix("Value error, ")
-    law = law[0].lower() + law[1:]
-    return f"{path}={item['input']!r}: {law}"
-
-
 def _cross_check(config: Config) -> None:
     """The laws between sections; the first broken one is reported."""
-    model, mesh, data = config.model, config.mesh, config.data
+    model, mesh = config.model, config.mesh
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    batch_parts = mesh.dp * mesh.fsdp * mesh.ep
-    micro = config.training.gradient_accumulation
-    length_parts = mesh.sp * (mesh.tp if config.parallel.residual == "sequence" else 1)
     if model.head_dim is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     if model.head_size % 2:
@@ -212,22 +115,7 @@ def _cross_check(config: Config) -> None:
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
     if config.parallel.residual == "hidden":
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
-    _divides(
-        "data.global_batch_size", data.global_batch_size, "training.gradient_accumulation", micro
-    )
-    _divides(
-        "data.global_batch_size / training.gradient_accumulation",
-        data.global_batch_size // micro,
-        "mesh.dp * mesh.fsdp * mesh.ep",
-        batch_parts,
-    )
-    what = "mesh.sp * mesh.tp" if config.parallel.residual == "sequence" else "mesh.sp"
-    _divides("data.sequence_length", data.sequence_length, what, length_parts)
-    if model.vocab_size < ByteTokenizer.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
-            f"{ByteTokenizer.vocab_size} ids; raise it"
-        )
+    _check_data(config)
     if len(model.layer_types) > model.num_hidden_layers:
         raise ConfigError(
             f"model.layer_types has {len(model.layer_types)} entries, but model.num_hidden_layers="
@@ -250,6 +138,34 @@ def _cross_check(config: Config) -> None:
             OperationRegistry.get(model.attention)
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
+
+
+def _check_data(config: Config) -> None:
+    """The laws of rows and batches, at every step."""
+    mesh, data = config.mesh, config.data
+    micro = config.training.gradient_accumulation
+    for size in data.batch_sizes:
+        _divides("data.global_batch_size", size, "training.gradient_accumulation", micro)
+        _divides(
+            "data.global_batch_size / training.gradient_accumulation",
+            size // micro,
+            "mesh.dp * mesh.fsdp * mesh.ep",
+            mesh.dp * mesh.fsdp * mesh.ep,
+        )
+    split_over_tp = config.parallel.residual == "sequence"
+    what = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
+    for length in phases(data.sequence_length).values():
+        parts = mesh.sp * (mesh.tp if split_over_tp else 1)
+        _divides("data.sequence_length", length, what, parts)
+    if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
+            f"{ByteTokenizer.vocab_size} ids; raise it"
+        )
+    try:
+        BatchPlan(data)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_experts(config: Config) -> None:

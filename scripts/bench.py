@@ -2,9 +2,9 @@
 
 The last line of stdout is one JSON object. `step` and `moe-step` time a training step, `decode` a
 token, `attention` an operation: machines are noisy, so both sides take turns, and the median of the
-ratios is what counts. `overlap`, `ring`, `exchange` and `model` need no TPU: they compile for a
-slice that is not here (`pip install -e ".[plan]"`) and predict times from the schedule, by
-parallel/schedule.py.
+ratios is what counts. `data` times text to tokens to batches. `overlap`, `ring`, `exchange` and
+`model` need no TPU: they compile for a slice that is not here (`pip install -e ".[plan]"`) and
+predict times from the schedule, by parallel/schedule.py.
 """
 
 import argparse
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import overlap
 from attention import bench_attention
 from decode import bench_decode
+from delivery import bench_data
 from experts import bench_exchange, bench_moe_step
 
 from configs.build import build_program
@@ -183,6 +184,10 @@ def _parser() -> argparse.ArgumentParser:
     moe.add_argument("--capacity-factor", type=float, help="default: nothing is dropped")
     moe.add_argument("--grouped-matmul", choices=get_args(FormName), default="auto")
     moe.add_argument("--repeats", type=at_least_one, default=5)
+    data = command("data", _data, "tokenisation, delivery of batches, start-up")
+    data.add_argument("--copies", type=at_least_one, default=8, help="of the text to tokenise")
+    data.add_argument("--gigabytes", type=float, default=10.0, help="of the store to open")
+    data.add_argument("--repeats", type=at_least_one, default=3)
     _add_absent(command)
     return parser
 
@@ -236,6 +241,10 @@ def _moe_step(args: argparse.Namespace) -> dict[str, Any]:
     return bench_moe_step(
         SIZES, experts=args.experts, top_k=args.top_k, repeats=args.repeats, changes=changes
     )
+
+
+def _data(args: argparse.Namespace) -> dict[str, Any]:
+    return bench_data(copies=args.copies, gigabytes=args.gigabytes, repeats=args.repeats)
 
 
 def _overlap(args: argparse.Namespace) -> dict[str, Any]:

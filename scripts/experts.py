@@ -97,8 +97,8 @@ def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[s
     program = build_program(config, absent_devices(topology))
     tp, model = program.tp, config.model
     shape = (
-        config.data.global_batch_size // config.training.gradient_accumulation,
-        config.data.sequence_length,
+        max(config.data.batch_sizes) // config.training.gradient_accumulation,
+        config.data.row_length,
     )
     choice = choose_experts(model, tp.manager)
     print(f"experts {choice.exchange}, {choice.form}: {choice.reason}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
-from data.tokenizer import ByteTokenizer
+from data.tokenizer import Tokenizer, open_tokenizer
 from model.generate import CacheKind, Generator
 from model.sampling import SamplingConfig
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
@@ -55,7 +55,14 @@ def load_params(run: Path, step: int | None, program: Program) -> tuple[int, Any
         return chosen, checkpoints.restore_params(chosen, program.abstract_state)
 
 
-def readable(tokenizer: ByteTokenizer, prompt: np.ndarray, tokens: Iterable[int]) -> Iterator[str]:
+def load_tokenizer(run: Path, config: Config) -> Tokenizer:
+    """The tokenizer that was saved with the run. Raises: ValueError if it cannot be read."""
+    saved = run / "tokenizer.json"
+    name = str(saved) if saved.is_file() else config.data.tokenizer
+    return open_tokenizer(name, config.data.eos_token)
+
+
+def readable(tokenizer: Tokenizer, prompt: np.ndarray, tokens: Iterable[int]) -> Iterator[str]:
     """The text of prompt and tokens, piece by piece.
 
     A character whose bytes are not all there yet waits for them.
@@ -75,13 +82,13 @@ def write(
     prompts: Sequence[str],
     *,
     max_new_tokens: int,
-    tokenizer: ByteTokenizer,
+    tokenizer: Tokenizer,
 ) -> int:
     """Prints prompts and what follows them, one as it is written; returns how many tokens that was.
 
     Several texts follow each other, each on a line of its own, once all are there.
     """
-    ids = [tokenizer.encode(prompt.encode()) for prompt in prompts]
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "stop_ids": [tokenizer.eos_id],
@@ -114,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: use at least 1")
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     devices, notice = open_devices(config)
-    program, tokenizer = build_program(config, devices), ByteTokenizer()
+    program, tokenizer = build_program(config, devices), load_tokenizer(directory, config)
     with jax.set_mesh(program.tp.manager.mesh):
         generator = Generator(
             program.definition,
@@ -126,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
             seed=args.seed,
         )
         step, params = load_params(directory, args.step, program)
-        longest = max(len(tokenizer.encode(prompt.encode())) for prompt in args.prompt)
+        longest = max(len(tokenizer.encode(prompt)) for prompt in args.prompt)
         choices = generator.attention(longest)
         for line in filter(None, (notice, f"{directory} step {step}", *choices)):
             print(line, file=sys.stderr)
@@ -140,10 +147,10 @@ def run(args: argparse.Namespace) -> None:
         )
         seconds = time.perf_counter() - begin
     print(f"{count} tokens in {seconds:.1f} s, compilation included", file=sys.stderr)
-    if longest + args.max_new_tokens > config.data.sequence_length:
+    if longest + args.max_new_tokens > config.data.row_length:
         print(
             f"up to {longest + args.max_new_tokens} tokens, but the model was trained on rows of "
-            f"{config.data.sequence_length}",
+            f"{config.data.row_length}",
             file=sys.stderr,
         )
 

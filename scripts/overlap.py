@@ -173,7 +173,7 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     for kind, choice in choose_overlaps(config, program.tp).items():
         print(f"overlap {choice.overlap} for {kind}: {choice.reason}")
     micro = config.training.gradient_accumulation
-    shape = (micro, config.data.global_batch_size // micro, config.data.sequence_length)
+    shape = (micro, max(config.data.batch_sizes) // micro, config.data.row_length)
     fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
     with jax.set_mesh(mesh):
         batch = {

@@ -1,6 +1,7 @@
 """The command line: refusals on one line, a whole run, resuming, and runs that are killed."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -15,10 +16,12 @@ from conftest import ROOT
 from ruamel.yaml import YAML
 
 import train
+from data.tokenizer import open_tokenizer
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.loop import EXIT_RESUMABLE, Run
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
+STEP_KEYS |= {"data_wait", "data/text/tokens", "data/text/epoch"}
 TINY = """
 run: {dir: FOLDER/run, compilation_cache: CACHE}
 mesh: {dp: 2, tp: 2}
@@ -103,7 +106,10 @@ def refusal(capsys, config: str, *overrides: str) -> str:
         ("training.steps=ten", "training.steps='ten': input should be a valid integer"),
         ("data.files=/nowhere/*.txt", "data.files='/nowhere/*.txt' matches no file; give a glob"),
         ("data.files=FOLDER/empty", "matches 1 file(s), all empty; give files with text"),
-        ("data.sequence_length=9000", "rows of data.sequence_length=9000 need at least 18001"),
+        ("data.files=FOLDER/short", "data: 2 tokens in 1 document(s) are too few for training"),
+        ("data.files=FOLDER/broken", "FOLDER/broken: invalid UTF-8"),
+        ("data.tokenizer=FOLDER/empty", "FOLDER/empty"),
+        ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide the lon"),
         ("run.dir=FOLDER/a.txt/run", "cannot be written: Not a directory; give a directory"),
         ("data.cache_dir=FOLDER/a.txt/cache", "Not a directory"),
         ("checkpoint.resume=must", "the run directory holds no checkpoint; check run.dir"),
@@ -112,7 +118,10 @@ def refusal(capsys, config: str, *overrides: str) -> str:
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, override, law):
     config = write_config(tmp_path)
     (tmp_path / "empty").touch()
-    assert law in refusal(capsys, config, override.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "short").write_text("a")
+    (tmp_path / "broken").write_bytes(b"good \xff bad")
+    message = refusal(capsys, config, override.replace("FOLDER", str(tmp_path)))
+    assert law.replace("FOLDER", str(tmp_path)) in message
 
 
 def test_a_missing_configuration_is_one_line_and_exit_code_2(capsys):
@@ -177,7 +186,14 @@ def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert all(line.keys() >= STEP_KEYS for line in lines)
-    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 6]
+    evaluated = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluated] == [4, 6]
+    # The byte tokenizer: a byte per token, but for the end of the text, which has none.
+    for line in evaluated:
+        assert line["eval/text/loss"] == line["eval_loss"]
+        assert line["eval_bits_per_byte"] == pytest.approx(
+            line["eval_loss"] / math.log(2), rel=0.02
+        )
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert [line["learning_rate"] for line in lines] == [pytest.approx(1e-2)] * 6
     logged = (directory / "log.txt").read_text()
@@ -227,15 +243,54 @@ def test_never_resuming_moves_the_old_run_aside(half, tmp_path):
     assert list(losses(tmp_path / "run")) == [1, 2]
 
 
+def test_batches_may_grow_and_a_resume_in_between_changes_nothing(tmp_path):
+    changing = ["data.sequence_length={0: 16, 2: 32}", "data.global_batch_size={0: 8, 4: 16}"]
+    config = write_config(tmp_path)
+    assert run(config, *changing, f"run.dir={tmp_path}/whole") == 0
+    logged = (tmp_path / "whole" / "log.txt").read_text()
+    shapes = re.findall(r"compiled the step for (\d+) rows of (\d+)", logged)
+    assert shapes == [("8", "16"), ("8", "32"), ("16", "32")]
+    for steps in (3, 5, 6):
+        assert run(config, *changing, f"training.steps={steps}") == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["data/text/tokens"] for line in lines] == [
+        128,
+        256,
+        512,
+        768,
+        1280,
+        1792,
+    ]
+
+
+def test_every_source_is_evaluated_and_the_tokenizer_is_kept(tmp_path):
+    (tmp_path / "b.jsonl").write_text('{"text": "one line of text"}\n' * 99)
+    config = write_config(tmp_path)
+    both = (
+        f"data.sources={{code: {{files: {tmp_path}/a.txt}}, lines: {{files: {tmp_path}/b.jsonl}}}}"
+    )
+    assert run(config, "data.files=null", both) == 0
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    parts = [line[f"eval/{name}/loss"] for name in ("code", "lines")]
+    assert min(parts) < line["eval_loss"] < max(parts)
+    assert line["data/code/tokens"] == line["data/lines/tokens"] == 3 * 8 * 32
+    kept = open_tokenizer(str(tmp_path / "run" / "tokenizer.json"))
+    assert kept.digest == open_tokenizer("bytes").digest
+
+
 def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
     (tmp_path / "b.txt").write_text("one document more")
-    assert "trained on another data order: files, data.seed" in refusal(capsys, half)
+    assert "trained on other data: the text of source 'text' is another" in refusal(capsys, half)
 
 
 @pytest.mark.parametrize(
     ("override", "law"),
     [
-        ("data.seed=1", "trained on another data order: files, data.seed"),
+        (
+            "data.seed=1",
+            "trained on other data: data.seed was 0, is 1; restore it, or",
+        ),
         ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
         ("training.steps=2", "training.steps=2 but the run directory already holds step 3"),
     ],
@@ -255,10 +310,10 @@ def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, mo
     """An evaluation takes long: many signals arrive there."""
     signals = iter([signal.SIGTERM])
 
-    def interrupted(self, params):
+    def interrupted(self, step, params):
         for number in signals:  # once: a second signal ends the process
             os.kill(os.getpid(), number)
-        return 0.0
+        return {}
 
     config = write_config(tmp_path)
     monkeypatch.setattr(Run, "_evaluate", interrupted)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from data.pipeline import Rows, eval_batches, train_batches
+from data.pipeline import Rows, eval_batches, explain_change, train_batches
 from parallel.distributed import StopRequest
 from parallel.mesh import CHIPS
 from training.checkpoint import CheckpointConfig, Checkpoints, locked_run, move_aside
@@ -52,7 +52,8 @@ class TrainingConfig(
     eval_every: PositiveInt = 200
     """Steps between passes over the held-out rows; the last step is always evaluated."""
     eval_batches: PositiveInt = 8
-    """Batches of held-out rows per evaluation, always the same; fewer if there are no more."""
+    """Batches of held-out rows per evaluation and source, always the same; fewer if there are no
+    more."""
     sample_every: PositiveInt | None = None
     """Steps between samples of text, in log and tensorboard; null: at the end only."""
     sample_prompt: str = Field(default="def ", min_length=1)
@@ -68,25 +69,40 @@ class TrainingConfig(
 class _Clock:
     """Wall time per step, and what follows from it."""
 
-    def __init__(self, program: Program, tokens_per_step: int, sequence_length: int):
-        self._tokens = tokens_per_step
+    def __init__(self, program: Program):
+        self._program = program
         mesh = program.tp.manager.mesh
         chip = CHIPS.get(mesh.devices.flat[0].device_kind)
-        flops = program.config.flops_per_token(sequence_length) * tokens_per_step
-        self._best_time = flops / (chip.peak_flops * mesh.size) if chip else None
+        self._peak = chip.peak_flops * mesh.size if chip else None
+        self._waited = 0.0
         self.restart()
 
     def restart(self) -> None:
         """What happened since the last reading was not training."""
         self._time = time.perf_counter()
 
-    def read(self) -> dict[str, float]:
-        """Seconds since the last reading, tokens per second, and MFU where the peak is known."""
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The host needs a batch, and cannot go on without it."""
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
+
+    def read(self, rows: int, length: int) -> dict[str, float]:
+        """Seconds since the last reading, tokens per second, the share of the time that went by
+        waiting for data, and MFU where the peak is known; of a step of `rows` x `length` tokens."""
         now = time.perf_counter()
         step_time, self._time = now - self._time, now
-        values = {"step_time": step_time, "tokens_per_second": self._tokens / step_time}
-        if self._best_time is not None:
-            values["mfu"] = self._best_time / step_time
+        waited, self._waited = self._waited, 0.0
+        tokens = rows * length
+        values = {
+            "step_time": step_time,
+            "tokens_per_second": tokens / step_time,
+            "data_wait": waited / step_time,
+        }
+        if self._peak is not None:
+            flops = self._program.config.flops_per_token(length) * tokens
+            values["mfu"] = flops / self._peak / step_time
         return values
 
 
@@ -125,6 +141,7 @@ def open_run(
         checkpoints = Checkpoints(directory / "checkpoints", checkpoint)
         start = _start_step(checkpoints, checkpoint, training, rows, program)
         (directory / "config.yaml").write_text(resolved_config)
+        rows.tokenizer.save(directory / "tokenizer.json")
         metrics = stack.enter_context(Metrics(directory, start))
         display = stack.enter_context(Display(start, training.steps, training.log_every))
         stack.enter_context(logging_to(directory / "log.txt", display.console))
@@ -159,17 +176,16 @@ def _start_step(
             f"training.steps={training.steps} but the run directory already holds step {step}; "
             "raise training.steps, or give another run.dir"
         )
-    order_hash = checkpoints.metadata(step).get("order_hash")
-    if order_hash is None:
+    order = checkpoints.metadata(step).get("order")
+    if order is None:
         raise ValueError(
-            f"checkpoint {step} is not one of ours, or damaged: it has no order_hash; move the "
+            f"checkpoint {step} is not one of ours, or damaged: it has no order of data; move the "
             f"folder checkpoints/{step} away to resume from the one before"
         )
-    if order_hash != rows.order_hash:
+    if order != rows.order(step):
         raise ValueError(
-            f"checkpoint {step} was trained on another data order: files, data.seed, "
-            "data.sequence_length, data.global_batch_size or data.eval_fraction changed; restore "
-            "them, or give another run.dir"
+            f"checkpoint {step} was trained on other data: "
+            f"{explain_change(order, rows.order(step))}; restore it, or give another run.dir"
         )
     checkpoints.check(step, program.abstract_state)
     return step
@@ -224,27 +240,43 @@ class Run:
     def _steps(
         self, state: TrainState, show_sample: Callable[[Any, int], None]
     ) -> tuple[TrainState, int]:
-        start, steps, stop = self.start, self.training.steps, self.stop
+        start, steps = self.start, self.training.steps
         if start >= steps:
             log.info("step %d is the last: nothing left to train", steps)
             return state, EXIT_DONE
-        batches = train_batches(
-            self.rows,
-            self.program.batch_sharding,
-            start=start,
-            stop=steps,
-            accumulation=self.training.gradient_accumulation,
-        )
+        with contextlib.closing(
+            train_batches(
+                self.rows,
+                self.program.batch_sharding,
+                start=start,
+                stop=steps,
+                accumulation=self.training.gradient_accumulation,
+            )
+        ) as batches:
+            return self._train(state, batches, show_sample)
+
+    def _train(
+        self,
+        state: TrainState,
+        batches: Iterator[dict[str, jax.Array]],
+        show_sample: Callable[[Any, int], None],
+    ) -> tuple[TrainState, int]:
+        """Every step from the one after `start` to the last, or to a signal."""
+        start, steps, stop = self.start, self.training.steps, self.stop
         batch = next(batches)
-        begin = time.perf_counter()
-        train_step = self.program.train_step.lower(state, batch).compile()
-        log.info("compiled the step in %.1f s", time.perf_counter() - begin)
-        tokens = math.prod(batch["tokens"].shape)
-        clock = _Clock(self.program, tokens, self.rows.config.sequence_length)
+        train_step, shape = self._compile(state, batch), batch["tokens"].shape
+        clock = _Clock(self.program)
         previous: dict[str, jax.Array] | None = None
         for step in range(start + 1, steps + 1):
+            if batch["tokens"].shape != shape:
+                if previous is not None:
+                    self._log(step - 1, previous, clock)
+                    previous = None
+                train_step, shape = self._compile(state, batch), batch["tokens"].shape
+                clock.restart()
             state, values = train_step(state, batch)
-            batch = next(batches, batch)
+            with clock.waiting():
+                batch = next(batches, batch)
             if previous is not None:
                 self._log(step - 1, previous, clock)
             previous = values
@@ -259,7 +291,9 @@ class Run:
             # A signal that comes in a step whose metrics are not written waits for the next one.
             stopping = stop.signal is not None and previous is None
             if saving or stopping:
-                self.checkpoints.save(state, step, {"order_hash": self.rows.order_hash})
+                rows = self.rows
+                order = {"order": rows.order(step), "order_hash": rows.order_hash(step)}
+                self.checkpoints.save(state, step, order)
             self.checkpoints.poll()
             if sampling and not stopping:
                 show_sample(state.params, step)
@@ -271,24 +305,32 @@ class Run:
         self.checkpoints.finish()
         return state, EXIT_DONE
 
+    def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Any:
+        """The step for batches of this shape."""
+        begin = time.perf_counter()
+        train_step = self.program.train_step.lower(state, batch).compile()
+        a, b, length = batch["tokens"].shape
+        log.info(
+            "compiled the step for %d rows of %d in %.1f s",
+            a * b,
+            length,
+            time.perf_counter() - begin,
+        )
+        return train_step
+
     def _log(
         self, step: int, values: dict[str, jax.Array], clock: _Clock, evaluate: Any = None
     ) -> None:
         """Reads the metrics of a step, with an evaluation of these parameters if given."""
         experts = values.get("experts")
         scalars = {name: float(y) for name, y in values.items() if name != "experts"}
-        numbers = scalars | clock.read()
+        phase = self.rows.plan.at(step - 1)
+        numbers = scalars | clock.read(phase.batch_size, phase.length) | self.rows.progress(step)
         self.display.step(step, numbers)
         if experts is not None:
             numbers |= self._log_experts(step, jax.device_get(experts))
         if evaluate is not None and self.rows.num_eval:
-            numbers["eval_loss"] = self._evaluate(evaluate)
-            log.info(
-                "step %d  eval loss %.4f nats, %.3f bits per token",
-                step,
-                numbers["eval_loss"],
-                numbers["eval_loss"] / math.log(2),
-            )
+            numbers |= self._evaluate(step, evaluate)
             clock.restart()
         self.metrics.write(step, numbers)
 
@@ -303,13 +345,41 @@ class Run:
             self.metrics.write_image(step, "moe/load", heat_map(arrays["load_NE"]))
         return expert_metrics(arrays, layers)
 
-    def _evaluate(self, params: Any) -> float:
-        """Mean cross-entropy over the held-out rows, in nats per token."""
-        batches = eval_batches(
-            self.rows,
-            self.program.batch_sharding,
-            batch_size=self.rows.config.global_batch_size // self.training.gradient_accumulation,
-            limit=self.training.eval_batches * self.training.gradient_accumulation,
+    def _evaluate(self, step: int, params: Any) -> dict[str, float]:
+        """Cross-entropy over held-out rows, in nats per token and bits per byte of text."""
+        numbers: dict[str, float] = {}
+        totals = np.zeros(3)
+        for source in self.rows.sources:
+            batches = eval_batches(
+                source,
+                self.program.batch_sharding,
+                batch_size=max(self.rows.config.batch_sizes) // self.training.gradient_accumulation,
+                limit=self.training.eval_batches * self.training.gradient_accumulation,
+            )
+            sums = [self.program.eval_step(params, batch) for batch in batches]
+            nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
+            if not count:
+                continue
+            num_bytes = count * source.bytes_per_target
+            totals += nats, count, num_bytes
+            numbers[f"eval/{source.name}/loss"] = nats / count
+            numbers[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
+        if not numbers:
+            log.warning("step %d  no held-out row has a token to learn: no evaluation", step)
+            return {}
+        nats, count, num_bytes = totals
+        numbers["eval_loss"] = nats / count
+        numbers["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
+        parts = [
+            f"{source.name} {numbers[f'eval/{source.name}/loss']:.4f}"
+            for source in self.rows.sources
+            if len(self.rows.sources) > 1 and f"eval/{source.name}/loss" in numbers
+        ]
+        log.info(
+            "step %d  eval loss %.4f nats, %.3f bits per byte%s",
+            step,
+            numbers["eval_loss"],
+            numbers["eval_bits_per_byte"],
+            f" ({', '.join(parts)})" if parts else "",
         )
-        sums = [self.program.eval_step(params, batch) for batch in batches]
-        return sum(float(total) for total, _ in sums) / sum(float(count) for _, count in sums)
+        return numbers

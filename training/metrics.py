@@ -139,9 +139,10 @@ class Display:
             if "mfu" in values
             else ""
         )
+        waits = f"  data_wait {values['data_wait']:.0%}" if values["data_wait"] > 0.02 else ""
         log.info(
             f"step {step:>{len(str(self._stop))}}/{self._stop}  loss {values['loss']:.4f}  "
             f"grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}  "
-            f"{tokens_per_second:,.0f} tok/s  {step_time:.3f} s/step{mfu}  "
+            f"{tokens_per_second:,.0f} tok/s  {step_time:.3f} s/step{mfu}{waits}  "
             "eta {}:{:02d}".format(*divmod(round((self._stop - step) * step_time), 60))
         )

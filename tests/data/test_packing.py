@@ -1,112 +1,500 @@
-"""Rows of the token stream against a per-token reference, for any documents and any length."""
+"""Rows against per-token references: nothing lost, nothing doubled, nothing seen across a border.
+
+The id of a token is its place in the stream, so that what a row holds says where it is from.
+"""
+
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import assume, given
 
-from data.packing import FIELDS, count_rows, pack_row
+from data.packing import (
+    FIELDS,
+    PackedRows,
+    Packs,
+    Pieces,
+    open_packs,
+    pack_best_fit,
+    pack_split,
+    read_row,
+    split_documents,
+)
+from data.source import DataError
 
-EOS = 256
-DOCUMENTS = st.lists(st.lists(st.integers(0, 255), max_size=9), min_size=1, max_size=8)
-LENGTHS = st.integers(1, 8)
-
-
-def stream_of(documents: list[list[int]]) -> np.ndarray:
-    """Every document closed by the end of text, as the store writes it."""
-    return np.array([token for d in documents for token in [*d, EOS]], np.uint16)
-
-
-def document_of(documents: list[list[int]]) -> list[int]:
-    """For every token of the stream, the number of its document."""
-    return [number for number, d in enumerate(documents) for _ in range(len(d) + 1)]
-
-
-def rows_of(stream: np.ndarray, length: int) -> list[dict[str, np.ndarray]]:
-    return [pack_row(stream, row, length, EOS) for row in range(count_rows(len(stream), length))]
+PACKERS = {"split": pack_split, "best_fit": pack_best_fit}
 
 
-def joined(rows: list[dict[str, np.ndarray]], field: str) -> list[float]:
-    return [value for row in rows for value in row[field].tolist()]
+@dataclass
+class Tokens:
+    """What packing needs of a store."""
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    num_bytes: np.ndarray
+    learned: np.ndarray | None = None
+    digest: str = "0"
+    folder: str = "stores/tales"
 
 
-def reference_row(stream: np.ndarray, row: int, length: int) -> dict[str, list[float]]:
-    """What a row means, one token at a time."""
-    fields: dict[str, list[float]] = {name: [] for name in FIELDS}
-    position, segment = 0, 0
-    for place in range(row * length, row * length + length):
-        closes = stream[place] == EOS
-        fields["tokens"].append(int(stream[place]))
-        fields["targets"].append(int(stream[place + 1]))
-        fields["positions"].append(position)
-        fields["segment_ids"].append(segment)
-        fields["loss_mask"].append(0.0 if closes else 1.0)
-        position, segment = (0, segment + 1) if closes else (position + 1, segment)
-    return fields
+def store_of(lengths, learned=None) -> Tokens:
+    ends = np.cumsum(lengths, dtype=np.int64)
+    ids = np.arange(ends[-1], dtype=np.uint16)
+    return Tokens(ids, ends, 3 * np.asarray(lengths), learned)
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_a_row_equals_the_per_token_reference(documents, length):
-    stream = stream_of(documents)
-    for number, row in enumerate(rows_of(stream, length)):
-        assert {name: row[name].tolist() for name in row} == reference_row(stream, number, length)
+def pieces_of(lengths) -> Pieces:
+    lengths = np.asarray(lengths, np.int64)
+    return Pieces(np.cumsum(lengths) - lengths, lengths)
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_fields_are_rows_of_int32_and_a_float32_mask(documents, length):
-    for row in rows_of(stream_of(documents), length):
-        assert tuple(row) == FIELDS
-        assert {row[name].shape for name in FIELDS} == {(length,)}
-        assert row["loss_mask"].dtype == np.float32
-        assert {row[name].dtype for name in FIELDS[:-1]} == {np.dtype(np.int32)}
+def read(store: Tokens, rows: PackedRows, row: int, length: int, **options):
+    """The end of text has the first id that no place has."""
+    end = int(store.ends[-1])
+    return read_row(
+        store, rows, row, **{"row_length": length, "eos_id": end, "vocab_size": end + 1} | options
+    )
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_every_token_is_an_input_exactly_once(documents, length):
-    stream = stream_of(documents).tolist()
-    inputs = joined(rows_of(stream_of(documents), length), "tokens")
-    assert inputs == stream[: len(inputs)]
+def read_all(store: Tokens, rows: PackedRows, length: int) -> list[dict[str, list]]:
+    return [
+        {name: values.tolist() for name, values in read(store, rows, row, length).items()}
+        for row in range(rows.num_rows)
+    ]
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_the_tail_left_out_fills_no_row(documents, length):
-    stream = stream_of(documents)
-    left = len(stream) - length * count_rows(len(stream), length)
-    assert 1 <= left <= length
+def inputs(rows) -> list[int]:
+    return [
+        t for row in rows for t, s in zip(row["tokens"], row["segment_ids"], strict=True) if s >= 0
+    ]
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_targets_are_the_inputs_shifted_by_one(documents, length):
-    stream = stream_of(documents).tolist()
-    targets = joined(rows_of(stream_of(documents), length), "targets")
-    assert targets == stream[1 : len(targets) + 1]
+def learned_pairs(rows) -> list[tuple[int, int]]:
+    return [
+        (token, target)
+        for row in rows
+        for token, target, mask in zip(row["tokens"], row["targets"], row["loss_mask"], strict=True)
+        if mask
+    ]
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_a_target_is_masked_exactly_where_it_is_of_another_document(documents, length):
-    owner = document_of(documents)
-    mask = joined(rows_of(stream_of(documents), length), "loss_mask")
-    assert mask == [float(owner[i] == owner[i + 1]) for i in range(len(mask))]
+@st.composite
+def packed(draw):
+    """A store, both its splits as rows, and how they were made."""
+    lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=12))
+    masked = draw(st.booleans())
+    bits = st.lists(st.integers(0, 1), min_size=sum(lengths), max_size=sum(lengths))
+    store = store_of(lengths, np.array(draw(bits), np.uint8) if masked else None)
+    fraction = draw(st.sampled_from([0, 0.1, 0.3, 0.6]))
+    row_length = draw(st.integers(1, 9))
+    pack = PACKERS[draw(st.sampled_from(sorted(PACKERS)))]
+    try:
+        train, held_out = split_documents(store.ends, fraction)
+    except DataError:
+        train, held_out = split_documents(store.ends, 0)
+    return store, pack(train, row_length), pack(held_out, row_length), row_length
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_positions_count_from_the_first_token_of_a_document_in_the_row(documents, length):
-    owner = document_of(documents)
-    positions = joined(rows_of(stream_of(documents), length), "positions")
-    for i, position in enumerate(positions):
-        row_start = i - i % length
-        assert position == i - max(row_start, owner.index(owner[i]))
+@given(packed())
+def test_every_token_is_an_input_exactly_once_per_epoch(case):
+    store, train, held_out, length = case
+    rows = read_all(store, train, length) + read_all(store, held_out, length)
+    assert sorted(inputs(rows)) == store.tokens.tolist()
 
 
-@given(DOCUMENTS, LENGTHS)
-def test_two_tokens_of_a_row_share_a_segment_exactly_if_they_share_a_document(documents, length):
-    owner = document_of(documents)
-    for number, row in enumerate(rows_of(stream_of(documents), length)):
-        owners = np.array(owner[number * length : (number + 1) * length])
-        ids = row["segment_ids"]
-        np.testing.assert_array_equal(ids[:, None] == ids, owners[:, None] == owners)
+@given(packed())
+def test_every_token_is_learned_from_its_predecessor_exactly_once(case):
+    store, train, held_out, length = case
+    train_rows, held_rows = read_all(store, train, length), read_all(store, held_out, length)
+    held = set(inputs(held_rows))
+    owner = np.repeat(np.arange(len(store.ends)), np.diff(store.ends, prepend=0))
+    expected = [
+        (i - 1, i)
+        for i in range(1, len(owner))
+        if owner[i - 1] == owner[i]
+        and (i - 1 in held) == (i in held)
+        and (store.learned is None or store.learned[i])
+    ]
+    assert sorted(learned_pairs(train_rows + held_rows)) == expected
 
 
-@given(st.integers(0, 40), LENGTHS)
-def test_the_last_target_needs_one_token_more(num_tokens, length):
-    rows = count_rows(num_tokens, length)
-    assert rows == sum(1 for row in range(40) if (row + 1) * length + 1 <= num_tokens)
+@given(packed())
+def test_no_row_holds_a_token_of_the_other_split_even_where_nothing_is_learned(case):
+    store, train, held_out, length = case
+    for rows in read_all(store, train, length), read_all(store, held_out, length):
+        assert {t for row in rows for t in row["targets"]} <= {*inputs(rows), store.ends[-1]}
+
+
+@given(packed())
+def test_documents_of_a_row_differ_in_segment_and_count_positions_from_zero(case):
+    store, train, held_out, length = case
+    owner = np.repeat(np.arange(len(store.ends)), np.diff(store.ends, prepend=0))
+    for row in read_all(store, train, length) + read_all(store, held_out, length):
+        segment, position = -1, 0
+        for n, token in enumerate(row["tokens"]):
+            if token == store.ends[-1]:
+                break
+            before = row["tokens"][n - 1]
+            same = n and token == before + 1 and owner[token] == owner[before]
+            segment, position = (segment, position + 1) if same else (segment + 1, 0)
+            assert (row["segment_ids"][n], row["positions"][n]) == (segment, position)
+
+
+@given(packed())
+def test_padding_is_the_end_of_text_in_no_segment(case):
+    store, train, _, length = case
+    end = int(store.ends[-1])
+    for row in read_all(store, train, length):
+        n = row["tokens"].index(end) if end in row["tokens"] else length
+        rest = length - n
+        assert row["tokens"][n:] == row["targets"][n:] == [end] * rest
+        assert row["segment_ids"][n:] == [-1] * rest and row["loss_mask"][n:] == [0] * rest
+        assert row["positions"][n:] == list(range(rest))
+
+
+def test_an_end_of_text_inside_a_document_ends_nothing():
+    store = store_of([6])
+    row = read(store, pack_split(pieces_of([6]), 6), 0, 6, eos_id=2)
+    assert row["segment_ids"].tolist() == [0] * 6
+    assert row["loss_mask"].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+def test_fields_are_int32_and_the_mask_float32():
+    row = read(store_of([5, 4]), pack_split(pieces_of([5, 4]), 4), 0, 4)
+    assert tuple(row) == FIELDS and all(values.shape == (4,) for values in row.values())
+    assert row.pop("loss_mask").dtype == np.float32
+    assert {values.dtype for values in row.values()} == {np.dtype(np.int32)}
+
+
+def test_given_arrays_are_filled_and_nothing_of_the_last_row_stays_in_them():
+    store = store_of([5, 4], np.array([1, 0, 1, 1, 0, 1, 1, 0, 1], np.uint8))
+    rows = pack_split(pieces_of([5, 4]), 4)
+    out = read(store, rows, 0, 4)
+    arrays = dict(out)
+    for row in 2, 0, 1:
+        assert read(store, rows, row, 4, out=out) is out
+        for name, fresh in read(store, rows, row, 4).items():
+            assert out[name] is arrays[name]
+            np.testing.assert_array_equal(out[name], fresh)
+
+
+@pytest.mark.parametrize(("row", "place"), [(0, 3), (2, 7)])
+def test_an_id_outside_the_vocabulary_is_refused_by_its_place(row, place):
+    """Row 0 meets it as its last target, which is the first token of row 1."""
+    store = store_of([8])
+    store.tokens[[3, 7]] = 900
+    rows = pack_split(pieces_of([8]), 3)
+    with pytest.raises(DataError, match=rf"stores/tales: token {place} has id 900.*vocabulary's 9"):
+        read(store, rows, row, 3)
+
+
+# What is held out
+
+
+def places(pieces: Pieces) -> list[int]:
+    spans = zip(pieces.start, pieces.length, strict=True)
+    return [place for start, length in spans for place in range(start, start + length)]
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.floats(0.001, 0.9))
+def test_the_splits_share_nothing_and_leave_nothing_out(lengths, fraction):
+    ends = np.cumsum(lengths)
+    try:
+        train, held_out = split_documents(ends, fraction)
+    except DataError as error:
+        assert f"{ends[-1]} tokens in {len(ends)} document(s)" in str(error)
+        assert "data.eval_fraction" in str(error)
+        return
+    assert sorted(places(train) + places(held_out)) == list(range(ends[-1]))
+    for pieces in train, held_out:
+        first, last = pieces.start, pieces.start + pieces.length - 1
+        assert pieces.length.min() > 0
+        np.testing.assert_array_equal(
+            np.searchsorted(ends, first, side="right"), np.searchsorted(ends, last, side="right")
+        )
+        inside = ~np.isin(last + 1, ends)
+        assert not np.isin((last + 1)[inside], first).any(), "neighbours of one document are one"
+
+
+@given(st.lists(st.integers(2, 50), min_size=20, max_size=80), st.floats(0.01, 0.5))
+def test_the_held_out_share_is_reached_and_passed_by_less_than_one_document(lengths, fraction):
+    wanted = fraction * sum(lengths)
+    assume(wanted >= max(lengths))
+    held = int(split_documents(np.cumsum(lengths), fraction)[1].length.sum())
+    assert wanted <= held < wanted + max(lengths)
+
+
+@pytest.mark.parametrize("num_documents", range(4, 40))
+def test_little_text_still_gives_something_to_evaluate_on(num_documents):
+    """A share of less than a token takes half a document of three, the half with two tokens."""
+    held_out = split_documents(np.arange(1, num_documents + 1) * 3, 0.001)[1]
+    assert held_out.length.max() > 1
+
+
+@pytest.mark.parametrize("fraction", [0.001, 0.01, 0.2])
+def test_one_long_file_has_a_held_out_part_too(fraction):
+    train, held_out = split_documents(np.array([10_000_000]), fraction)
+    assert fraction <= held_out.length.sum() / 10_000_000 < fraction + 0.0066
+    assert train.length.sum() + held_out.length.sum() == 10_000_000
+
+
+def test_what_is_held_out_does_not_change_between_versions():
+    """The choice of today: another one would evaluate on text that was trained on."""
+    held_out = split_documents(np.arange(4, 401, 4), 0.05)[1]
+    assert held_out.start.tolist() == [60, 84, 180, 224, 344]
+    held_out = split_documents(np.array([100]), 0.05)[1]
+    assert (held_out.start.tolist(), held_out.length.tolist()) == ([50], [5])
+
+
+def test_what_is_held_out_is_no_regular_pattern():
+    held_out = split_documents(np.arange(1, 100_001) * 10, 0.1)[1]
+    counts = np.histogram(held_out.start, bins=100, range=(0, 1_000_000))[0]
+    assert counts.sum() == 10_000 and set(held_out.length) == {10}
+    assert np.var(counts) == pytest.approx(90, rel=0.4)  # binomial: 1000 * 0.1 * 0.9
+
+
+@pytest.mark.parametrize("lengths", [[1], [3], [1, 1, 1, 1, 1, 1]])
+def test_too_little_text_for_both_is_refused(lengths):
+    with pytest.raises(DataError, match=r"too few for training and for data.eval_fraction=0.5"):
+        split_documents(np.cumsum(lengths, dtype=np.int64), 0.5)
+
+
+# How rows are filled
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=40)
+
+
+def stretches(rows: PackedRows) -> list[list[tuple[int, int]]]:
+    pairs = list(zip(rows.start.tolist(), rows.length.tolist(), strict=True))
+    return [pairs[a:b] for a, b in pairwise(rows.row_begin)]
+
+
+def assert_dtypes(rows: PackedRows) -> None:
+    assert (rows.row_begin.dtype, rows.start.dtype) == (np.int64, np.int64)
+    assert (rows.length.dtype, rows.goes_on.dtype) == (np.int32, np.bool_)
+
+
+@given(LENGTHS, st.integers(1, 16))
+def test_split_rows_equal_a_walk_over_the_tokens(lengths, row_length):
+    rows = pack_split(pieces_of(lengths), row_length)
+    walk = [(place, n) for n, place in enumerate(places(pieces_of(lengths)))]
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    expected = []
+    for n in range(0, len(walk), row_length):
+        row = owner[n : n + row_length]
+        firsts = [n + i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
+        expected.append([(i, int(np.sum(row == owner[i]))) for i in firsts])
+    assert stretches(rows) == expected
+    assert rows.goes_on.tolist() == [
+        n < len(owner) and owner[n] == owner[n - 1]
+        for n in range(row_length, len(owner) + row_length, row_length)
+    ]
+    assert_dtypes(rows)
+
+
+def best_fit_one_by_one(lengths: list[int], row_length: int) -> list[list[tuple[int, int]]]:
+    """The law of pack_best_fit, one piece at a time."""
+    rows, rests, start = [], [], 0
+    for length in lengths:
+        while length >= row_length:
+            rows.append([(start, row_length)])
+            start, length = start + row_length, length - row_length
+        rests += [(start, length)] if length else []
+        start += length
+    for start, length in sorted(rests, key=lambda rest: -rest[1]):
+        room = [row_length - sum(n for _, n in row) for row in rows]
+        fits = [(room[n], n) for n in range(len(rows)) if room[n] >= length]
+        if fits:
+            rows[min(fits)[1]].append((start, length))
+        else:
+            rows.append([(start, length)])
+    return rows
+
+
+@given(LENGTHS, st.integers(1, 24))
+def test_best_fit_puts_each_piece_into_the_fullest_row_with_room(lengths, row_length):
+    rows = pack_best_fit(pieces_of(lengths), row_length)
+    assert stretches(rows) == best_fit_one_by_one(lengths, row_length)
+    ends = {*np.cumsum(lengths).tolist()}
+    assert rows.goes_on.tolist() == [sum(row[-1]) not in ends for row in stretches(rows)]
+    assert_dtypes(rows)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_best_fit_of_many_equal_lengths_equals_one_by_one(seed):
+    """Enough for rows with the same room to be taken in parts, and to meet in another order."""
+    lengths = np.random.default_rng(seed).integers(1, 41, 300).tolist()
+    assert stretches(pack_best_fit(pieces_of(lengths), 64)) == best_fit_one_by_one(lengths, 64)
+
+
+def test_best_fit_of_long_tailed_lengths_wastes_less_than_one_percent():
+    lengths = np.random.default_rng(0).lognormal(6, 1.5, 20_000).astype(np.int64) + 1
+    rows = pack_best_fit(pieces_of(lengths), 2048)
+    assert lengths.sum() / (rows.num_rows * 2048) > 0.99
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS)
+def test_one_document_of_five_billion_tokens_is_packed(pack):
+    rows = pack(pieces_of([5_000_000_000]), 2**16)
+    assert rows.num_rows == -(-5_000_000_000 // 2**16)
+    assert int(rows.start[-1]) + int(rows.length[-1]) == 5_000_000_000
+    assert rows.goes_on[:-1].all() and not rows.goes_on[-1]
+
+
+# What is kept
+
+OPTIONS = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
+
+
+def arrays_of(packs: Packs) -> list[list]:
+    return [
+        getattr(rows, name).tolist()
+        for rows in (packs.train, packs.held_out)
+        for name in ("row_begin", "start", "length", "goes_on")
+    ]
+
+
+def assert_equal(left: Packs, right: Packs) -> None:
+    assert arrays_of(left) == arrays_of(right)
+    assert (left.folder, left.info) == (right.folder, right.info)
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+def test_opened_rows_are_the_packed_ones_and_lie_on_disk(packing, tmp_path):
+    store = store_of(range(1, 30))
+    packs = open_packs(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
+    train, held_out = (PACKERS[packing](p, 8) for p in split_documents(store.ends, 0.2))
+    assert arrays_of(packs) == arrays_of(replace(packs, train=train, held_out=held_out))
+    assert isinstance(packs.train.start.base, np.memmap)
+    assert [path.name for path in (tmp_path / "packs").iterdir()] == [packs.folder.name]
+
+
+def test_a_second_opening_makes_nothing(tmp_path):
+    store = store_of(range(1, 30))
+    first = open_packs(store, **OPTIONS, cache=tmp_path)
+    store.ends = None  # would be needed
+    assert_equal(open_packs(store, **OPTIONS, cache=tmp_path), first)
+
+
+@pytest.mark.parametrize(
+    "change", [{"row_length": 9}, {"packing": "best_fit"}, {"eval_fraction": 0.3}, {"digest": "1"}]
+)
+def test_other_options_or_another_store_are_another_folder(change, tmp_path):
+    store = store_of(range(1, 30))
+    first = open_packs(store, **OPTIONS, cache=tmp_path)
+    store.digest = change.pop("digest", store.digest)
+    assert open_packs(store, **OPTIONS | change, cache=tmp_path).folder != first.folder
+
+
+def test_another_way_to_pack_is_another_folder(tmp_path, monkeypatch):
+    store = store_of(range(1, 30))
+    first = open_packs(store, **OPTIONS, cache=tmp_path)
+    monkeypatch.setattr("data.packing.PACK_VERSION", 0)
+    assert open_packs(store, **OPTIONS, cache=tmp_path).folder != first.folder
+
+
+def test_threads_that_make_the_same_pack_at_once_all_have_it(tmp_path):
+    store = store_of(range(1, 30))
+    ready = threading.Barrier(6)
+
+    def make(_: int) -> Packs:
+        ready.wait()
+        return open_packs(store, **OPTIONS, cache=tmp_path)
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(make, range(6)))
+    for packs in found[1:]:
+        assert_equal(packs, found[0])
+    assert len(list((tmp_path / "packs").iterdir())) == 1
+
+
+def test_a_pickle_holds_the_folder_only(tmp_path):
+    packs = open_packs(store_of([2] * 20_000), **OPTIONS, cache=tmp_path)
+    pickled = pickle.dumps(packs)
+    assert len(pickled) < 1000
+    assert_equal(pickle.loads(pickled), packs)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+DAMAGE = {"flipped": flip, "cut short": cut_short, "removed": Path.unlink}
+FILES = ["pack.json", "train_row_begin.npy", "train_length.npy", "held_out_start.npy"]
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_with_the_remedy(name, damage, tmp_path):
+    store = store_of(range(1, 30))
+    folder = open_packs(store, **OPTIONS, cache=tmp_path).folder
+    damage(folder / name)
+    with pytest.raises(DataError, match=rf"{folder / name}: .*; delete the folder {folder}, it"):
+        open_packs(store, **OPTIONS, cache=tmp_path)
+
+
+def test_an_index_that_says_something_else_is_damaged(tmp_path):
+    store = store_of(range(1, 30))
+    index = open_packs(store, **OPTIONS, cache=tmp_path).folder / "pack.json"
+    lie = index.read_text().replace('"train_rows": ', '"train_rows": 1')
+    no_index = "not a pack's index"
+    for content, what in (
+        (lie, "its bytes are"),
+        ("[]", no_index),
+        ("{}", no_index),
+        ("1", no_index),
+    ):
+        index.write_text(content)
+        with pytest.raises(DataError, match=f"pack.json: {what}"):
+            open_packs(store, **OPTIONS, cache=tmp_path)
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
+    lengths = [3, 40, 1, 7, 90, 8, 16, 5, 2, 30]
+    mask = (np.arange(sum(lengths)) % 3 > 0).astype(np.uint8) if masked else None
+    store = store_of(lengths, mask)
+    packs = open_packs(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
+    train, held_out = read_all(store, packs.train, 8), read_all(store, packs.held_out, 8)
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    continued = [row["tokens"][-1] for row in train if row["tokens"][-1] + 1 == row["targets"][-1]]
+    held = len(inputs(held_out))
+    assert asdict(packs.info) == {
+        "train_rows": len(train),
+        "train_tokens": len(inputs(train)),
+        "padding": 8 * len(train) - len(inputs(train)),
+        "cut_documents": len({owner[token] for token in continued}),
+        "held_out_rows": len(held_out),
+        "held_out_tokens": held,
+        "held_out_learned": len(learned_pairs(held_out)),
+        "held_out_bytes": 3 * held,  # every document has three bytes per token
+    }
+    assert packs.info.efficiency == len(inputs(train)) / (8 * len(train))
+
+
+def test_a_document_held_out_in_part_gives_its_bytes_in_proportion(tmp_path):
+    store = store_of([100, 60])
+    store.num_bytes = np.array([700, 0])
+    packs = open_packs(store, **OPTIONS, cache=tmp_path)
+    tokens = inputs(read_all(store, packs.held_out, 8))
+    assert 0 < packs.info.held_out_bytes == 7 * sum(token < 100 for token in tokens) < 700
+
+
+def test_a_held_out_part_without_a_learned_token_is_refused(tmp_path):
+    store = store_of([9] * 30, np.zeros(270, np.uint8))
+    with pytest.raises(DataError, match="none of the 54 held-out tokens is learned"):
+        open_packs(store, **OPTIONS, cache=tmp_path)
+    assert not open_packs(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).held_out.num_rows

@@ -1,36 +1,67 @@
-"""A batch is a pure function of files, seed and step; it is the same on one device and on many."""
+"""A batch is a pure function of text, weights, seed and step: on any hosts, after any resume."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from data.config import DataConfig
 from data.packing import FIELDS
-from data.pipeline import DataConfig, Rows, eval_batches, global_batch, train_batches
+from data.pipeline import (
+    Rows,
+    _Reader,
+    eval_batches,
+    explain_change,
+    held_rows,
+    place_batch,
+    train_batches,
+)
 
-LENGTH, BATCH = 8, 4
+LENGTH, BATCH = 8, 8
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A text of 61 rows, no two alike, and a second file to change."""
+    """Two sources, their rows told apart by their letters and digits."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("".join(f"{n:07d} " for n in range(61)))
+    lines = [json.dumps({"text": "abcdefgh"[n % 8] * (1 + n * 7 % 23)}) for n in range(90)]
+    (folder / "b.jsonl").write_text("\n".join(lines))
     return folder
 
 
 def rows_in(folder, **changes) -> Rows:
     values = {
-        "files": str(folder / "*.txt"),
+        "sources": {
+            "digits": {"files": str(folder / "a.txt"), "weight": {0: 3.0, 5: 1.0}},
+            "letters": {"files": str(folder / "b.jsonl")},
+        },
         "sequence_length": LENGTH,
         "global_batch_size": BATCH,
         "eval_fraction": 0.1,
         "cache_dir": str(folder / "cache"),
     }
     return Rows(DataConfig(**{**values, **changes}))
+
+
+def single(folder, **changes) -> Rows:
+    return rows_in(folder, **{"sources": {}, "files": str(folder / "a.txt"), **changes})
 
 
 def one_device() -> SingleDeviceSharding:
@@ -43,6 +74,25 @@ def eight_devices() -> NamedSharding:
     return NamedSharding(mesh, P(None, "rows", "tokens"))
 
 
+def rows_over_eight() -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices()), ("rows",)), P(None, "rows"))
+
+
+@dataclasses.dataclass
+class OfHost:
+    """The sharding as one of several processes sees it: its own devices are addressable."""
+
+    sharding: NamedSharding
+    host: int
+    num_hosts: int
+
+    def addressable_devices_indices_map(self, shape):
+        every = self.sharding.devices_indices_map(shape)
+        count = len(every) // self.num_hosts
+        own = jax.devices()[self.host * count : (self.host + 1) * count]
+        return {device: every[device] for device in own}
+
+
 def steps(rows: Rows, start: int, stop: int, accumulation: int = 1) -> list[dict]:
     batches = train_batches(rows, one_device(), start=start, stop=stop, accumulation=accumulation)
     return [{name: np.asarray(field) for name, field in batch.items()} for batch in batches]
@@ -50,85 +100,212 @@ def steps(rows: Rows, start: int, stop: int, accumulation: int = 1) -> list[dict
 
 def assert_equal(left, right):
     assert len(left) == len(right)
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+    for one, other in zip(left, right, strict=True):
+        assert set(one) == set(other) == set(FIELDS)
+        for name in FIELDS:
+            assert one[name].shape == other[name].shape
+            assert one[name].tobytes() == other[name].tobytes()
 
 
-def names_of(row_of, count: int, start: int = 0) -> list[bytes]:
-    """Rows told apart by their tokens."""
-    return [row_of(index)["tokens"].tobytes() for index in range(start, start + count)]
+def digests(batches) -> list[str]:
+    return [
+        hashlib.sha256(b"".join(np.asarray(batch[name]).tobytes() for name in FIELDS)).hexdigest()
+        for batch in batches
+    ]
 
 
-def numbered_row(index: int) -> dict[str, np.ndarray]:
-    """Row whose fields say which row, which field and which place they are."""
-    places = np.arange(LENGTH)
-    return {name: 1000 * index + 100 * f + places for f, name in enumerate(FIELDS)}
+# Everything at once: two sources, changing weights, changing batches and lengths.
+CHANGING = {
+    "global_batch_size": {0: 8, 20: 16, 60: 8},
+    "sequence_length": {0: 2, 10: 4, 40: 8},
+}
 
 
-def test_fresh_rows_give_the_same_batches_wherever_the_store_lies(folder, tmp_path):
-    moved = rows_in(folder, cache_dir=str(tmp_path))
-    assert_equal(steps(rows_in(folder), 0, 20), steps(moved, 0, 20))
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+@pytest.mark.parametrize("num_hosts", [1, 2, 4, 8])
+def test_hosts_together_hold_the_bytes_of_the_batch(folder, packing, num_hosts):
+    rows = rows_in(folder, packing=packing, **CHANGING)
+    whole = steps(rows, 0, 201)
+    for step, batch in enumerate(whole):
+        phase = rows.plan.at(step)
+        shape = (1, phase.batch_size, phase.length)
+        found = {}
+        for host in range(num_hosts):
+            held = held_rows(OfHost(rows_over_eight(), host, num_hosts), shape)
+            assert len(held) == phase.batch_size // num_hosts
+            _, fields = _Reader(rows, {phase.batch_size: held})(step)
+            found |= {
+                int(row): {name: fields[name][n] for name in FIELDS} for n, row in enumerate(held)
+            }
+        assert sorted(found) == list(range(phase.batch_size))
+        for name in FIELDS:
+            together = np.stack([found[row][name] for row in range(phase.batch_size)])
+            assert together.tobytes() == batch[name].tobytes()
 
 
 @settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 2**31), start=st.integers(0, 30))
+@given(seed=st.integers(0, 2**31), start=st.integers(0, 70))
 def test_a_resumed_order_equals_the_undisturbed_one(folder, seed, start):
-    whole = steps(rows_in(folder, seed=seed), 0, start + 2)
-    assert_equal(steps(rows_in(folder, seed=seed), start, start + 2), whole[start:])
+    whole = steps(rows_in(folder, seed=seed, **CHANGING), 0, start + 2)
+    assert_equal(steps(rows_in(folder, seed=seed, **CHANGING), start, start + 2), whole[start:])
 
 
-def test_batches_are_the_rows_of_the_order_one_after_another(folder):
+def python(code: str, *args) -> subprocess.Popen:
+    """A fresh process that knows this file's names."""
+    paths = [str(ROOT / part) for part in ("", "tests", "tests/data")]
+    main = (
+        f"from test_pipeline import *\nif __name__ == '__main__':\n{textwrap.indent(code, '    ')}"
+    )
+    script = Path(args[0]) / f"{hashlib.sha256(main.encode()).hexdigest()}.py"
+    script.write_text(main)
+    return subprocess.Popen(
+        [sys.executable, script, *map(str, args)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def lines_of(process: subprocess.Popen) -> list[str]:
+    out, err = process.communicate()
+    assert process.returncode == 0, err[-2000:]
+    return out.split()
+
+
+FRESH = """
+rows = rows_in(Path(sys.argv[2]), num_workers=int(sys.argv[3]), **CHANGING)
+start = int(sys.argv[4])
+batches = train_batches(rows, one_device(), start=start, stop=201, accumulation=1)
+print(*digests(batches), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "start"), [(0, 0), (2, 0), (8, 0), (2, 77)])
+def test_a_fresh_process_with_any_workers_reads_the_same_bytes(folder, tmp_path, workers, start):
+    process = python(FRESH, tmp_path, folder, workers, start)
+    assert lines_of(process) == digests(steps(rows_in(folder, **CHANGING), start, 201))
+
+
+HOST = """
+port, host, num_hosts = map(int, sys.argv[3:])
+jax.config.update("jax_num_cpu_devices", 8 // num_hosts)
+jax.distributed.initialize(f"127.0.0.1:{port}", num_hosts, host)
+rows = rows_in(Path(sys.argv[2]), **CHANGING)
+sharding = rows_over_eight()
+for step, batch in enumerate(train_batches(rows, sharding, start=0, stop=201, accumulation=1)):
+    for name in FIELDS:
+        for shard in batch[name].addressable_shards:
+            place = shard.index[1].start or 0
+            print(f"{step}/{name}/{place}/{np.asarray(shard.data).tobytes().hex()}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [2, 4, 8])
+def test_real_processes_together_hold_the_bytes_of_the_batch(folder, tmp_path, num_hosts):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    hosts = [python(HOST, tmp_path, folder, port, host, num_hosts) for host in range(num_hosts)]
+    with ThreadPoolExecutor(num_hosts) as pool:
+        told = {line for lines in pool.map(lines_of, hosts) for line in lines if "/" in line}
+    wanted = {
+        f"{step}/{name}/{place}/{batch[name][:, place : place + size].tobytes().hex()}"
+        for step, batch in enumerate(steps(rows_in(folder, **CHANGING), 0, 201))
+        for name in FIELDS
+        for size in [batch[name].shape[1] // 8]
+        for place in range(0, batch[name].shape[1], size)
+    }
+    assert told == wanted
+
+
+def test_batches_are_the_rows_that_the_mixture_names_one_after_another(folder):
     rows = rows_in(folder)
-    for step, batch in enumerate(steps(rows, 0, 3)):
-        wanted = [rows.train_row(step * BATCH + b) for b in range(BATCH)]
-        for name in FIELDS:
-            np.testing.assert_array_equal(batch[name], np.stack([r[name] for r in wanted])[None])
+    for step, batch in enumerate(steps(rows, 0, 9)):
+        for b in range(BATCH):
+            source, index = rows.mixture.locate(step * BATCH + b)
+            wanted = rows.sources[source].train_row(index)
+            for name in FIELDS:
+                np.testing.assert_array_equal(batch[name][0, b], wanted[name])
 
 
-def test_another_seed_gives_another_order_of_the_same_rows(folder):
-    one, two = rows_in(folder, seed=1), rows_in(folder, seed=2)
-    first, second = (names_of(rows.train_row, rows.num_train) for rows in (one, two))
-    assert first != second and sorted(first) == sorted(second)
+def test_shorter_rows_are_the_pieces_of_longer_ones(folder):
+    """Tokens, targets and masks in order; documents begin anew at a cut."""
+    long, short = (
+        steps(single(folder), 0, 3),
+        steps(single(folder, sequence_length={0: 4, 6: 8}), 0, 6),
+    )
+    for name in ("tokens", "targets", "loss_mask"):
+        whole = np.concatenate([batch[name].ravel() for batch in long])
+        pieces = np.concatenate([batch[name].ravel() for batch in short])
+        np.testing.assert_array_equal(whole, pieces)
+    for batch in short:
+        assert (batch["segment_ids"][..., 0] <= 0).all() and (batch["positions"][..., 0] == 0).all()
+        new = batch["segment_ids"][..., 1:] != batch["segment_ids"][..., :-1]
+        steps_of = np.diff(batch["positions"], axis=-1)
+        assert (batch["positions"][..., 1:][new] == 0).all() and (steps_of[~new] == 1).all()
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.1, 0.5, 0.98])
-def test_training_and_held_out_rows_are_disjoint_and_together_all(folder, fraction):
-    rows = rows_in(folder, eval_fraction=fraction)
-    train = names_of(rows.train_row, rows.num_train)
-    held_out = names_of(rows.eval_row, rows.num_eval)
-    every = {np.array(list(b"%07d " % n), np.int32).tobytes() for n in range(61)}
-    assert len(train) + len(held_out) == 61
-    assert {*train, *held_out} == every
-    assert len(held_out) == (max(1, round(61 * fraction)) if fraction else 0)
+def letters_of(batch) -> int:
+    """Rows of the second source, which holds no digit."""
+    tokens = batch["tokens"][0]
+    return int(((tokens >= ord("a")) & (tokens <= ord("h"))).any(axis=1).sum())
 
 
-@pytest.mark.parametrize("epoch", range(3))
-def test_no_epoch_trains_on_a_held_out_row(folder, epoch):
+def test_rows_follow_the_weights_of_their_step(folder):
+    batches = steps(rows_in(folder), 0, 10)
+    assert sum(letters_of(batch) for batch in batches[:5]) == 10
+    assert sum(letters_of(batch) for batch in batches[5:]) == 20
+
+
+def test_progress_counts_the_tokens_and_epochs_of_every_source(folder):
     rows = rows_in(folder)
-    train = names_of(rows.train_row, rows.num_train, epoch * rows.num_train)
-    assert not {*train} & {*names_of(rows.eval_row, rows.num_eval)}
-
-
-def test_the_held_out_rows_do_not_depend_on_the_seed(folder):
-    one, two = rows_in(folder, seed=1), rows_in(folder, seed=2)
-    assert names_of(one.eval_row, one.num_eval) == names_of(two.eval_row, two.num_eval)
+    progress = rows.progress(10)
+    assert progress["data/letters/tokens"] == 30 * LENGTH
+    assert progress["data/digits/tokens"] == 50 * LENGTH
+    num_rows = rows.sources[0].packs.train.num_rows
+    assert progress["data/digits/epoch"] == pytest.approx(50 / num_rows)
+    assert set(rows.progress(0).values()) == {0}
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
-    rows = rows_in(folder)
-    epochs = [names_of(rows.train_row, rows.num_train, e * rows.num_train) for e in range(3)]
-    assert all(len(set(epoch)) == rows.num_train for epoch in epochs)
-    assert all(set(epoch) == set(epochs[0]) for epoch in epochs)
+    source = single(folder).sources[0]
+    count = source.packs.train.num_rows
+    epochs = [
+        [source.train_row(e * count + n)["tokens"].tobytes() for n in range(count)]
+        for e in range(3)
+    ]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert rows.epoch_tokens == rows.num_train * LENGTH
 
 
-@pytest.mark.parametrize("shape", [(1, 8, LENGTH), (2, 4, LENGTH), (3, 4, LENGTH)])
-def test_a_batch_holds_the_same_numbers_on_many_devices_as_on_one(shape):
-    many = global_batch(numbered_row, 5, shape, eight_devices())
-    one = global_batch(numbered_row, 5, shape, one_device())
-    for name in FIELDS:
-        assert many[name].shape == shape and many[name].sharding == eight_devices()
-        assert np.asarray(many[name]).tobytes() == np.asarray(one[name]).tobytes()
+def test_another_seed_gives_another_order_of_the_same_rows(folder):
+    one, two = single(folder, seed=1).sources[0], single(folder, seed=2).sources[0]
+    count = one.packs.train.num_rows
+    first, second = ([s.train_row(n)["tokens"].tobytes() for n in range(count)] for s in (one, two))
+    assert first != second and sorted(first) == sorted(second)
+
+
+def test_training_and_held_out_rows_are_disjoint_and_together_all(folder):
+    source = single(folder).sources[0]
+    tokens = [
+        row["tokens"][row["segment_ids"] >= 0]
+        for read, count in (
+            (source.train_row, source.packs.train.num_rows),
+            (source.eval_row, source.num_eval),
+        )
+        for row in map(read, range(count))
+    ]
+    assert sorted(np.concatenate(tokens)) == sorted(source.store.tokens)
+
+
+def test_the_held_out_rows_do_not_depend_on_seed_or_weights(folder):
+    def held_out(rows):
+        return [rows.sources[1].eval_row(n)["tokens"].tobytes() for n in range(3)]
+
+    assert held_out(rows_in(folder, seed=1)) == held_out(rows_in(folder, seed=2))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
@@ -141,79 +318,111 @@ def test_accumulation_cuts_the_same_rows_in_the_same_order(folder, accumulation)
             np.testing.assert_array_equal(cut[name].reshape(1, BATCH, LENGTH), batch[name])
 
 
-def test_a_row_is_read_once_however_many_devices_and_fields_show_it():
-    reads = []
+@pytest.mark.parametrize("shape", [(1, 8, LENGTH), (2, 4, LENGTH), (3, 4, LENGTH)])
+def test_a_batch_holds_the_same_numbers_on_many_devices_as_on_one(shape):
+    count = shape[0] * shape[1]
+    fields = {
+        name: (1000 * n + np.arange(count * LENGTH)).reshape(count, LENGTH).astype(np.int32)
+        for n, name in enumerate(FIELDS)
+    }
+    for sharding in (eight_devices(), one_device()):
+        held = held_rows(sharding, shape)
+        placed = place_batch(fields, held, shape, sharding)
+        for name in FIELDS:
+            assert placed[name].sharding == sharding
+            np.testing.assert_array_equal(placed[name], fields[name].reshape(shape))
 
-    def read(row):
-        reads.append(row)
-        return numbered_row(row)
 
-    global_batch(read, 40, (2, 4, LENGTH), eight_devices())
-    assert sorted(reads) == list(range(40, 48))
-
-
-@pytest.mark.parametrize("device", range(8))
-def test_a_host_reads_only_the_rows_that_its_device_holds(monkeypatch, device):
-    shape, reads = (2, 8, LENGTH), []
-
-    def read(row):
-        reads.append(row)
-        return numbered_row(row)
-
-    def on_one_device(shape, sharding, callback):
-        return callback(sharding.devices_indices_map(shape)[jax.devices()[device]])
-
-    monkeypatch.setattr(jax, "make_array_from_callback", on_one_device)
-    block = global_batch(read, 0, shape, eight_devices())
-    own, half = device // 2 * 2, device % 2 * LENGTH // 2
-    assert sorted(reads) == [own, own + 1, 8 + own, 8 + own + 1]
-    wanted = [[numbered_row(8 * a + own + b)["targets"] for b in range(2)] for a in range(2)]
-    np.testing.assert_array_equal(
-        block["targets"], np.array(wanted)[..., half : half + LENGTH // 2]
-    )
+@pytest.mark.parametrize("host", range(4))
+def test_a_host_reads_only_the_rows_that_its_devices_hold(host):
+    held = held_rows(OfHost(eight_devices(), host, 4), (2, 8, LENGTH))
+    assert held.tolist() == [2 * host, 2 * host + 1, 8 + 2 * host, 8 + 2 * host + 1]
 
 
 def test_a_short_evaluation_batch_is_filled_up_with_rows_that_do_not_count(folder):
-    rows = rows_in(folder)
-    assert rows.num_eval == 6
-    batches = list(eval_batches(rows, one_device(), batch_size=4, limit=9))
-    assert [batch["tokens"].shape for batch in batches] == [(1, 4, LENGTH)] * 2
+    source = rows_in(folder).sources[1]
+    count = source.num_eval
+    assert count % 5
+    batches = list(eval_batches(source, one_device(), batch_size=5, limit=99))
+    assert [batch["tokens"].shape for batch in batches] == [(1, 5, LENGTH)] * math.ceil(count / 5)
     mask = np.concatenate([np.asarray(batch["loss_mask"])[0] for batch in batches])
     tokens = np.concatenate([np.asarray(batch["tokens"])[0] for batch in batches])
-    for index in range(6):
-        np.testing.assert_array_equal(mask[index], rows.eval_row(index)["loss_mask"])
-        np.testing.assert_array_equal(tokens[index], rows.eval_row(index)["tokens"])
-    assert mask[:6].any(axis=1).all() and not mask[6:].any()
+    for index in range(count):
+        np.testing.assert_array_equal(mask[index], source.eval_row(index)["loss_mask"])
+        np.testing.assert_array_equal(tokens[index], source.eval_row(index)["tokens"])
+    assert mask[:count].any() and not mask[count:].any()
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1, 1), (2, 2), (3, 3), (4, 3)])
-def test_evaluation_stops_at_the_limit_or_at_the_last_held_out_row(folder, limit, count):
-    batches = eval_batches(rows_in(folder), one_device(), batch_size=2, limit=limit)
-    assert len(list(batches)) == count
+@pytest.mark.parametrize("limit", [1, 2])
+def test_evaluation_stops_at_the_limit(folder, limit):
+    source = rows_in(folder).sources[1]
+    assert len(list(eval_batches(source, one_device(), batch_size=2, limit=limit))) == limit
 
 
 def test_without_held_out_rows_there_is_no_evaluation_batch(folder):
-    rows = rows_in(folder, eval_fraction=0.0)
-    assert list(eval_batches(rows, one_device(), batch_size=2, limit=4)) == []
+    source = single(folder, eval_fraction=0.0).sources[0]
+    assert list(eval_batches(source, one_device(), batch_size=2, limit=4)) == []
 
 
-def test_equal_orders_have_equal_hashes_and_different_ones_do_not(folder, tmp_path):
-    base = rows_in(folder).order_hash
-    assert base == rows_in(folder, cache_dir=str(tmp_path / "elsewhere")).order_hash
+def test_equal_orders_have_equal_hashes_wherever_the_text_lies(folder, tmp_path):
     (tmp_path / "a.txt").write_text((folder / "a.txt").read_text())
-    assert base == rows_in(tmp_path).order_hash
+    assert single(folder).order_hash(7) == single(tmp_path).order_hash(7)
+    assert_equal(steps(single(folder), 0, 9), steps(single(tmp_path), 0, 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"seed": 1}, "data.seed was 0, is 1"),
+        ({"packing": "best_fit"}, "data.packing was 'split', is 'best_fit'"),
+        ({"eval_fraction": 0.2}, "data.eval_fraction was 0.1, is 0.2"),
+        ({"global_batch_size": 16}, "data.global_batch_size was [[0, 8]], is [[0, 16]]"),
+        ({"sequence_length": 4}, "the greatest data.sequence_length was 8, is 4"),
+    ],
+)
+def test_another_order_has_another_hash_and_says_what_changed(folder, changes, told):
+    before, now = rows_in(folder), rows_in(folder, **changes)
+    assert before.order_hash(3) != now.order_hash(3)
+    assert told in explain_change(before.order(3), now.order(3))
+    assert explain_change(before.order(3), before.order(3)) == ""
+
+
+def test_the_source_that_changed_is_named(folder, tmp_path):
+    def order(step=3, **sources):
+        return rows_in(folder, sources=sources).order(step)
+
+    text, lines = {"files": str(folder / "a.txt")}, {"files": str(folder / "b.jsonl")}
     (tmp_path / "a.txt").write_text((folder / "a.txt").read_text().replace("33 ", "3! "))
-    others = [
-        rows_in(tmp_path).order_hash,
-        rows_in(folder, seed=1).order_hash,
-        rows_in(folder, sequence_length=4).order_hash,
-        rows_in(folder, eval_fraction=0.2).order_hash,
-    ]
-    assert len({base, *others}) == 5
+    changed = {"files": str(tmp_path / "a.txt")}
+    base = order(one=text, two=lines)
+    assert explain_change(base, order(one=changed, two=lines)) == (
+        "the text of source 'one' is another"
+    )
+    assert explain_change(base, order(one=text)) == "source 'two' is gone"
+    assert explain_change(order(one=text), base) == "source 'two' is new"
+    heavier = order(one={**text, "weight": 2.0}, two=lines)
+    assert explain_change(base, heavier) == "data.sources.one.weight changed"
 
 
-def test_equal_hashes_give_equal_batches(folder):
-    """The promise of `order_hash`: step n of another batch size is made of other rows."""
-    one, two = rows_in(folder), rows_in(folder, global_batch_size=2 * BATCH)
-    assert steps(one, 3, 4)[0]["tokens"].shape != steps(two, 3, 4)[0]["tokens"].shape
-    assert one.order_hash != two.order_hash
+def test_what_begins_to_hold_later_may_change_before_a_resume(folder):
+    text, lines = {"files": str(folder / "a.txt")}, {"files": str(folder / "b.jsonl")}
+    before = rows_in(folder, sources={"one": text})
+    later = {
+        "sources": {"two": {**lines, "weight": {0: 0.0, 6: 2.0}}, "one": text},
+        "global_batch_size": {0: 8, 7: 16},
+    }
+    now = rows_in(folder, **later)
+    assert before.order(6) == now.order(6) and before.order(7) != now.order(7)
+    assert_equal(steps(before, 0, 6), steps(now, 0, 6))
+    assert letters_of(steps(now, 6, 7)[0]) > 0
+
+
+def test_files_and_sources_exclude_each_other(folder):
+    with pytest.raises(ValueError, match=r"data.files and data.sources are both given; leave one"):
+        rows_in(folder, files=str(folder / "a.txt"))
+
+
+def test_a_run_needs_a_source_with_weight_at_every_step(folder):
+    sources = {"one": {"files": str(folder / "a.txt"), "weight": {0: 1.0, 9: 0.0}}}
+    with pytest.raises(ValueError, match=r"every weight is 0 from step 9 on \(one\); give"):
+        rows_in(folder, sources=sources)

@@ -1,35 +1,51 @@
-"""From files to tokens on disk: what is found, how bytes become ids, how a store is kept."""
+"""What is found, what identifies it, and how it is cut into units of work."""
 
+import importlib
+import os
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
+import fsspec
 import hypothesis.strategies as st
-import numpy as np
+import pyarrow
 import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+from datasets import Dataset, disable_progress_bars
 from hypothesis import given
+from pyarrow import parquet
 
-from data.pipeline import DataConfig, Rows
-from data.source import find_files
-from data.store import digest_files, open_store
-from data.tokenizer import ByteTokenizer
+from data import source
+from data.source import DataError, Entry, find_files, fingerprint, input_bytes, plan_units
 
-TOKENIZER = ByteTokenizer()
+disable_progress_bars()
 
 
 @pytest.fixture
-def texts(tmp_path) -> list[Path]:
-    """Three small files, the middle one empty."""
-    for name, text in {"a.txt": "alpha", "b.txt": "", "c.txt": "gamma\n"}.items():
-        (tmp_path / name).write_text(text)
-    return find_files(str(tmp_path / "*.txt"))
+def memory():
+    """An empty fsspec file system in memory."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
 
 
-def is_built(cache: Path) -> list[str]:
-    return sorted(path.name for path in cache.iterdir())
+def write(folder: Path, **sizes: int) -> list[str]:
+    """Files `name.suffix`, written `name_suffix=size`."""
+    paths = []
+    for name, size in sizes.items():
+        path = folder / name.replace("_", ".", 1)
+        path.write_bytes(b"x" * size)
+        paths.append(str(path))
+    return sorted(paths)
+
+
+def entries(paths, unit_bytes) -> list[Entry]:
+    return [entry for unit in plan_units(paths, unit_bytes) for entry in unit.entries]
 
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
-    files = find_files(None)
+    files = [Path(path) for path in find_files(None)]
     library = Path(sysconfig.get_paths()["stdlib"])
     assert library / "argparse.py" in files and library / "json" / "decoder.py" in files
     assert all(path.is_relative_to(library) and path.suffix == ".py" for path in files)
@@ -44,125 +60,235 @@ def test_documents_are_in_the_order_of_their_paths(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     found = find_files(str(tmp_path / "**" / "*.txt"))
-    assert found == sorted(tmp_path / name for name in names)
+    assert found == sorted(str(tmp_path / name) for name in names)
 
 
-def test_folders_that_match_are_not_documents(tmp_path):
+def test_a_file_of_two_globs_is_one_file(tmp_path):
+    paths = write(tmp_path, a_txt=1, b_txt=1)
+    assert find_files([str(tmp_path / "b*"), str(tmp_path / "*.txt")]) == paths
+
+
+def test_folders_that_match_are_not_documents_and_links_are(tmp_path):
     (tmp_path / "folder.txt").mkdir()
     (tmp_path / "file.txt").write_text("text")
-    assert find_files(str(tmp_path / "*.txt")) == [tmp_path / "file.txt"]
+    (tmp_path / "link.txt").symlink_to(tmp_path / "file.txt")
+    found = [str(tmp_path / "file.txt"), str(tmp_path / "link.txt")]
+    assert find_files(str(tmp_path / "*.txt")) == found
 
 
-def test_a_glob_that_matches_nothing_is_refused_with_a_remedy(tmp_path):
-    pattern = str(tmp_path / "*.nothing")
-    with pytest.raises(ValueError, match=r"matches no file; give a glob such as .*null") as error:
-        find_files(pattern)
-    assert f"data.files={pattern!r}" in str(error.value)
+def test_hidden_files_match_only_when_named(tmp_path, memory):
+    for name in [".hidden", ".git/config", "shown"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+        memory.pipe(f"/top/{name}", b"text")
+    for root in [str(tmp_path), "memory:///top"]:
+        assert find_files(f"{root}/**/*") == [f"{root}/shown"]
+        assert find_files(f"{root}/.hid*") == [f"{root}/.hidden"]
+        assert find_files(f"{root}/.git/*") == [f"{root}/.git/config"]
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_found_by_its_name(tmp_path):
+    (path := tmp_path / "part[1].txt").write_text("text")
+    assert find_files(str(path)) == [str(path)]
+
+
+def test_local_paths_become_plain_and_absolute(tmp_path, monkeypatch):
+    paths = write(tmp_path, a_txt=1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for pattern in ["*.txt", "./a.txt", "~/*.txt", f"file://{tmp_path}/*.txt"]:
+        assert find_files(pattern) == paths
+
+
+def test_paths_elsewhere_keep_their_protocol(memory):
+    for name in ["b.txt", "a.txt", "deep/c.txt"]:
+        memory.pipe(f"/top/{name}", b"text")
+    assert find_files("memory://top/*.txt") == ["memory:///top/a.txt", "memory:///top/b.txt"]
+    assert find_files("memory://top/**/c.txt") == ["memory:///top/deep/c.txt"]
+    assert input_bytes(find_files("memory://top/a.txt")) == 4
+
+
+@pytest.mark.parametrize("root", ["", "memory://"])
+def test_a_glob_that_matches_nothing_is_refused_with_a_remedy(tmp_path, memory, root):
+    pattern = f"{root}{tmp_path}/*.nothing"
+    there = write(tmp_path, a_txt=1)
+    for files in [pattern, [there[0], pattern]]:
+        with pytest.raises(
+            DataError, match=r"matches no file; give a glob such as .*null"
+        ) as error:
+            find_files(files, "data.sources.code.files")
+        assert f"data.sources.code.files={pattern!r}" in str(error.value)
+
+
+def test_no_glob_at_all_is_refused():
+    with pytest.raises(DataError, match=r"data.files=\[\] matches no file; give a glob"):
+        find_files([])
 
 
 def test_files_without_a_byte_are_refused_with_a_remedy(tmp_path):
-    for name in "ab":
-        (tmp_path / name).touch()
-    with pytest.raises(ValueError, match=r"2 file\(s\), all empty; give files with text") as error:
+    write(tmp_path, a_txt=0, b_txt=0)
+    with pytest.raises(DataError, match=r"2 file\(s\), all empty; give files with text") as error:
         find_files(str(tmp_path / "*"))
     assert f"data.files={str(tmp_path / '*')!r}" in str(error.value)
 
 
-@pytest.mark.parametrize(("fraction", "need"), [(0.5, 17), (0.0, 9)])
-def test_text_too_short_for_the_rows_is_refused_and_one_token_more_is_enough(
-    tmp_path, fraction, need
-):
-    def rows(num_bytes: int) -> Rows:
-        (tmp_path / "a.txt").write_text("x" * num_bytes)
-        return Rows(
-            DataConfig(
-                files=str(tmp_path / "a.txt"),
-                sequence_length=8,
-                eval_fraction=fraction,
-                cache_dir=str(tmp_path / "cache"),
-            )
+def test_a_folder_is_refused_unless_datasets_saved_it(tmp_path, memory):
+    write(tmp_path, a_txt=1)
+    with pytest.raises(DataError, match=r"is a folder; name the files in it by a glob"):
+        find_files(str(tmp_path))
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    assert find_files(str(tmp_path / "saved")) == [str(tmp_path / "saved")]
+    for path in (tmp_path / "saved").iterdir():
+        memory.pipe(f"/saved/{path.name}", path.read_bytes())
+    with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
+        find_files("memory://saved")
+
+
+def test_a_folder_of_several_datasets_is_refused_with_their_names(tmp_path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    for name in ["train", "test"]:
+        (tmp_path / name).mkdir()
+    with pytest.raises(DataError, match=r"several datasets; add the name of one: test, train"):
+        find_files(str(tmp_path))
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(DataError, match=r"nope://a: Protocol not known: nope; mend the path"):
+        find_files("nope://a")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "library", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")]
+)
+def test_a_missing_file_system_is_named_with_its_extra(monkeypatch, protocol, library, extra):
+    def missing(path):
+        raise ImportError(f"Install {library}")
+
+    monkeypatch.setattr(source, "url_to_fs", missing)
+    message = rf"{protocol}://b/\*\.txt needs a library \(Install {library}\); pip install 'torus\["
+    with pytest.raises(DataError, match=rf"{message}{extra}\]'"):
+        find_files(f"{protocol}://b/*.txt")
+
+
+def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
+    paths = write(tmp_path, a_parquet=10)
+
+    def missing(name):
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(DataError, match=r"needs the library pyarrow .*; pip install 'torus\[data"):
+        plan_units(paths)
+
+
+def test_the_fingerprint_changes_with_path_size_and_time_and_with_nothing_else(tmp_path):
+    one, two = write(tmp_path, a_txt=3, b_txt=3)
+    base = fingerprint([one, two])
+    seen = {base, fingerprint([one]), fingerprint([two, one])}
+    Path(two).write_bytes(b"x" * 4)
+    seen.add(fingerprint([one, two]))
+    os.utime(two, ns=(1, 1))
+    seen.add(fingerprint([one, two]))
+    os.utime(two, ns=(1, 2))
+    seen.add(fingerprint([one, two]))
+    assert len(seen) == 6
+    assert fingerprint([one, two]) == fingerprint([one, two]) != base
+
+
+def test_the_fingerprint_elsewhere_changes_with_a_new_version(memory):
+    memory.pipe("/a.txt", b"text")
+    before = fingerprint(["memory://a.txt"])
+    assert fingerprint(["memory://a.txt"]) == before
+    memory.pipe("/a.txt", b"TEXT")
+    assert fingerprint(["memory://a.txt"]) != before
+
+
+def test_the_fingerprint_of_a_datasets_folder_is_that_of_its_files(tmp_path):
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    path = str(tmp_path / "saved")
+    before = fingerprint([path])
+    assert input_bytes([path]) == sum(f.stat().st_size for f in (tmp_path / "saved").iterdir())
+    os.utime(tmp_path / "saved" / "data-00000-of-00001.arrow", ns=(1, 1))
+    assert fingerprint([path]) != before
+
+
+def test_formats_follow_from_the_suffix_under_a_compression_too(tmp_path):
+    formats = {
+        "a.jsonl": "jsonl",
+        "a.NDJSON": "jsonl",
+        "a.json.gz": "jsonl",
+        "a.jsonl.zst": "jsonl",
+        "a.txt": "text",
+        "a.py.xz": "text",
+        "a.bz2": "text",
+        "a": "text",
+    }
+    for name, format in formats.items():
+        (tmp_path / name).write_bytes(b"x" * 10)
+        whole = format == "text" or "." in name[2:]
+        found = entries([str(tmp_path / name)], 4)
+        assert {entry.format for entry in found} == {format}
+        assert [(e.begin, e.end) for e in found] == (
+            [(0, 10)] if whole else [(0, 4), (4, 8), (8, 10)]
         )
 
-    with pytest.raises(ValueError, match=f"data.sequence_length=8 need at least {need}; ") as error:
-        rows(need - 2)  # and the end of text
-    assert f"{str(tmp_path / 'a.txt')!r} holds {need - 1} tokens" in str(error.value)
-    assert "give more text or shorter rows" in str(error.value)
-    assert rows(need - 1).num_train == 1
+
+def test_a_table_inside_a_compression_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"is \.parquet inside \.gz; decompress it first"):
+        plan_units(write(tmp_path, **{"a_parquet.gz": 9}))
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_text_survives_the_round_trip_through_ids(text):
-    assert TOKENIZER.decode(TOKENIZER.encode(text.encode())) == text
+def test_records_elsewhere_are_refused(memory):
+    memory.pipe("/a.array_record", b"x")
+    with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
+        plan_units(["memory://a.array_record"])
 
 
-@given(st.binary())
-def test_bytes_survive_as_ids_and_show_as_replacements_where_they_are_not_utf8(data):
-    ids = TOKENIZER.encode(data)
-    assert ids.dtype == np.uint16 and ids.tolist() == list(data)
-    assert TOKENIZER.decode(ids) == data.decode("utf-8", errors="replace")
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50))
+def test_units_hold_every_byte_once_in_order_and_no_more_than_asked(
+    tmp_path_factory, sizes, unit_bytes
+):
+    folder = tmp_path_factory.mktemp("sizes")
+    paths = write(folder, **{f"{n}_jsonl": size for n, size in enumerate(sizes)})
+    units = plan_units(paths, unit_bytes)
+    assert units == plan_units(paths, unit_bytes)
+    held = [sum(entry.end - entry.begin for entry in unit.entries) for unit in units]
+    assert sum(held) == sum(sizes) and all(0 < size <= unit_bytes for size in held)
+    assert len(held) <= 2 * sum(sizes) / unit_bytes + 1  # two neighbours are more than one unit
+    parts = [entry for unit in units for entry in unit.entries]
+    assert [entry.path for entry in parts] == sorted(entry.path for entry in parts)
+    for a, b in pairwise(parts):
+        assert b.begin == (a.end if a.path == b.path else 0)
 
 
-def test_decoding_stops_at_the_first_id_that_is_no_byte():
-    assert TOKENIZER.decode(np.array([104, 105, TOKENIZER.eos_id, 120])) == "hi"
-    assert TOKENIZER.decode(np.array([104, 263, 120])) == "h"
-    assert TOKENIZER.eos_id < TOKENIZER.vocab_size
-
-
-def test_the_stream_holds_each_document_closed_and_leaves_out_empty_ones(texts, tmp_path):
-    stream = open_store(texts, TOKENIZER, tmp_path / "cache")
-    assert stream.dtype == np.uint16 and not stream.flags.writeable
-    assert stream.tolist() == [*b"alpha", 256, *b"gamma\n", 256]
-
-
-def test_a_store_is_built_once_and_then_read(texts, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
-    first = open_store(texts, TOKENIZER, cache)
-    monkeypatch.setattr(np, "save", lambda *_: pytest.fail("built a second time"))
-    stamp = (cache / is_built(cache)[0] / "tokens.npy").stat().st_mtime_ns
-    np.testing.assert_array_equal(open_store(texts, TOKENIZER, cache), first)
-    assert (cache / is_built(cache)[0] / "tokens.npy").stat().st_mtime_ns == stamp
-    assert len(is_built(cache)) == 1
-
-
-def test_a_builder_that_dies_leaves_nothing_that_is_read(texts, tmp_path, monkeypatch):
-    def die(file, tokens):
-        Path(file).write_bytes(b"half a store")
-        raise KeyboardInterrupt
-
-    cache = tmp_path / "cache"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(np, "save", die)
-        open_store(texts, TOKENIZER, cache)
-    assert open_store(texts, TOKENIZER, cache).tolist() == [*b"alpha", 256, *b"gamma\n", 256]
-
-
-def test_of_two_builders_at_once_one_store_stays_and_both_read_it(texts, tmp_path, monkeypatch):
-    cache, save, others = tmp_path / "cache", np.save, []
-
-    def overtaken(file, tokens):
-        save(file, tokens)
-        monkeypatch.setattr(np, "save", save)
-        others.append(open_store(texts, TOKENIZER, cache))
-
-    monkeypatch.setattr(np, "save", overtaken)
-    mine = open_store(texts, TOKENIZER, cache)
-    assert len(others) == 1 and len(is_built(cache)) == 1
-    np.testing.assert_array_equal(mine, others[0])
-
-
-def test_the_digest_changes_with_content_name_border_and_order(tmp_path):
-    def digest(*files: tuple[str, str]) -> str:
-        for name, text in files:
-            (tmp_path / name).write_text(text)
-        return digest_files([tmp_path / name for name, _ in files], TOKENIZER)
-
-    base = digest(("a", "xy"), ("b", "z"))
-    assert digest(("a", "xy"), ("b", "z")) == base
-    others = [
-        digest(("a", "xy"), ("b", "Z")),
-        digest(("a", "xy"), ("c", "z")),
-        digest(("a", "x"), ("b", "yz")),
-        digest(("b", "z"), ("a", "xy")),
-        digest(("a", "xy")),
+def test_small_files_share_a_unit_and_large_texts_are_whole(tmp_path):
+    paths = write(tmp_path, a_txt=3, b_txt=3, c_txt=30, d_txt=0, e_txt=3)
+    units = plan_units(paths, 10)
+    held = [[(Path(e.path).name, e.begin, e.end) for e in unit.entries] for unit in units]
+    assert held == [
+        [("a.txt", 0, 3), ("b.txt", 0, 3)],
+        [("c.txt", 0, 30)],
+        [("d.txt", 0, 0), ("e.txt", 0, 3)],
     ]
-    assert len({base, *others}) == 6
+
+
+def test_tables_are_cut_at_row_groups_records_and_rows(tmp_path):
+    texts = [f"{n} " * 200 for n in range(60)]
+    table = pyarrow.table({"text": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, compression="none")
+    writer = ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1,uncompressed")
+    for text in texts:
+        writer.write(text.encode())
+    writer.close()
+    Dataset(table).save_to_disk(tmp_path / "saved")
+    for name, format, count in [
+        ("a.parquet", "parquet", 6),
+        ("a.array_record", "array_record", 60),
+        ("saved", "datasets", 60),
+    ]:
+        paths = find_files(str(tmp_path / name))
+        cut = entries(paths, input_bytes(paths) // 3 + 1)
+        assert {entry.format for entry in cut} == {format} and len(cut) == 3
+        assert cut[0].begin == 0 and cut[-1].end == count
+        assert all(a.end == b.begin for a, b in pairwise(cut))
+        assert entries(paths, 2**30) == [Entry(paths[0], format, 0, count)]

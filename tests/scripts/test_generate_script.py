@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT
 
 import train
+from data.tokenizer import ByteTokenizer
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate as script
@@ -116,7 +117,7 @@ def test_bad_input_is_one_line(folder, capsys, arguments, law) -> None:
 
 def test_characters_are_shown_when_they_are_whole() -> None:
     tokens = list("aé→z".encode())
-    pieces = list(script.readable(script.ByteTokenizer(), script.np.array([104]), iter(tokens)))
+    pieces = list(script.readable(ByteTokenizer(), script.np.array([104]), iter(tokens)))
     assert "".join(pieces) == "haé→z" and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
-    broken = list(script.readable(script.ByteTokenizer(), script.np.array([104]), iter([0xC3])))
+    broken = list(script.readable(ByteTokenizer(), script.np.array([104]), iter([0xC3])))
     assert "".join(broken) == "h\N{REPLACEMENT CHARACTER}"

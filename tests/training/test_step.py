@@ -1,6 +1,7 @@
 """One step: exact accumulation, what counts, what is donated, and the same start on every mesh."""
 
 from functools import cache
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from conftest import MESHES, ONE_DEVICE, ROOT
 
 from configs.build import build_program
 from configs.schema import load_config
-from data.packing import pack_row
+from data.packing import Pieces, pack_split, read_row
 from parallel.mesh import MeshConfig
 from training.step import Program, TrainState
 
@@ -51,9 +52,15 @@ def gradients_on(mesh: MeshConfig):
 def fields() -> dict[str, np.ndarray]:
     """Eight rows (8, L) of random documents: every row masks another number of tokens."""
     rng = np.random.default_rng(0)
-    stream = rng.integers(0, 256, ROWS * LENGTH + 1)
-    stream[rng.choice(len(stream), 20, replace=False)] = 256
-    rows = [pack_row(stream.astype(np.uint16), row, LENGTH, 256) for row in range(ROWS)]
+    stream = rng.integers(0, 256, ROWS * LENGTH).astype(np.uint16)
+    ends = np.sort(rng.choice(np.arange(1, len(stream)), 20, replace=False))
+    starts = np.concatenate([[0], ends])
+    packed = pack_split(Pieces(starts, np.diff(starts, append=len(stream))), LENGTH)
+    store = SimpleNamespace(tokens=stream, learned=None)
+    rows = [
+        read_row(store, packed, row, row_length=LENGTH, eos_id=256, vocab_size=257)
+        for row in range(ROWS)
+    ]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     counts = batch["loss_mask"].reshape(4, -1).sum(axis=1)
     assert len(set(counts)) > 1, "microbatches of equal weight would prove nothing"

@@ -1,0 +1,226 @@
+"""Speed of the data path: text to tokens, store to batches, and the opening of a store of 10 GB.
+
+The store is a sparse file: its documents have an index, its tokens are all zero. It is opened by
+processes of their own (this file, run as a script), whose clock begins after their imports.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+
+from data.config import DataConfig, Packing
+from data.pipeline import Rows, train_batches
+from data.source import find_files
+from data.store import ENDS, INFO, NUM_BYTES, TOKENS, VERSION, StoreInfo
+from data.tokenizer import ByteTokenizer, train_tokenizer
+
+LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
+WARMUP, NUM_BATCHES, NUM_RANDOM_BATCHES = 10, 100, 1000
+# Documents of the sparse store: half of them are shorter than this, and the mean is 1,006 tokens.
+MEDIAN_DOCUMENT, SPREAD = 610, 1.0
+
+
+def bench_data(*, copies: int, gigabytes: float, repeats: int) -> dict[str, Any]:
+    """All three figures; every one is the median of `repeats`.
+
+    copies: of the standard library, which is what is tokenised. gigabytes: of the sparse store.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as name:
+        folder = Path(name)
+        documents = [Path(file).read_text("utf-8") for file in find_files(None)]
+        train_tokenizer(documents, VOCABULARY, folder / "tokenizer.json")
+        with open(folder / "text.jsonl", "w", encoding="utf-8") as out:
+            for text in documents * copies:
+                out.write(json.dumps({"text": text}) + "\n")
+        return {
+            "bench": "data",
+            "tokenise_mb_per_second": _bench_tokenise(folder, repeats),
+            "delivery_tokens_per_second": _bench_delivery(folder, repeats),
+            "start_up": _bench_start_up(folder / "sparse", gigabytes, repeats),
+        }
+
+
+def _bench_tokenise(folder: Path, repeats: int) -> dict[str, float]:
+    """MB of JSON lines per second as prepare_data.py tells it, the start of workers included.
+
+    Not from here: worker processes import the script that starts them, and this one imports jax.
+    """
+    text, found = folder / "text.jsonl", {}
+    for kind, name in (("bytes", "bytes"), ("bpe", str(folder / "tokenizer.json"))):
+        for workers in (0, 2):
+            with tempfile.TemporaryDirectory(dir=folder) as caches:
+                script = Path(__file__).with_name("prepare_data.py")
+                options = f"--workers {workers} data.files={text} data.tokenizer={name}".split()
+                command = [sys.executable, str(script), *options]
+                rates = [
+                    _told_rate([*command, f"data.cache_dir={caches}/{repeat}"])
+                    for repeat in range(repeats)
+                ]
+            key = f"{kind}, {workers} workers"
+            found[key] = statistics.median(rates)
+            print(
+                f"tokenise {text.stat().st_size / 1e6:.0f} MB, {key}: {found[key]:.1f} MB/s",
+                flush=True,
+            )
+    return found
+
+
+def _told_rate(command: list[str]) -> float:
+    told = re.search(r"([\d.]+) MB/s", _run(command))
+    assert told is not None
+    return float(told[1])
+
+
+def _run(command: list[str]) -> str:
+    """stdout of another process. Raises: RuntimeError with its stderr."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{command} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def _bench_delivery(folder: Path, repeats: int) -> dict[str, float]:
+    """Batches of 32 rows of 2048 from the standard library's store, read by one thread."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    found, stop = {}, WARMUP + NUM_BATCHES
+    for packing in get_args(Packing):
+        rows = Rows(
+            DataConfig(
+                tokenizer=str(folder / "tokenizer.json"),
+                packing=packing,
+                sequence_length=LENGTH,
+                global_batch_size=BATCH,
+                cache_dir=str(folder / "cache"),
+            )
+        )
+
+        def placed(rows: Rows = rows) -> Iterator[Any]:
+            batches = train_batches(rows, sharding, start=0, stop=stop, accumulation=1)
+            return map(jax.block_until_ready, batches)
+
+        def read(rows: Rows = rows) -> Iterator[Any]:
+            return (rows.read_train(step, range(BATCH)) for step in range(stop))
+
+        for what, batches in (("on a device", placed), ("read alone", read)):
+            key = f"{packing}, {what}"
+            found[key] = statistics.median(_rate(batches) for _ in range(repeats))
+            print(f"delivery {key}: {found[key] / 1e6:.2f} M tokens/s", flush=True)
+    return found
+
+
+def _rate(batches: Callable[[], Iterator[Any]]) -> float:
+    """Tokens per second after the first batches."""
+    iterator = batches()
+    for _ in islice(iterator, WARMUP):
+        pass
+    begin = time.perf_counter()
+    count = sum(1 for _ in iterator)
+    return count * BATCH * LENGTH / (time.perf_counter() - begin)
+
+
+def write_sparse_store(folder: Path, num_documents: int) -> None:
+    """A store of about 1,006 zeros per document, which take no place on the disk."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    lengths = np.ceil(MEDIAN_DOCUMENT * rng.lognormal(0, SPREAD, num_documents)).astype(np.int64)
+    for name, array in ((ENDS, np.cumsum(lengths)), (NUM_BYTES, lengths - 1)):
+        (folder / name).write_bytes(array.astype("<i8").tobytes())
+    with open(folder / TOKENS, "wb") as file:
+        file.truncate(2 * int(lengths.sum()))
+    tokenizer = ByteTokenizer()
+    info = StoreInfo(
+        version=VERSION,
+        key="sparse",
+        tokenizer=tokenizer.name,
+        tokenizer_digest=tokenizer.digest,
+        vocab_size=tokenizer.vocab_size,
+        eos_id=tokenizer.eos_id,
+        dtype="uint16",
+        num_tokens=int(lengths.sum()),
+        num_documents=num_documents,
+        digest=f"{num_documents} sparse documents",
+        # Nobody reads all the tokens, so nobody misses their digest.
+        digests={TOKENS: ""} | {name: _digest(folder / name) for name in (ENDS, NUM_BYTES)},
+        skipped={},
+        source={},
+        files=(),
+    )
+    tree = info.model_dump(mode="json")
+    checksum = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    (folder / INFO).write_text(json.dumps({**tree, "checksum": checksum}))
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _bench_start_up(folder: Path, gigabytes: float, repeats: int) -> dict[str, Any]:
+    """Seconds from a configuration to rows, and memory; the first process packs the rows."""
+    mean = MEDIAN_DOCUMENT * np.exp(SPREAD**2 / 2)
+    write_sparse_store(folder, round(gigabytes * 1e9 / 2 / mean))
+    command = [sys.executable, __file__, str(folder)]
+    result: dict[str, Any] = {}
+    for packing in get_args(Packing):
+        runs = [json.loads(_run([*command, packing])) for _ in range(1 + repeats)]
+        later = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
+        result[packing] = {"first": runs[0], "later": later}
+        for which, run in result[packing].items():
+            numbers = ", ".join(f"{key} {value:,.3f}" for key, value in run.items())
+            print(f"start-up {packing}, {which}: {numbers}", flush=True)
+    return result
+
+
+def measure_start_up(folder: Path, packing: Packing) -> dict[str, float]:
+    """Opens a store in this process and reads batches all over it."""
+    config = DataConfig(
+        files=str(folder),
+        packing=packing,
+        sequence_length=LENGTH,
+        global_batch_size=BATCH,
+        cache_dir=str(folder.with_name("packs")),
+    )
+    result = {f"{key}_mb_before": value for key, value in _resident().items()}
+    begin = time.perf_counter()
+    rows = Rows(config)
+    result["open_seconds"] = time.perf_counter() - begin
+    rows.read_train(0, range(BATCH))
+    result["first_batch_seconds"] = time.perf_counter() - begin
+    result |= {f"{key}_mb_open": value for key, value in _resident().items()}
+    last = rows.sources[0].packs.train.num_rows // BATCH
+    steps = np.random.default_rng(0).integers(0, last, NUM_RANDOM_BATCHES).tolist()
+    begin = time.perf_counter()
+    for step in steps:
+        rows.read_train(step, range(BATCH))
+    seconds = time.perf_counter() - begin
+    result["random_tokens_per_second"] = len(steps) * BATCH * LENGTH / seconds
+    return result | {f"{key}_mb_after": value for key, value in _resident().items()}
+
+
+def _resident() -> dict[str, float]:
+    """Memory of this process in MB (Linux): its own; pages of files, which can go any time."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(fields[name].split()[0]) * 1024 / 1e6 for name in ("RssAnon", "RssFile")}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("packing", choices=get_args(Packing))
+    arguments = parser.parse_args()
+    print(json.dumps(measure_start_up(arguments.store, arguments.packing)))

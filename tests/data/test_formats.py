@@ -1,0 +1,429 @@
+"""From bytes to documents: every format alike, every cut alike, and every kind of damage named."""
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import pickle
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import hypothesis.strategies as st
+import pyarrow
+import pytest
+import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
+from datasets import Dataset, disable_progress_bars
+from hypothesis import given, settings
+from pyarrow import parquet
+
+from data import formats
+from data.formats import Document, Fault, read_documents
+from data.source import UNIT_BYTES, Damaged, Entry, find_files, plan_units
+
+disable_progress_bars()
+
+TEXTS = ["alpha\nbeta\r\n", "  ", "žluťoučký kůň \U0001f40e\u2028", "\ufeffmark", "x" * 3000]
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": partial(lzma.compress, preset=0),
+    ".zst": zstandard.compress,
+}
+
+
+def read(path, unit_bytes=UNIT_BYTES, field="text") -> list[Document | Fault]:
+    """All that a path gives, unit after unit."""
+    units = plan_units(find_files(str(path)), unit_bytes)
+    return [
+        document
+        for unit in units
+        for entry in unit.entries
+        for document in read_documents(entry, field)
+    ]
+
+
+def faults(path, **options) -> list[tuple[str, str, str]]:
+    """Place (without the folder), kind and detail of each fault."""
+    return [
+        (fault.where.removeprefix(f"{Path(path).parent}/"), fault.kind, fault.detail)
+        for fault in read(path, **options)
+        if isinstance(fault, Fault)
+    ]
+
+
+def texts(path, **options) -> list[str | None]:
+    return [found.text for found in read(path, **options) if isinstance(found, Document)]
+
+
+def lines(values, field="text") -> bytes:
+    return b"".join(json.dumps({"id": 1, field: value}).encode() + b"\n" for value in values)
+
+
+def write_text(folder, values):
+    for index, value in enumerate(values):
+        # A text file is stripped of one mark.
+        (folder / f"{index}.txt").write_bytes(f"\ufeff{value}".encode())
+    return folder / "*.txt"
+
+
+def write_jsonl(folder, values, suffix="", field="text"):
+    path = folder / f"a.jsonl{suffix}"
+    data = lines(values, field)
+    path.write_bytes(COMPRESS[suffix](data) if suffix else data)
+    return path
+
+
+def write_parquet(folder, values, field="text"):
+    table = pyarrow.table({"id": [1] * len(values), field: values})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=2)
+    return folder / "a.parquet"
+
+
+def write_datasets(folder, values, field="text"):
+    Dataset.from_dict({"id": [1] * len(values), field: values}).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def write_array_record(folder, values, options="group_size:2"):
+    writer = ArrayRecordWriter(str(folder / "a.array_record"), options)
+    for value in values:
+        writer.write(value if isinstance(value, bytes) else value.encode())
+    writer.close()
+    return folder / "a.array_record"
+
+
+WRITERS = {
+    "text": write_text,
+    "jsonl": write_jsonl,
+    **{f"jsonl{s}": lambda f, v, s=s: write_jsonl(f, v, s) for s in COMPRESS},
+    "parquet": write_parquet,
+    "datasets": write_datasets,
+    "array_record": write_array_record,
+}
+
+
+@pytest.mark.parametrize("unit_bytes", [1, 1000, UNIT_BYTES])
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_every_format_gives_the_same_documents(tmp_path, write, unit_bytes):
+    path = write(tmp_path, TEXTS)
+    assert texts(path, unit_bytes=unit_bytes) == TEXTS
+    assert not faults(path, unit_bytes=unit_bytes)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_datasets])
+def test_messages_are_pairs_of_role_and_content(tmp_path, write):
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "more": "c"}]
+    (document,) = read(write(tmp_path, [chat], field="chat"), field="chat")
+    assert document.messages == (("user", "a"), ("assistant", "b")) and document.text is None
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_an_empty_document_is_a_fault_of_its_own_kind(tmp_path, write):
+    found = read(write(tmp_path, ["a", "", "b"]))
+    assert [getattr(one, "text", None) or one.kind for one in found] == ["a", "empty", "b"]
+
+
+def test_places_are_lines_from_1_and_rows_and_records_from_0(tmp_path):
+    places = {
+        "text": ["0.txt", "1.txt", "2.txt"],
+        "jsonl": ["a.jsonl:1", "a.jsonl:2", "a.jsonl:3"],
+        "jsonl.gz": ["a.jsonl.gz:1", "a.jsonl.gz:2", "a.jsonl.gz:3"],
+        "parquet": [f"a.parquet, row {row}" for row in range(3)],
+        "datasets": [f"saved, row {row}" for row in range(3)],
+        "array_record": [f"a.array_record, record {record}" for record in range(3)],
+    }
+    for name, expected in places.items():
+        (tmp_path / name).mkdir()
+        path = WRITERS[name](tmp_path / name, ["a", "b", "c"])
+        for unit_bytes in [1, UNIT_BYTES]:
+            assert [
+                one.where.removeprefix(f"{tmp_path / name}/") for one in read(path, unit_bytes)
+            ] == expected
+
+
+LINE = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30).map(
+        lambda text: json.dumps({"text": text}, ensure_ascii=False).encode()
+    ),
+    st.sampled_from([b"", b" \r", b"{", b"7", b"{}", b'{"text": ""}', b'{"text": "\xff"}']),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(LINE, min_size=1, max_size=12), st.booleans(), st.integers(1, 200), st.data())
+def test_any_cut_of_json_lines_gives_the_documents_of_the_whole_file(
+    tmp_path_factory, content, closed, unit_bytes, data
+):
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    path.write_bytes(b"\n".join(content) + b"\n" * closed + b"\n{")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "_BLOCK", data.draw(st.integers(1, 40)))
+        found = read(path, unit_bytes)
+    expected = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            try:
+                expected.append((f"{path}:{number}", json.loads(line)["text"]))
+            except (ValueError, TypeError, KeyError):
+                expected.append((f"{path}:{number}", ""))
+    assert [(one.where, getattr(one, "text", "")) for one in found] == expected
+
+
+def test_a_line_longer_than_units_is_read_once(tmp_path):
+    values = ["a", "b" * 500_000, "c"]
+    path = write_jsonl(tmp_path, values)
+    units = plan_units([str(path)], 1000)
+    assert len(units) > 400 and texts(path, unit_bytes=1000) == values
+
+
+def test_files_elsewhere_are_read_like_those_here(tmp_path):
+    system = fsspec.filesystem("memory")
+    values = [f"{n} " * n for n in range(1, 40)]
+    system.pipe("/formats/a.jsonl", lines(values) + b"{\n")
+    system.pipe("/formats/b.jsonl.gz", gzip.compress(lines(values)))
+    system.pipe("/formats/c.parquet", write_parquet(tmp_path, values).read_bytes())
+    found = read("memory://formats/*", 100)
+    assert [one.text for one in found if isinstance(one, Document)] == values * 3
+    assert [one.where for one in found if isinstance(one, Fault)] == [
+        "memory:///formats/a.jsonl:40"
+    ]
+    system.rm("/formats", recursive=True)
+
+
+def test_a_byte_order_mark_at_the_start_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbftext")
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines(["text"]))
+    assert texts(tmp_path / "a.txt") == texts(tmp_path / "a.jsonl") == ["text"]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
+    assert [kind for _, kind, _ in faults(tmp_path / "a.txt")] == ["empty"]
+
+
+def test_documents_and_faults_cross_processes(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(["a"]) + b"{\n")
+    found = read(tmp_path / "a.jsonl", 4)
+    assert pickle.loads(pickle.dumps(found)) == found and len(found) == 2
+
+
+def test_broken_utf8_is_a_fault_with_the_byte(tmp_path):
+    broken = b"\xef\xbb\xbfabc\xffdef"
+    (tmp_path / "a.txt").write_bytes(broken)
+    expected = ("a.txt", "invalid UTF-8", "byte 0xff at offset 6")
+    assert faults(tmp_path / "a.txt") == [expected]
+    (tmp_path / "b.jsonl").write_bytes(lines(["a"]) + b'{"text": "\xc3"}\n' + lines(["b"]))
+    expected = ("b.jsonl:2", "invalid UTF-8", "byte 0xc3 at column 11")
+    assert faults(tmp_path / "b.jsonl", unit_bytes=20) == [expected]
+    assert texts(tmp_path / "b.jsonl") == ["a", "b"]
+    path = write_array_record(tmp_path, [b"a", b"bc\xff"])
+    expected = ("a.array_record, record 1", "invalid UTF-8", "byte 0xff at offset 2")
+    assert faults(path) == [expected]
+
+
+def test_broken_utf8_in_a_table_is_a_fault_of_its_row(tmp_path):
+    column = pyarrow.array([b"a", b"b\xff", b"c"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    expected = ("a.parquet, row 1", "invalid UTF-8", "byte 0xff at offset 1")
+    assert faults(tmp_path / "a.parquet") == [expected]
+    assert texts(tmp_path / "a.parquet") == ["a", "c"]
+
+
+def test_half_of_a_surrogate_pair_is_a_fault_and_a_whole_one_is_a_character(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\udc0e"}\n{"text": "a\\ud83d"}\n')
+    expected = ("a.jsonl:2", "invalid UTF-8", "\\ud83d is half of a pair, without it")
+    assert faults(tmp_path / "a.jsonl") == [expected]
+    assert texts(tmp_path / "a.jsonl") == ["\U0001f40e"]
+
+
+USER = {"role": "user"}
+BAD_LINES = {
+    '{"text": "a" "b"}': ("invalid JSON", "Expecting ',' delimiter at column 14"),
+    '{"text": "a"} {}': ("invalid JSON", "Extra data at column 15"),
+    "[" * 100_000: ("invalid JSON", ""),  # deeper than Python
+    "7" * 5000: ("invalid JSON", "Exceeds the limit"),
+    "[1]": ("wrong type", "the line is a list, not an object"),
+    '{"id": 1, "body": "a"}': ("missing field", "no field 'text'; there is id, body"),
+    "{}": ("missing field", "no field 'text'; there is none"),
+    json.dumps(dict.fromkeys("abcdefghijkl")): (
+        "missing field",
+        "a, b, c, d, e, f, g, h, i, j and 2",
+    ),
+    '{"text": null}': ("wrong type", "field 'text' is null, neither text nor a list of messages"),
+    '{"text": 1}': ("wrong type", "field 'text' is a number, neither"),
+    '{"text": ["a"]}': ("wrong type", "message 0 is a string, not role and content"),
+    json.dumps({"text": [USER]}): (
+        "missing field",
+        "message 0 has no field 'content'; there is role",
+    ),
+    json.dumps({"text": [USER | {"content": None}]}): (
+        "wrong type",
+        "content of message 0 is null, not text",
+    ),
+    '{"text": []}': ("empty", "no message has a character"),
+    json.dumps({"text": [USER | {"content": ""}]}): ("empty", "no message has a character"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_a_fault_with_its_number_and_the_next_is_read(tmp_path, line, expected):
+    good = lines(["good"])
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n \r\n" + line.encode() + b"\n" + good)
+    for unit_bytes in [max(len(good), len(line) // 2), UNIT_BYTES]:
+        ((where, kind, detail),) = faults(tmp_path / "a.jsonl", unit_bytes=unit_bytes)
+        assert (where, kind) == ("a.jsonl:4", expected[0]) and expected[1] in detail
+        assert texts(tmp_path / "a.jsonl", unit_bytes=unit_bytes) == ["good"] * 2
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_datasets])
+def test_a_field_that_a_table_lacks_is_one_fault(tmp_path, write):
+    path = write(tmp_path, ["a", "b"])
+    expected = (path.name, "missing field", "no field 'body'; there is id, text")
+    assert faults(path, field="body") == [expected]
+
+
+def test_a_null_and_a_number_in_a_table_are_faults_of_their_rows(tmp_path):
+    ((where, kind, detail),) = faults(write_parquet(tmp_path, ["a", "b", None]))
+    assert (where, kind) == ("a.parquet, row 2", "wrong type") and "'text' is null" in detail
+    assert {kind for _, kind, _ in faults(tmp_path / "a.parquet", field="id")} == {"wrong type"}
+
+
+def random_texts(count: int) -> list[str]:
+    """Texts that do not compress into nothing."""
+    return [f"{number} {pow(7, number, 10**900 + 7)}" for number in range(1000, 1000 + count)]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_truncated_stream_keeps_the_lines_before_the_cut_and_is_one_fault(tmp_path, suffix):
+    values = random_texts(2000)
+    path = write_jsonl(tmp_path, values, suffix)
+    data = path.read_bytes()
+    for cut in [len(data) - 1, len(data) * 9 // 10, 3, 0]:
+        path.write_bytes(data[:cut])
+        # find_files refuses a lone empty file.
+        entry = Entry(str(path), "jsonl", 0, cut)
+        *kept, fault = read_documents(entry, "text")
+        assert [document.text for document in kept] == values[: len(kept)]
+        assert len(kept) > 500 or cut < 4
+        assert (fault.where, fault.kind) == (str(path), "truncated file")
+        assert fault.detail == f"the {suffix} stream has no end after {len(kept)} lines"
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_truncated_text_is_no_document(tmp_path, suffix):
+    path = tmp_path / f"a.txt{suffix}"
+    path.write_bytes(COMPRESS[suffix](b"text" * 1000)[:-1])
+    ((where, kind, detail),) = faults(path)
+    assert (where, kind) == (path.name, "truncated file") and "bytes of text" in detail
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_cut_between_members_and_zeros_at_the_end_are_legal(tmp_path, suffix):
+    path = tmp_path / f"a.jsonl{suffix}"
+    members = [COMPRESS[suffix](lines([value])) for value in ["a", "b"]]
+    for end in [b"", b"\0" * 2**18]:
+        path.write_bytes(b"".join(members) + end)
+        assert texts(path) == ["a", "b"] and not faults(path)
+    path.write_bytes(b"\0" * 100)
+    assert [kind for _, kind, _ in faults(path)] == ["corrupt file"]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_a_flipped_byte_in_a_stream_is_one_fault(tmp_path, suffix):
+    if suffix == ".zst":  # its checksum is an option
+        data = zstandard.ZstdCompressor(write_checksum=True).compress(lines(random_texts(300)))
+    else:
+        data = COMPRESS[suffix](lines(random_texts(300)))
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(data[:2000] + bytes([data[2000] ^ 255]) + data[2001:])
+    *_, last = faults(path)
+    assert last[:2] == (path.name, "corrupt file") and "\n" not in last[2]
+
+
+def test_a_zstd_stream_with_a_long_window_is_read(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    data = compressor.compress(lines(["a"])) + compressor.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(data)
+    assert texts(tmp_path / "a.jsonl.zst") == ["a"]
+
+
+def damages(path: Path) -> dict[str, bytes]:
+    data = path.read_bytes()
+    half = len(data) // 2
+    return {
+        "cut": data[:half],
+        "flipped": data[:half]
+        + bytes(255 - byte for byte in data[half : half + 64])
+        + data[half + 64 :],
+        "nonsense": b"nonsense " * 100,
+    }
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "nonsense"])
+def test_a_damaged_table_is_a_fault_that_names_it_and_the_rows_before_are_kept(tmp_path, damage):
+    values = random_texts(400)
+    table = pyarrow.table({"text": values})
+    for name, options in {
+        "a": {},
+        "b": {"compression": "none", "write_page_checksum": True},
+    }.items():
+        path = tmp_path / f"{name}.parquet"
+        parquet.write_table(table, path, row_group_size=100, use_dictionary=False, **options)
+        path.write_bytes(damages(path)[damage])
+        *kept, fault = read(path)
+        assert [document.text for document in kept] == values[: len(kept)]
+        assert (fault.where, fault.kind) == (str(path), "corrupt file")
+        assert damage != "flipped" or (kept and f"after row {len(kept)}" in fault.detail)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "nonsense"])
+def test_damaged_records_are_a_fault_that_names_them_and_those_before_are_kept(tmp_path, damage):
+    values = random_texts(400)
+    path = write_array_record(tmp_path, values, "group_size:10")
+    path.write_bytes(damages(path)[damage])
+    *kept, fault = read(path)
+    assert [document.text for document in kept] == values[: len(kept)]
+    assert (fault.where, fault.kind) == (str(path), "corrupt file")
+    assert damage != "flipped" or (kept and f"at record {len(kept)}, and so to" in fault.detail)
+
+
+@pytest.mark.parametrize("broken", ["data-00000-of-00001.arrow", "state.json"])
+@pytest.mark.parametrize("content", [b"", b"nonsense", None])
+def test_a_damaged_datasets_folder_is_a_fault_that_names_it(tmp_path, broken, content):
+    path = write_datasets(tmp_path, ["a"])
+    entry = Entry(str(path), "datasets", 0, 1)
+    (path / broken).unlink()
+    if content is not None:
+        (path / broken).write_bytes(content)
+    ((where, kind),) = [(fault.where, fault.kind) for fault in read_documents(entry, "text")]
+    assert (where, kind) == (str(path), "corrupt file")
+
+
+def test_rows_of_a_shuffled_dataset_are_in_its_order(tmp_path):
+    dataset = Dataset.from_dict({"text": list("abcdef")}).select([4, 2, 0])
+    dataset.save_to_disk(tmp_path / "saved")
+    assert texts(tmp_path / "saved", unit_bytes=300) == ["e", "c", "a"]
+
+
+def test_a_file_that_went_away_is_no_fault(tmp_path):
+    for format in ["text", "jsonl", "parquet", "array_record"]:
+        with pytest.raises(FileNotFoundError):
+            list(read_documents(Entry(str(tmp_path / "gone"), format, 1, 2), "text"))
+
+
+def test_the_report_of_damage_is_one_short_line():
+    damage = Damaged("corrupt file", "first\n  second " + "x" * 1000)
+    assert damage.detail.startswith("first second x") and len(damage.detail) == 300
+
+
+def test_lines_are_read_in_bounded_memory(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path, ["x" * 1000] * 1000)
+    reads = []
+    blocks = formats._blocks
+    monkeypatch.setattr(
+        formats, "_blocks", lambda *args: (reads.append(block) or block for block in blocks(*args))
+    )
+    entry = Entry(str(path), "jsonl", 0, path.stat().st_size)
+    list(itertools.islice(read_documents(entry, "text"), 10))
+    assert len(reads) == 1 and len(reads[0]) < path.stat().st_size

@@ -1,0 +1,82 @@
+"""Batches of changing shape take the tokens of the run in order, none twice and none left out."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.config import DataConfig
+from data.schedule import BatchPlan
+
+ROW = 12
+
+
+def plan_of(lengths, sizes) -> BatchPlan:
+    return BatchPlan(DataConfig(sequence_length=lengths, global_batch_size=sizes))
+
+
+def first_tokens(plan: BatchPlan, step: int) -> list[int]:
+    return [row * plan.row_length + first for row, first in plan.places(step)]
+
+
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 4).map(lambda n: 12 * n), min_size=1, max_size=4),
+    gaps=st.lists(st.integers(1, 3), min_size=8, max_size=8),
+)
+def test_steps_take_consecutive_tokens_whatever_changes(lengths, sizes, gaps):
+    at = [0, *np.cumsum(gaps).tolist()]
+    lengths = dict(zip(at, [*lengths, ROW], strict=False))
+    sizes = dict(zip(at[::2], sizes, strict=False))
+    plan = plan_of(lengths, sizes)
+    token = 0
+    for step in range(15):
+        phase = plan.at(step)
+        assert phase.length == lengths[max(s for s in lengths if s <= step)]
+        assert phase.batch_size == sizes[max(s for s in sizes if s <= step)]
+        assert plan.tokens_before(step) == token
+        assert plan.first_row(step) == -(-token // plan.row_length)
+        wanted = [token + b * phase.length for b in range(phase.batch_size)]
+        assert first_tokens(plan, step) == wanted
+        token += phase.batch_size * phase.length
+
+
+def test_a_row_never_reaches_over_the_end_of_a_long_one():
+    plan = plan_of({0: 4, 3: 12}, {0: 3, 5: 6})
+    for step in range(9):
+        length = plan.at(step).length
+        assert all(first + length <= ROW for _, first in plan.places(step))
+
+
+def test_without_changes_a_batch_is_whole_rows_one_after_another():
+    assert plan_of(ROW, 3).places(5) == [(15, 0), (16, 0), (17, 0)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "law"),
+    [
+        (
+            {0: 8, 10: 12},
+            12,
+            r"data.sequence_length=8 does not divide the longest rows of 12, .*; use a divisor",
+        ),
+        (
+            {0: 4, 1: 12},
+            5,
+            r"becomes 12 at step 1, after 20 tokens, which are no whole number of such rows; "
+            r"change it at step 3, or with another data.global_batch_size before",
+        ),
+        (
+            {0: 6, 1: 12},
+            {0: 1, 1: 2},
+            r"becomes 12 at step 1, after 6 tokens, .* change it at step 2, or",
+        ),
+    ],
+)
+def test_rows_that_cannot_be_cut_are_refused_with_a_remedy(lengths, sizes, law):
+    with pytest.raises(ValueError, match=law):
+        plan_of(lengths, sizes)
+
+
+def test_the_step_that_a_refusal_names_is_accepted():
+    assert plan_of({0: 4, 3: 12}, 5).tokens_before(4) == 3 * 20 + 60

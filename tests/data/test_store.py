@@ -1,0 +1,332 @@
+"""A store holds what was appended, whatever the units and kills; damage to any file is found."""
+
+import hashlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import store as module
+from data.source import DataError
+from data.store import InputFile, Part, Skipped, Store, StorePlan, StoreWriter
+
+PATHS = ("a.txt", "b.txt", "c.txt")
+
+
+def plan(vocab_size: int = 257, key: str = "key") -> StorePlan:
+    return StorePlan(
+        key=key,
+        tokenizer="bytes",
+        tokenizer_digest="digest",
+        vocab_size=vocab_size,
+        eos_id=vocab_size - 1,
+        source={"name": "text"},
+        files=tuple(InputFile(path=path, size=10) for path in PATHS),
+    )
+
+
+def document(path: str, ids: list[int], learned: list[bool] | None = None) -> Part:
+    """One document, closed by the end of text."""
+    return Part(
+        path=path,
+        tokens=np.array([*ids, 256], "<u2"),
+        lengths=np.array([len(ids) + 1]),
+        num_bytes=np.array([len(ids)]),
+        learned=None if learned is None else np.array([*learned, True]),
+    )
+
+
+DOCUMENTS = [
+    document("a.txt", [1, 2, 3]),
+    document("a.txt", [4]),
+    document("c.txt", [5, 6], [False, True]),
+    document("c.txt", []),
+    document("c.txt", [7, 8, 9], [True, True, True]),
+]
+# The same tokens and masks with one border elsewhere.
+REGROUPED = Part(
+    path="a.txt",
+    tokens=np.concatenate([part.tokens for part in DOCUMENTS]),
+    lengths=np.array([4, 1, 4, 1, 4]),
+    num_bytes=np.array([3, 1, 2, 0, 3]),
+    learned=np.array([True] * 6 + [False] + [True] * 7),
+)
+SKIPPED = {"empty": Skipped(count=2, examples=("a.txt: nothing", "a.txt: too"))}
+
+
+def write(folder: Path, units: list[list[Part]], vocab_size: int = 257) -> Store:
+    """Writes, or continues, a store of these units; each skips two empty documents."""
+    with StoreWriter(folder, plan(vocab_size)) as writer:
+        for index in range(len(writer.units), len(units)):
+            writer.append(str(index), units[index], SKIPPED)
+        return writer.finish()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def stored(tmp_path) -> Store:
+    return write(tmp_path / "store", [DOCUMENTS[:2], DOCUMENTS[2:]])
+
+
+def test_a_store_holds_what_was_appended(stored) -> None:
+    assert stored.tokens.tolist() == [1, 2, 3, 256, 4, 256, 5, 6, 256, 256, 7, 8, 9, 256]
+    assert stored.ends.tolist() == [4, 6, 9, 10, 14]
+    assert stored.num_bytes.tolist() == [3, 1, 2, 0, 3]
+    assert stored.learned.tolist() == [1] * 6 + [0, 1, 1, 1, 1, 1, 1, 1]
+    assert not stored.tokens.flags.writeable
+    counts = [(file.path, file.num_tokens, file.num_documents) for file in stored.info.files]
+    assert counts == [("a.txt", 6, 2), ("b.txt", 0, 0), ("c.txt", 8, 3)]
+    assert stored.info.skipped["empty"].count == 4
+    assert len(stored.info.skipped["empty"].examples) == 4
+    line = (
+        "5 documents, 14 tokens, 9 bytes of learned text; skipped: 4 empty (first: a.txt: nothing)"
+    )
+    assert stored.summary() == line
+    stored.verify()
+
+
+def test_only_the_first_examples_of_what_is_skipped_are_kept(tmp_path) -> None:
+    info = write(tmp_path / "s", [[part] for part in DOCUMENTS]).info
+    assert (info.skipped["empty"].count, len(info.skipped["empty"].examples)) == (10, 5)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_the_vocabulary_decides_the_width_of_tokens(tmp_path, size, dtype) -> None:
+    tokens = np.array([1, size - 1], dtype)
+    part = Part("a.txt", tokens, np.array([2]), np.array([1]))
+    stored = write(tmp_path / "s", [[part]], size)
+    assert stored.tokens.dtype == dtype and stored.tokens.tolist() == [1, size - 1]
+    assert stored.learned is None and not (stored.folder / "learned.bin").exists()
+
+
+@given(
+    cuts=st.lists(st.integers(0, len(DOCUMENTS)), max_size=6),
+    kills=st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=9)), max_size=3),
+)
+@settings(max_examples=60, deadline=None)
+def test_units_and_kills_leave_no_trace_in_the_bytes(tmp_path_factory, cuts, kills) -> None:
+    """kills: after how many more units, and what was written beyond them, to every file."""
+    folder = tmp_path_factory.mktemp("stores")
+    borders = [0, *sorted(cuts), len(DOCUMENTS)]
+    units = [DOCUMENTS[a:b] for a, b in itertools.pairwise(borders)]
+    done = 0
+    for count, tail in kills:
+        with StoreWriter(folder / "killed", plan()) as writer:
+            assert writer.units == [str(index) for index in range(done)]
+            for index in range(done, min(done + count, len(units))):
+                writer.append(str(index), units[index], {})
+            done = len(writer.units)
+        for path in writer.building.iterdir():
+            with open(path, "ab") as file:
+                file.write(tail.replace(b"\n", b" ") if path.name == "journal.jsonl" else tail)
+    with StoreWriter(folder / "killed", plan()) as writer:
+        for index in range(len(writer.units), len(units)):
+            writer.append(str(index), units[index], {})
+        writer.finish()
+    with StoreWriter(folder / "whole", plan()) as writer:
+        writer.append("all", DOCUMENTS, {})
+        writer.finish()
+    assert content(folder / "killed") == content(folder / "whole")
+    assert sorted(path.name for path in folder.iterdir()) == ["killed", "whole"]
+
+
+def test_a_failure_at_any_moment_leaves_no_half_store(tmp_path, monkeypatch) -> None:
+    units = [DOCUMENTS[:2], DOCUMENTS[2:4], DOCUMENTS[4:]]
+    whole = content(write(tmp_path / "whole", units).folder)
+    real = {name: getattr(os, name) for name in ("fsync", "rename", "truncate")}
+    calls = 0
+
+    def limited(name):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise OSError(28, "No space left on device")
+            return real[name](*args)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(module.os, name, limited(name))
+    for failing in range(1, 60):
+        folder, calls = tmp_path / f"failing-{failing}", 0
+        try:
+            write(folder, units)
+        except OSError:
+            if folder.exists():  # it has its name: then it is whole
+                Store(folder).verify()
+            else:
+                write(folder, units)
+        module.remove_journal(folder)
+        assert content(folder) == whole
+        if calls < failing:
+            break
+    assert 20 < failing < 59  # every call failed once
+
+
+def test_a_store_without_a_token_is_refused(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"3 files of a\.txt \.\.\.: no document has a token \(2 "):
+        write(tmp_path / "s", [[]])
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_beginning_of_another_store_is_not_continued(tmp_path) -> None:
+    StoreWriter(tmp_path / "s", plan(key="other")).__exit__()
+    with pytest.raises(DataError, match=r"s\.building is the beginning of a store of other files"):
+        StoreWriter(tmp_path / "s", plan())
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "ends.bin", "num_bytes.bin", "learned.bin"])
+def test_a_damaged_beginning_is_not_continued(tmp_path, name) -> None:
+    with StoreWriter(tmp_path / "s", plan()) as writer:
+        writer.append("0", DOCUMENTS, {})
+    path = writer.building / name
+    whole = path.read_bytes()
+    path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(DataError, match=r"s\.building does not hold what its journal says; delete"):
+        StoreWriter(tmp_path / "s", plan())
+    path.write_bytes(whole[:-1])
+    law = f"{name} has {len(whole) - 1} bytes, expected {len(whole)} bytes; delete"
+    with pytest.raises(DataError, match=law):
+        StoreWriter(tmp_path / "s", plan())
+
+
+def test_a_damaged_journal_is_not_continued(tmp_path) -> None:
+    with StoreWriter(tmp_path / "s", plan()) as writer:
+        writer.append("0", DOCUMENTS, {})
+        writer.append("1", DOCUMENTS, {})
+    journal = writer.building / "journal.jsonl"
+    first, second, third = journal.read_bytes().splitlines(True)
+    for lines in ([second, third], [first, b"{\n", third], [b"[]\n", second]):
+        journal.write_bytes(b"".join(lines))
+        with pytest.raises(DataError, match=r"journal\.jsonl is damaged; delete"):
+            StoreWriter(tmp_path / "s", plan())
+
+
+def test_a_flipped_byte_of_description_or_index_is_found_at_opening(stored) -> None:
+    for name in ("store.json", "ends.bin", "num_bytes.bin"):
+        path = stored.folder / name
+        whole = path.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 100)):
+            flipped = whole[place] ^ (1 << place % 8)
+            path.write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
+            with pytest.raises(DataError, match=f"{name}.*; delete .* and prepare"):
+                Store(stored.folder)
+        path.write_bytes(whole)
+    Store(stored.folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "law"),
+    [
+        ("tokens.bin", 0, "tokens 0 to 6 of a.txt are not those that were written"),
+        ("tokens.bin", 11, "tokens 0 to 6 of a.txt are not those that were written"),
+        ("tokens.bin", 12, "tokens 6 to 14 of c.txt are not those that were written"),
+        ("learned.bin", 13, "learned.bin: its sha256 .* of what was written"),
+    ],
+)
+def test_verify_names_the_input_file_whose_tokens_changed(stored, name, place, law) -> None:
+    path = stored.folder / name
+    whole = bytearray(path.read_bytes())
+    whole[place] ^= 1
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match=law):
+        Store(stored.folder).verify()
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "ends.bin", "num_bytes.bin", "learned.bin"])
+def test_a_file_of_another_size_is_found_at_opening(stored, name) -> None:
+    path = stored.folder / name
+    whole = path.read_bytes()
+    for changed in (whole[:-1], whole + b"\0", b""):
+        path.write_bytes(changed)
+        law = f"{path} has {len(changed)} bytes, expected {len(whole)} bytes; delete"
+        with pytest.raises(DataError, match=law):
+            Store(stored.folder)
+    path.unlink()
+    with pytest.raises(DataError, match=f"{path} is missing, expected {len(whole)} bytes; delete"):
+        Store(stored.folder)
+
+
+def test_a_folder_that_is_no_store_of_this_version_is_refused(stored, tmp_path) -> None:
+    path = stored.folder / "store.json"
+    whole = path.read_text()
+    path.write_text(whole.replace('"version": 1', '"version": 2'))
+    with pytest.raises(DataError, match="version 2, but this program reads 1; delete"):
+        Store(stored.folder)
+    for text in ("", "[]", "null", whole[: len(whole) // 2], '{"version": 1}'):
+        path.write_text(text)
+        with pytest.raises(DataError, match=r"store\.json is damaged; delete"):
+            Store(stored.folder)
+    with pytest.raises(DataError, match=r"holds no store\.json, so it is no whole store"):
+        Store(tmp_path)
+
+
+def test_the_digest_is_of_the_content_and_not_of_the_place(stored, tmp_path) -> None:
+    lines = "".join(
+        f"{hashlib.sha256((stored.folder / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in ("tokens.bin", "ends.bin", "num_bytes.bin", "learned.bin")
+    )
+    assert stored.digest == hashlib.sha256(lines.encode()).hexdigest()
+    shutil.copytree(stored.folder, tmp_path / "copy")
+    assert Store(tmp_path / "copy").digest == stored.digest
+    # Other files, key and units, the same documents.
+    renamed = [Part("b.txt", *(getattr(p, f) for f in FIELDS)) for p in DOCUMENTS]
+    with StoreWriter(tmp_path / "renamed", plan(key="other")) as writer:
+        for index, part in enumerate(renamed):
+            writer.append(str(index), [part], {})
+        assert writer.finish().digest == stored.digest
+
+
+FIELDS = ("tokens", "lengths", "num_bytes", "learned")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [*DOCUMENTS[:4], document("c.txt", [7, 8, 8], [True] * 3)],
+        [*DOCUMENTS[:4], document("c.txt", [7, 8, 9], [True, True, False])],
+        [REGROUPED],
+    ],
+    ids=["token", "mask", "border"],
+)
+def test_a_changed_token_mask_or_border_changes_the_digest(stored, tmp_path, changed) -> None:
+    assert write(tmp_path / "changed", [changed]).digest != stored.digest
+
+
+def test_a_store_pickles_by_its_folder(stored) -> None:
+    data = pickle.dumps(stored)
+    assert len(data) < 300
+    copy = pickle.loads(data)
+    assert copy.tokens.tolist() == stored.tokens.tolist() and copy.digest == stored.digest
+
+
+def test_ten_gigabytes_open_in_a_second(stored) -> None:
+    """A sparse file: opening must not read tokens, and the index of 5 million documents is read."""
+    tokens, documents = 5 * 10**9, 5 * 10**6
+    info = json.loads((stored.folder / "store.json").read_text())
+    del info["checksum"], info["digests"]["learned.bin"]
+    os.truncate(stored.folder / "tokens.bin", 2 * tokens)
+    for name in ("ends.bin", "num_bytes.bin"):
+        np.arange(1000, tokens + 1, 1000).tofile(stored.folder / name)
+        data = (stored.folder / name).read_bytes()
+        info["digests"][name] = hashlib.sha256(data).hexdigest()
+    info |= {"num_tokens": tokens, "num_documents": documents}
+    info["checksum"] = hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
+    (stored.folder / "store.json").write_text(json.dumps(info))
+    begin = time.process_time()
+    opened = Store(stored.folder)
+    assert time.process_time() - begin < 1
+    assert opened.tokens[:3].tolist() == [1, 2, 3] and opened.tokens[tokens - 1] == 0
+    assert opened.ends[-1] == tokens
