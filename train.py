@@ -22,13 +22,15 @@ from configs.build import (
 )
 from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
+from data.source import DataError
+from data.tokenizer import open_tokenizer
 from model.generate import Generator
 from model.moe import choose_experts
 from model.sampling import SamplingConfig
 from parallel.choice import Choice
 from parallel.sharding_table import render, summary
 from training.checkpoint import CheckpointError
-from training.loop import open_run
+from training.loop import TrainingError, open_run
 from training.metrics import log
 from training.step import Program
 
@@ -41,17 +43,16 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
 
     Raises: ValueError for what the user can mend.
     """
-    try:
-        rows = Rows(config.data)
-    except OSError as error:
-        raise ValueError(
-            f"data: {error.filename}: {error.strerror}; check data.files and data.cache_dir"
-        ) from error
-    if rows.tokenizer.vocab_size > config.model.vocab_size:
+    tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
+    if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the "
-            f"{rows.tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; raise it"
+            f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; raise it"
         )
+    try:
+        rows = Rows(config.data, tokenizer)
+    except OSError as error:
+        raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     devices, notice = open_devices(config)
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
@@ -166,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
                 print(f"error: {error}", file=sys.stderr)
                 return EXIT_BAD_INPUT
             return train()
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, TrainingError, DataError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
 

@@ -32,6 +32,8 @@ def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
     if config.run.compilation_cache is not None:
         cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
         jax.config.update("jax_compilation_cache_dir", cache)
+        # Small programs too: a resumed run compiles nothing.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return devices, notice
 
 
@@ -51,7 +53,15 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
             choose_experts(config.model, tp.manager, dropless=dropless)
     schedule = make_schedule(config.optimizer, config.training.steps)
     optimizer = make_optimizer(config.optimizer, schedule)
-    return Program(config.model, tp, optimizer, schedule, config.training.seed)
+    return Program(
+        config.model,
+        tp,
+        optimizer,
+        schedule,
+        config.training.seed,
+        config.training.guard,
+        config.optimizer.ema_decay,
+    )
 
 
 def choose_attention(config: Config, tp: TensorParallelConfig) -> dict[LayerType, AttentionChoice]:

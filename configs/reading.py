@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -63,7 +63,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
                 raise ConfigError(
                     f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value"
                 )
-        node[key] = _parse(text, f"override {override!r}")
+        # A glob may begin with what YAML would take for a reference.
+        node[key] = text if text.startswith("*") else _parse(text, f"override {override!r}")
 
 
 def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Section:
@@ -75,14 +76,21 @@ def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Se
     try:
         return model.model_validate(tree, strict=True)
     except ValidationError as error:
-        told = {_path(item): _explain(item, prefix) for item in reversed(error.errors())}
-        raise ConfigError("; ".join(reversed(told.values()))) from error
+        told: dict[str, str] = {}
+        for item in error.errors():
+            keys, is_section = _keys_of(item["loc"], model)
+            law = item["msg"].removeprefix("Value error, ")
+            path = prefix + ".".join(keys)
+            if not is_section:  # else the law names keys of the section
+                law = f"{path}={item['input']!r}: {law[0].lower()}{law[1:]}"
+            told.setdefault(path, law)
+        raise ConfigError("; ".join(told.values())) from error
 
 
 def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """All dotted keys; NAME stands for what a user names."""
     for name, info in model.model_fields.items():
-        section, named = _section(info.annotation)
+        section, named = section_of(info.annotation)
         if section is not None:
             yield from config_keys(section, f"{prefix}{name}.{'NAME.' if named else ''}")
         else:
@@ -97,8 +105,10 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where} is not YAML: {reason}") from error
 
 
-def _section(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
+def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     """(the model of a section, whether there are several under names); None: a value."""
+    if isinstance(annotation, type) and issubclass(annotation, RootModel):
+        annotation = annotation.model_fields["root"].annotation
     named = get_origin(annotation) is dict
     kind = get_args(annotation)[1] if named else annotation
     is_section = isinstance(kind, type) and issubclass(kind, BaseModel)
@@ -112,7 +122,7 @@ def _check_keys(
         path = f"{prefix}{key}"
         if key not in model.model_fields:
             raise ConfigError(f"{path}: unknown key; {_nearest(path, model, prefix, known)}")
-        section, named = _section(model.model_fields[key].annotation)
+        section, named = section_of(model.model_fields[key].annotation)
         if section is None:
             continue
         parts = {path: value}
@@ -138,17 +148,17 @@ def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -
     return f"{'keys' if prefix else 'sections'}: {', '.join(model.model_fields)}"
 
 
-def _path(item: Any) -> tuple[Any, ...]:
-    """Where a value stands; of an unmet union, pydantic names the member too, behind it."""
-    return tuple(part for part in item["loc"] if not _is_union_member(part))
+def _keys_of(loc: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], bool]:
+    """(the keys down to what is wrong, whether it is a section).
 
-
-def _is_union_member(part: Any) -> bool:
-    return isinstance(part, str) and re.search(r"[\[(-]|^(int|float|str)$", part) is not None
-
-
-def _explain(item: Any, prefix: str) -> str:
-    path = prefix + ".".join(str(part) for part in _path(item))
-    law = item["msg"].removeprefix("Value error, ")
-    law = law[0].lower() + law[1:]
-    return f"{path}={item['input']!r}: {law}"
+    What pydantic adds behind a value (members of a union, places in a list) is left out.
+    """
+    if not loc:
+        return [], True
+    if loc[0] not in model.model_fields:
+        return [str(loc[0])], False
+    section, named = section_of(model.model_fields[loc[0]].annotation)
+    if section is None or len(loc) < 1 + named:
+        return [str(loc[0])], False
+    keys, is_section = _keys_of(loc[1 + named :], section)
+    return [*map(str, loc[: 1 + named]), *keys], is_section

@@ -5,6 +5,7 @@ which it begins to hold: `{0: 1024, 5000: 4096}`.
 """
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
@@ -14,6 +15,7 @@ from pydantic import (
     Field,
     NonNegativeFloat,
     PositiveInt,
+    model_validator,
 )
 
 T = TypeVar("T", int, float)
@@ -70,9 +72,11 @@ class DataConfig(
     packing: Packing = "split"
     """split: documents end to end, cut at rows; best_fit: whole documents as far as they fit."""
     on_error: OnError = "raise"
-    """What a broken document does: stop with its place, or be skipped and counted."""
+    """What a broken document does: stop with its place, or be skipped and counted, as empty ones
+    always are."""
     sequence_length: Scheduled[PositiveInt] = 256
-    """Tokens per row (L); may change at given steps."""
+    """Tokens per row (L); may change at given steps, to divisors of the greatest one, which must be
+    known from the beginning."""
     global_batch_size: Scheduled[PositiveInt] = 16
     """Rows per optimizer step, over all devices and accumulation steps; may change too."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1)
@@ -80,9 +84,38 @@ class DataConfig(
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the order of rows."""
     cache_dir: str = ".cache/data"
-    """Folder for tokenised stores."""
+    """Folder for tokenised stores; on a shared one, locks (flock) must hold between machines."""
     num_workers: int = Field(default=0, ge=0)
     """Processes that read rows; 0: a thread, which is enough for most."""
+
+    @model_validator(mode="after")
+    def _has_text_at_every_step(self) -> "DataConfig":
+        if self.sources and self.files is not None:
+            raise ValueError("data.files and data.sources are both given; leave one out")
+        for step, shares in self.shares.items():
+            if not shares:
+                raise ValueError(
+                    f"data.sources: every weight is 0 from step {step} on; give at least one of "
+                    f"{', '.join(self.sources)} a weight above 0"
+                )
+        return self
+
+    @property
+    def shares(self) -> dict[int, dict[str, Fraction]]:
+        """What each source gives of the rows, by the first step at which it does; exact, by name.
+
+        Sources that give nothing are left out, as are steps at which nothing changes.
+        """
+        weights = {name: phases(source.weight) for name, source in self.named_sources.items()}
+        found: dict[int, dict[str, Fraction]] = {}
+        for step in sorted({step for of_source in weights.values() for step in of_source}):
+            # As written, not as stored: 0.7 is 7/10.
+            now = {n: Fraction(str(w[max(s for s in w if s <= step)])) for n, w in weights.items()}
+            total = sum(now.values())
+            shares = {name: weight / total for name, weight in sorted(now.items()) if weight}
+            if shares != next(reversed(found.values()), None):
+                found[step] = shares
+        return found
 
     @property
     def named_sources(self) -> dict[str, SourceConfig]:

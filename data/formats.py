@@ -308,6 +308,8 @@ def _parquet(entry: Entry, field: str) -> Iterator[Document | Fault]:
     with open_parquet(entry.path) as table:
         if field not in (names := table.schema_arrow.names):
             raise Damaged("missing field", _no_field(field, names))
+        if names.count(field) > 1:
+            raise Damaged("wrong type", f"there are {names.count(field)} columns {field!r}")
         first = sum(table.metadata.row_group(group).num_rows for group in range(entry.begin))
         read = partial(table.iter_batches, _ROWS, columns=[field], use_threads=False)
         # Group by group, as one broken group would spoil a batch that begins before it.

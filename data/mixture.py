@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+Weight = float | Fraction
+
 
 @dataclass(frozen=True)
 class _Phase:
@@ -39,7 +41,7 @@ class Mixture:
     """
 
     def __init__(
-        self, names: Sequence[str], weights_by_phase: Sequence[tuple[int, Mapping[str, float]]]
+        self, names: Sequence[str], weights_by_phase: Sequence[tuple[int, Mapping[str, Weight]]]
     ):
         firsts = [first for first, _ in weights_by_phase]
         assert firsts[0] == 0 and firsts == sorted(set(firsts)), firsts
@@ -76,7 +78,7 @@ class Mixture:
         return self._phases[bisect_right(self._firsts, row) - 1]
 
 
-def _shares(weights: Sequence[float]) -> tuple[tuple[int, int, int], ...]:
+def _shares(weights: Sequence[Weight]) -> tuple[tuple[int, int, int], ...]:
     # As written, not as stored: 0.7 is 7/10.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))

@@ -13,7 +13,7 @@ import json
 import math
 import tempfile
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -76,8 +76,6 @@ class PackInfo:
     held_out_tokens: int
     held_out_learned: int
     """Targets with loss_mask 1 in all held-out rows."""
-    held_out_bytes: int
-    """Bytes of learned text; of a document held out in part, in proportion to its tokens."""
 
     @property
     def efficiency(self) -> float:
@@ -280,14 +278,12 @@ def _describe(
     store: Store, train: PackedRows, held_out: PackedRows, held: Pieces, row_length: int
 ) -> PackInfo:
     ends = np.asarray(store.ends)
-    document = np.searchsorted(ends, held.start, side="right")
-    held_out_bytes = store.num_bytes[document] * (held.length / np.diff(ends, prepend=0)[document])
     if store.learned is None:
         held_out_learned = int((held.length - 1).sum())
     else:
         learned = np.asarray(store.learned)
-        spans = zip((held.start + 1).tolist(), (held.start + held.length).tolist(), strict=True)
-        held_out_learned = sum(int(np.count_nonzero(learned[a:b])) for a, b in spans)
+        counts = _count_learned(learned, held.start + 1, held.start + held.length)
+        held_out_learned = int(counts.sum())
     train_tokens = int(train.length.sum(dtype=np.int64))
     cut = np.searchsorted(ends, train.start[train.row_begin[1:][train.goes_on] - 1], side="right")
     return PackInfo(
@@ -298,8 +294,31 @@ def _describe(
         held_out_rows=held_out.num_rows,
         held_out_tokens=int(held.length.sum()),
         held_out_learned=held_out_learned,
-        held_out_bytes=round(float(held_out_bytes.sum())),
     )
+
+
+def count_bytes(store: Store, rows: PackedRows, numbers: Sequence[int]) -> float:
+    """UTF-8 bytes of learned text in these rows.
+
+    Of a document that is in them in part, in proportion to its learned tokens.
+    """
+    total = 0.0
+    for row in numbers:
+        part = slice(rows.row_begin[row], rows.row_begin[row + 1])
+        starts, lengths = rows.start[part], rows.length[part]
+        documents = np.searchsorted(store.ends, starts, side="right")
+        begins = np.where(documents > 0, store.ends[documents - 1], 0)
+        here, whole = lengths, store.ends[documents] - begins
+        if store.learned is not None:
+            here = _count_learned(store.learned, starts, starts + lengths)
+            whole = _count_learned(store.learned, begins, store.ends[documents])
+        total += float((store.num_bytes[documents] * (here / np.maximum(whole, 1))).sum())
+    return total
+
+
+def _count_learned(learned: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    return np.array([np.count_nonzero(learned[a:b]) for a, b in spans])
 
 
 def _array_names() -> list[tuple[str, str]]:
@@ -403,7 +422,7 @@ def read_row(
             f"below the vocabulary's {vocab_size}: a damaged store, or another tokenizer; delete "
             "the folder, it will be made again"
         )
-    learned = 1 if store.learned is None else np.asarray(store.learned)[places[1:]]
+    learned = 1 if store.learned is None else np.asarray(store.learned)[places[1:]] != 0
     closing = ends[: len(ends) - goes_on] - 1
     num_targets = num_tokens - 1 + goes_on
     out["tokens"][:num_tokens] = ids[:num_tokens]

@@ -5,15 +5,13 @@ says which source gives row n of the run. Both are computed, nothing is remember
 any step in constant time, on any number of hosts. A host reads the rows that its devices hold.
 """
 
-import ctypes
 import hashlib
 import json
 import math
 import os
-import signal
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +23,26 @@ from absl import flags
 
 from data.config import DataConfig, phases
 from data.mixture import Mixture
-from data.packing import FIELDS, PackedRows, Packs, open_packs, read_row
-from data.prepare import prepare
+from data.packing import (
+    FIELDS,
+    PACK_VERSION,
+    PackedRows,
+    Packs,
+    count_bytes,
+    open_packs,
+    read_row,
+)
+from data.prepare import leave_signals_to, prepare
 from data.progress import Display
-from data.schedule import BatchPlan
+from data.schedule import BatchPlan, batch_number
+from data.source import DataError
 from data.store import Store
 from data.tokenizer import Tokenizer, open_tokenizer
 
 # Above so many bytes of text, tokenising belongs before the run: scripts/prepare_data.py.
 MAX_UNPREPARED_BYTES = 2**30
+# Part of an order: another way to mix, shuffle or cut needs another number.
+ORDER_VERSION = 1
 
 Fields = dict[str, np.ndarray]
 
@@ -82,10 +91,10 @@ class Source:
             f"({info.efficiency:.1%} full), {info.held_out_rows:,} held-out rows"
         )
 
-    @property
-    def bytes_per_target(self) -> float:
-        """UTF-8 bytes of text for one learned token, over the held-out documents."""
-        return self.packs.info.held_out_bytes / max(1, self.packs.info.held_out_learned)
+    def eval_bytes(self, count: int) -> float:
+        """UTF-8 bytes of learned text in the first `count` held-out rows."""
+        order = [int(self._held_out_order[index]) for index in range(min(count, self.num_eval))]
+        return count_bytes(self.store, self.packs.held_out, order)
 
     def _read(self, rows: PackedRows, row: int, out: Fields | None = None) -> Fields:
         return read_row(
@@ -105,17 +114,21 @@ class Rows:
     Raises: ValueError for what the user can mend: files, tokenizer, schedule, too little text.
     """
 
-    def __init__(
-        self, config: DataConfig, show: Callable[[str, int, int, int], None] | None = None
-    ):
-        if config.sources and config.files is not None:
-            raise ValueError("data.files and data.sources are both given; leave one out")
+    def __init__(self, config: DataConfig, tokenizer: Tokenizer | None = None):
         self.config = config
         self.plan = BatchPlan(config)
-        self.tokenizer = open_tokenizer(config.tokenizer, config.eos_token)
+        self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         cache = Path(os.path.expanduser(config.cache_dir))
-        self.sources = [self._open(name, cache) for name in config.named_sources]
-        self.mixture = Mixture(list(config.named_sources), self._weights())
+        # By name: the order in which they are written means nothing.
+        names = sorted(config.named_sources)
+        self.sources = [self._open(name, cache) for name in names]
+        self.mixture = Mixture(
+            names,
+            [
+                (first, {name: shares.get(name, Fraction(0)) for name in names})
+                for first, shares in self._shares().items()
+            ],
+        )
 
     def _open(self, name: str, cache: Path) -> Source:
         config = self.config
@@ -146,19 +159,9 @@ class Rows:
             name, store, packs, int.from_bytes(seed, "little"), self.tokenizer, config.row_length
         )
 
-    def _weights(self) -> list[tuple[int, dict[str, float]]]:
-        """(first long row, weight of every source) of every phase."""
-        weights = {name: phases(s.weight) for name, s in self.config.named_sources.items()}
-        found: dict[int, dict[str, float]] = {}
-        for step in sorted({step for of_source in weights.values() for step in of_source}):
-            now = {name: w[max(s for s in w if s <= step)] for name, w in weights.items()}
-            if not any(now.values()):
-                raise ValueError(
-                    f"data.sources: every weight is 0 from step {step} on "
-                    f"({', '.join(now)}); give at least one of them a weight above 0"
-                )
-            found[self.plan.first_row(step)] = now
-        return list(found.items())
+    def _shares(self) -> dict[int, dict[str, Fraction]]:
+        """By the first long row at which they hold: of two changes within a row, the last."""
+        return {self.plan.first_row(step): now for step, now in self.config.shares.items()}
 
     @property
     def num_eval(self) -> int:
@@ -167,11 +170,10 @@ class Rows:
 
     def read_train(self, step: int, places: Sequence[int]) -> Fields:
         """Some rows of the batch of a zero-based step: each field `(len(places), L)`."""
-        length, all_places = self.plan.at(step).length, self.plan.places(step)
+        length = self.plan.at(step).length
         out = empty_fields(len(places), length)
         number, row = -1, Fields()
-        for n, place in enumerate(places):
-            long_row, first = all_places[place]
+        for n, (long_row, first) in enumerate(self.plan.places(step, places)):
             piece = {field: values[n] for field, values in out.items()}
             if length == self.plan.row_length:
                 source, index = self.mixture.locate(long_row)
@@ -185,12 +187,13 @@ class Rows:
 
     def progress(self, step: int) -> dict[str, float]:
         """What the first `step` steps took from every source: tokens and epochs, by metric name."""
-        length = self.config.row_length
-        counts = self.mixture.counts(self.plan.tokens_before(step) // length)
+        counts = self.mixture.counts(self.plan.tokens_before(step) // self.config.row_length)
         numbers: dict[str, float] = {}
         for source, count in zip(self.sources, counts, strict=True):
-            numbers[f"data/{source.name}/tokens"] = count * length
-            numbers[f"data/{source.name}/epoch"] = count / source.packs.train.num_rows
+            epochs = count / source.packs.train.num_rows
+            # Without padding, of which rows hold about the same amount.
+            numbers[f"data/{source.name}/tokens"] = round(epochs * source.packs.info.train_tokens)
+            numbers[f"data/{source.name}/epoch"] = epochs
         return numbers
 
     def order(self, step: int) -> dict[str, Any]:
@@ -201,27 +204,24 @@ class Rows:
         """
         config = self.config
 
-        def past(value: Any) -> list[list[Any]]:
-            return [[s, v] for s, v in phases(value).items() if s < max(1, step)]
+        def past(scheduled: Mapping[int, Any]) -> list[list[Any]]:
+            return [[s, value] for s, value in scheduled.items() if s < max(1, step)]
 
-        sources = {
-            source.name: {
-                "digest": source.store.digest,
-                "weight": past(config.named_sources[source.name].weight),
-            }
-            for source in self.sources
-        }
-        shuffle = grain.MapDataset.range(1000).seed(0).shuffle()
+        shares = past(config.shares)
+        used = {name for _, now in shares for name in now}
+        shuffle = grain.MapDataset.range(1000).seed(0).shuffle().repeat()
         return {
+            "version": [ORDER_VERSION, PACK_VERSION],
             "seed": config.seed,
             "tokenizer": self.tokenizer.digest,
             "packing": config.packing,
             "eval_fraction": config.eval_fraction,
             "row_length": config.row_length,
-            "sequence_length": past(config.sequence_length),
-            "global_batch_size": past(config.global_batch_size),
-            "shuffle": [int(shuffle[index]) for index in range(8)],
-            "sources": {n: s for n, s in sources.items() if any(w for _, w in s["weight"])},
+            "sequence_length": past(phases(config.sequence_length)),
+            "global_batch_size": past(phases(config.global_batch_size)),
+            "shuffle": [int(shuffle[index]) for index in (*range(4), *range(1000, 1004))],
+            "sources": {s.name: s.store.digest for s in self.sources if s.name in used},
+            "weight": [[s, {name: str(w) for name, w in now.items()}] for s, now in shares],
         }
 
     def order_hash(self, step: int) -> str:
@@ -229,7 +229,12 @@ class Rows:
         return hashlib.sha256(json.dumps(self.order(step), sort_keys=True).encode()).hexdigest()
 
 
-_KEYS = {"tokenizer": "data.tokenizer", "row_length": "the greatest data.sequence_length"}
+_KEYS = {
+    "weight": "weight of data.sources",
+    "row_length": "the greatest data.sequence_length",
+    "shuffle": "the order in which grain shuffles",
+    "version": "the version of packing and mixing",
+}
 
 
 def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -241,17 +246,14 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
             changes.append(f"source {name!r} is gone")
         elif name not in old:
             changes.append(f"source {name!r} is new")
-        elif old[name]["digest"] != new[name]["digest"]:
+        elif old[name] != new[name]:
             changes.append(f"the text of source {name!r} is another")
-        elif old[name]["weight"] != new[name]["weight"]:
-            changes.append(f"data.sources.{name}.weight changed")
-    if before.get("shuffle") != now["shuffle"]:
-        changes.append("this version of grain shuffles in another order")
-    for key in now.keys() - {"sources", "shuffle"}:
+    same_names = old.keys() == new.keys()
+    for key in sorted(now.keys() - {"sources"} - (set() if same_names else {"weight"})):
         if before.get(key) != now[key]:
             name = _KEYS.get(key, f"data.{key}")
             changes.append(f"{name} was {before.get(key)!r}, is {now[key]!r}")
-    return "; ".join(sorted(changes))
+    return "; ".join(changes)
 
 
 def empty_fields(num_rows: int, length: int) -> Fields:
@@ -278,10 +280,12 @@ class _Reader:
     rows: Rows
     places: dict[int, np.ndarray]
     """By batch size: numbers of the rows that devices of this host hold, ascending."""
+    skipped: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, step: int) -> tuple[int, Fields]:
-        size = self.rows.plan.at(step).batch_size
-        return step, self.rows.read_train(step, self.places[size].tolist())
+        number = batch_number(step, self.skipped)
+        size = self.rows.plan.at(number).batch_size
+        return number, self.rows.read_train(number, self.places[size].tolist())
 
 
 def held_rows(sharding: jax.sharding.Sharding, shape: tuple[int, int, int]) -> np.ndarray:
@@ -315,11 +319,17 @@ def place_batch(
 
 
 def train_batches(
-    rows: Rows, sharding: jax.sharding.Sharding, *, start: int, stop: int, accumulation: int
+    rows: Rows,
+    sharding: jax.sharding.Sharding,
+    *,
+    start: int,
+    stop: int,
+    accumulation: int,
+    skipped: Sequence[tuple[int, int]] = (),
 ) -> Generator[dict[str, jax.Array]]:
     """Global batches of zero-based steps start .. stop - 1, one ahead on its devices.
 
-    Close it: threads and processes work ahead.
+    skipped: batches [first, last) that no step takes. Close it: threads and processes work ahead.
     """
 
     def shape(step: int) -> tuple[int, int, int]:
@@ -332,30 +342,30 @@ def train_batches(
     }
 
     def place(item: tuple[int, Fields]) -> dict[str, jax.Array]:
-        step, fields = item
-        size = rows.plan.at(step).batch_size
-        return place_batch(fields, held[size], shape(step), sharding)
+        number, fields = item
+        size = rows.plan.at(number).batch_size
+        return place_batch(fields, held[size], shape(number), sharding)
 
-    steps = grain.MapDataset.range(start, stop).map(_Reader(rows, held))
+    steps = grain.MapDataset.range(start, stop).map(_Reader(rows, held, tuple(skipped)))
     read = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
     if rows.config.num_workers:
         if not flags.FLAGS.is_parsed():  # grain asks for a flag of its own when it starts workers
             flags.FLAGS.mark_as_parsed()
         options = grain.MultiprocessingOptions(rows.config.num_workers, per_worker_buffer_size=2)
-        read = read.mp_prefetch(options, worker_init_fn=_end_with_parent)
+        start_worker = partial(_start_worker, os.getpid())
+        read = read.mp_prefetch(options, worker_init_fn=start_worker)
     ahead = grain.experimental.ThreadPrefetchIterDataset(read.map(place), prefetch_buffer_size=1)
     batches = iter(ahead)
     try:
         yield from batches
+    except RuntimeError as error:  # of grain, when a process of its own dies
+        raise DataError(f"rows cannot be read: {' '.join(str(error).split())[:500]}") from error
     finally:
         batches.close()
 
 
-def _end_with_parent(worker: int, num_workers: int) -> None:
-    """A worker outlives a killed parent otherwise, with all its memory."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+def _start_worker(parent: int, worker: int, num_workers: int) -> None:
+    leave_signals_to(parent)
 
 
 def eval_batches(

@@ -86,7 +86,7 @@ class Work:
     def key(self) -> str:
         """Identity of everything that decides the content of the store."""
         parts = [VERSION, fingerprint(self.paths), self.tokenizer.digest, self.source.field]
-        return hashlib.sha256(json.dumps([*parts, self.on_error]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def folder(self, cache: Path) -> Path:
         """Where the cache keeps the store."""
@@ -174,11 +174,27 @@ def build(work: Work, folder: Path, *, workers: int = 0, show: Show | None = Non
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if _is_free(folder):
-                return _make(work, folder, workers, show)
-    store = Store(folder)
+                return _learned(_make(work, folder, workers, show), work)
+    store = _learned(Store(folder), work)
     if store.info.key != work.key:
         raise DataError(f"{folder} is a store of other files or settings; choose another folder")
     remove_journal(folder)
+    if work.on_error == "raise":
+        for kind, skip in store.info.skipped.items():
+            if kind != "empty":  # made by a run that skipped them
+                raise DataError(
+                    f"{skip.examples[0]} ({kind}, {skip.count} in all); mend it, or use "
+                    "data.on_error=skip"
+                )
+    return store
+
+
+def _learned(store: Store, work: Work) -> Store:
+    if store.learned is not None and not store.num_bytes.any():
+        raise DataError(
+            f"{files_key(work.name)}: no message has the role assistant, so there is nothing to "
+            "learn; give the answers that role"
+        )
     return store
 
 
@@ -217,9 +233,15 @@ def _make(work: Work, folder: Path, workers: int, show: Show | None) -> Store:
                     writer.append(keys[index], parts, skipped)
                     if show:
                         show(shares[index + 1], shares[-1], writer.num_tokens)
+            if work.key != Work(work.name, work.source, work.tokenizer, work.on_error).key:
+                writer.discard()
+                raise DataError(
+                    f"{files_key(work.name)}: files changed while they were read; run again"
+                )
             return writer.finish()
         except DataError:
-            writer.discard()  # mending the input changes the key
+            if not writer.num_tokens:
+                writer.discard()
             raise
 
 
@@ -286,13 +308,18 @@ class _Worker:
 _worker = _Worker()
 
 
-def _start_worker(reader: Reader, parent: int) -> None:
-    """Of a process that tokenises: it dies with its parent, and leaves Ctrl-C to it."""
+def leave_signals_to(parent: int) -> None:
+    """A worker dies with its parent, with all its memory, and leaves Ctrl-C to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
+
+
+def _start_worker(reader: Reader, parent: int) -> None:
+    """Of a process that tokenises."""
+    leave_signals_to(parent)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     _worker.reader = reader
 

@@ -5,6 +5,7 @@ rows, one after another, so that a change of either neither skips nor repeats a 
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from data.config import DataConfig, phases
@@ -72,12 +73,19 @@ class BatchPlan:
         phase = self.at(step - 1)
         return phase.first_token + (step - phase.first_step) * phase.batch_size * phase.length
 
-    def places(self, step: int) -> list[tuple[int, int]]:
-        """(number of the long row, first token in it) of every row of the batch, in order."""
+    def places(self, step: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """(number of the long row, first token in it) of some rows of the batch."""
         phase, first = self.at(step), self.tokens_before(step)
-        starts = (first + b * phase.length for b in range(phase.batch_size))
-        return [divmod(start, self.row_length) for start in starts]
+        return [divmod(first + b * phase.length, self.row_length) for b in rows]
 
     def first_row(self, step: int) -> int:
         """The first long row that begins at this step or later."""
         return -(-self.tokens_before(step) // self.row_length)
+
+
+def batch_number(step: int, skipped: Iterable[Sequence[int]]) -> int:
+    """The batch that a zero-based step takes when batches [first, last) are left out, ascending."""
+    for first, last in skipped:
+        if step >= first:
+            step += last - first
+    return step

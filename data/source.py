@@ -137,7 +137,9 @@ def _match(pattern: str, place: str) -> list[str]:
     if isinstance(system, LocalFileSystem):
         # Not fsspec's glob, which takes links for neither file nor folder.
         names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-        found = [name for name in names if os.path.isfile(name)]
+        found = [name for name in names if os.path.isfile(name) or _is_datasets(name)]
+        inside = {name for name in found if os.path.isdir(name)}
+        found = [name for name in found if os.path.dirname(name) not in inside]
     else:
         try:
             literal = {path: system.info(path)} if system.isfile(path) else None
@@ -154,6 +156,11 @@ def _match(pattern: str, place: str) -> list[str]:
     return found
 
 
+def _is_datasets(folder: str) -> bool:
+    parts = ("dataset_info.json", "state.json")
+    return all(os.path.isfile(os.path.join(folder, part)) for part in parts)
+
+
 def _datasets_folder(system: Any, path: str, place: str) -> str:
     """`path`, when datasets' `save_to_disk` wrote it."""
     inside = {posixpath.basename(name.rstrip("/")) for name in system.ls(path, detail=False)}
@@ -161,7 +168,7 @@ def _datasets_folder(system: Any, path: str, place: str) -> str:
         splits = sorted(name for name in inside if system.isdir(posixpath.join(path, name)))
         raise DataError(f"{place} holds several datasets; add the name of one: {', '.join(splits)}")
     if not {"dataset_info.json", "state.json"} <= inside:
-        raise DataError(f"{place} is a folder; name the files in it by a glob such as '**/*.txt'")
+        raise DataError(f"{place} is a folder; name the files in it, for example {path}/**/*.txt")
     if not isinstance(system, LocalFileSystem):
         raise DataError(f"{place} is a datasets folder, which must be on a local disk; copy it")
     return path
@@ -169,7 +176,7 @@ def _datasets_folder(system: Any, path: str, place: str) -> str:
 
 def _open_system(path: str) -> tuple[Any, str]:
     """The fsspec file system of a path, and the path's name there."""
-    if "://" not in path and "::" not in path:  # url_to_fs is slow, and files may be many
+    if "://" not in path:  # "::" may be part of a name; and url_to_fs is slow, files may be many
         return _LOCAL, LocalFileSystem._strip_protocol(path)
     try:
         return url_to_fs(path)
@@ -177,8 +184,10 @@ def _open_system(path: str) -> tuple[Any, str]:
         extra = _EXTRAS.get(path.split("://")[0])
         remedy = f"pip install 'torus[{extra}]'" if extra else "install it"
         raise DataError(f"{path} needs a library ({error}); {remedy}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; mend the path") from error
+    except OSError:
+        raise
+    except Exception as error:  # libraries behind fsspec have errors of their own
+        raise DataError(f"{path}: {type(error).__name__}: {error}; mend the path") from error
 
 
 def open_bytes(path: str) -> Any:
@@ -292,11 +301,11 @@ def open_array_record(path: str) -> Any:
 
 def open_dataset(path: str) -> Any:
     """The `datasets.Dataset` in a folder. Raises: Damaged when a part is missing or broken."""
-    datasets, pyarrow = load_library("datasets"), load_library("pyarrow")
+    datasets = load_library("datasets")
     try:
         return datasets.load_from_disk(path)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise Damaged("corrupt file", error) from error
+    except Exception as error:  # of a broken state.json it is any kind
+        raise Damaged("corrupt file", f"{type(error).__name__}: {error}") from error
 
 
 def _num_row_groups(path: str) -> int:

@@ -363,6 +363,8 @@ class StoreWriter:
             out.write(json.dumps({**tree, "checksum": _checksum(tree)}, indent=1) + "\n")
             out.flush()
             os.fsync(out.fileno())
+        for name, size in info.sizes().items():  # locks that do not hold let two write at once
+            _check_size(self.building, name, size, exact=True)
         _sync_folder(self.building)
         os.rename(self.building, self.folder)
         _sync_folder(self.folder.parent)

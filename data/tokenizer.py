@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -107,12 +108,10 @@ def _digest(content: dict[str, Any], eos_id: int) -> str:
 def _write(path: Path, content: str) -> None:
     """The file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        partial = Path(folder) / path.name
         partial.write_text(content, "utf-8")
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _until_end(ids: ArrayLike, eos_id: int, vocab_size: int) -> np.ndarray:
@@ -179,6 +178,7 @@ class FileTokenizer:
         }
         self._spellings: dict[int, np.ndarray] = {}
         self._spellings = self._spell_controls()
+        self._check_all_characters_have_ids()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FileTokenizer, (self.name, self._content, self._eos_token)
@@ -200,6 +200,15 @@ class FileTokenizer:
                     "would hold ends of their own; set data.eos_token to a special token"
                 )
         return spellings
+
+    def _check_all_characters_have_ids(self) -> None:
+        """Some files have neither bytes to fall back on nor a token for what is unknown."""
+        rare = "\N{CUNEIFORM SIGN A}"  # a letter, which no normalizer takes for noise
+        if not len(self.encode(rare)):
+            raise DataError(
+                f"data.tokenizer={self.name} drops characters that are not in its vocabulary, such "
+                f"as {rare!r}, without a trace; use one with byte fallback or an unknown token"
+            )
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of a text, nothing added at either end."""

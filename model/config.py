@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RootModel,
 )
 
 from model.attention.metadata import OperationConfig
@@ -32,6 +33,9 @@ LinearKind = Literal["qkv", "o", "mlp", "experts"]
 """Linears whose overlap can be chosen by itself; mlp is gate, up and down in one."""
 
 
+BlockwiseName = Literal["flash_attn2", "blocksparse", "ring", "ulysses"]
+
+
 def _as_tuple(value: Any) -> Any:
     """YAML has lists only; what hangs on a hashable config is a tuple."""
     if not isinstance(value, list | tuple):
@@ -39,22 +43,18 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value)
 
 
-class OperationConfigs(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Block sizes of the attention operations that work in blocks."""
+class OperationConfigs(RootModel[dict[BlockwiseName, OperationConfig]], frozen=True):
+    """Block sizes of the attention operations that work in blocks, by name."""
 
-    flash_attn2: OperationConfig = OperationConfig()
-    """Of flash_attn2."""
-    blocksparse: OperationConfig = OperationConfig()
-    """Of blocksparse."""
-    ring: OperationConfig = OperationConfig()
-    """Of ring, within one hop."""
-    ulysses: OperationConfig = OperationConfig()
-    """Of ulysses, on whole rows."""
+    root: dict[BlockwiseName, OperationConfig] = {}
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.root.items()))
 
     def chosen(self) -> Mapping[str, OperationConfig]:
         """Those that differ from the operation's own choice, by its name."""
         default = OperationConfig()
-        return {name: value for name, value in self if value != default}
+        return {name: value for name, value in self.root.items() if value != default}
 
 
 class MoEConfig(

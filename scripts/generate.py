@@ -35,11 +35,16 @@ def load_run(run: Path, overrides: Sequence[str]) -> Config:
     return load_config(path, overrides)
 
 
-def load_params(run: Path, step: int | None, program: Program) -> tuple[int, Any]:
+def load_params(
+    run: Path, step: int | None, program: Program, *, ema: bool = False
+) -> tuple[int, Any]:
     """(step, parameters) of a checkpoint of the run, the newest by default, on the program's mesh.
 
+    ema: their moving average instead.
     Raises: ValueError if there is none, or it belongs to another model; CheckpointError.
     """
+    if ema and program.abstract_state.ema is None:
+        raise ValueError(f"--ema: --run {run} keeps no average; it needs optimizer.ema_decay")
     folder = run / "checkpoints"
     found = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
     if not found or step not in (None, *found):
@@ -52,7 +57,8 @@ def load_params(run: Path, step: int | None, program: Program) -> tuple[int, Any
         if chosen is None:
             raise ValueError(f"--run {run} has no finished checkpoint; let it save one first")
         checkpoints.check(chosen, program.abstract_state)
-        return chosen, checkpoints.restore_params(chosen, program.abstract_state)
+        part = "ema" if ema else "params"
+        return chosen, checkpoints.restore_params(chosen, program.abstract_state, part)
 
 
 def load_tokenizer(run: Path, config: Config) -> Tokenizer:
@@ -132,7 +138,7 @@ def run(args: argparse.Namespace) -> None:
             page_size=args.page_size,
             seed=args.seed,
         )
-        step, params = load_params(directory, args.step, program)
+        step, params = load_params(directory, args.step, program, ema=args.ema)
         longest = max(len(tokenizer.encode(prompt)) for prompt in args.prompt)
         choices = generator.attention(longest)
         for line in filter(None, (notice, f"{directory} step {step}", *choices)):
@@ -166,6 +172,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this mass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, help="checkpoint; default: the newest")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the parameters")
     parser.add_argument("--cache", choices=get_args(CacheKind), default="dense")
     parser.add_argument("--page-size", type=int, default=16, help="slots of a page")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

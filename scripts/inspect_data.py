@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -60,12 +59,12 @@ def choose_rows(
         for index in range(first, first + num_rows):
             yield _place(one, index), one.train_row(index)
         return
-    places = rows.plan.places(step)
-    shown = min(num_rows, len(places))
-    fields = rows.read_train(step, range(shown))
-    for number, (long_row, first_token) in enumerate(places[:shown]):
+    batch_size = rows.plan.at(step).batch_size
+    shown = range(min(num_rows, batch_size))
+    fields = rows.read_train(step, shown)
+    for number, (long_row, first_token) in enumerate(rows.plan.places(step, shown)):
         index, of_source = rows.mixture.locate(long_row)
-        title = f"row {number} of {len(places)} of step {step} · "
+        title = f"row {number} of {batch_size} of step {step} · "
         title += _place(rows.sources[index], of_source)
         if rows.plan.at(step).length < rows.plan.row_length:
             title += f", from its token {first_token}"
@@ -83,7 +82,7 @@ def count_row(fields: Fields) -> str:
     tokens, learned = int(used.sum()), int(fields["loss_mask"].sum())
     return (
         f"documents {int(fields['segment_ids'].max()) + 1} · tokens {tokens} · "
-        f"padding {len(used) - tokens} · targets learned {learned} ({learned / tokens:.1%})"
+        f"padding {len(used) - tokens} · targets learned {learned} ({learned / max(1, tokens):.1%})"
     )
 
 
@@ -97,6 +96,8 @@ def row_text(fields: Fields, tokenizer: Tokenizer, *, by_token: bool = False) ->
     used = fields["segment_ids"] >= 0
     ids, segments = fields["tokens"][used], fields["segment_ids"][used]
     learned = fields["loss_mask"][used] > 0
+    if not len(ids):
+        return Text(f"{BORDER} {len(used)} padding", "bold red")
     learned[1:] = np.where(np.diff(segments) == 0, learned[:-1], learned[1:])
     changes = (np.diff(segments) != 0) | (np.diff(learned) != 0)
     cuts = np.flatnonzero(changes) + 1
@@ -250,18 +251,6 @@ def _power(exponent: int) -> str:
     return f"{2**rest}{['', 'Ki', 'Mi', 'Gi', 'Ti', 'Pi'][thousands]}"
 
 
-def open_rows(config: DataConfig) -> Rows:
-    """The rows of a configuration; says on a terminal how far tokenisation is."""
-    with Status("reading data", console=Console(stderr=True)) as status:
-
-        def show(name: str, done: int, total: int, tokens: int) -> None:
-            status.update(
-                Text(f"{name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB, {tokens:,} tokens")
-            )
-
-        return Rows(config, show)
-
-
 def check(args: argparse.Namespace, config: DataConfig) -> None:
     """Raises: ValueError for arguments that mean nothing together."""
     if args.source is not None and args.source not in config.named_sources:
@@ -280,7 +269,7 @@ def run(args: argparse.Namespace) -> None:
     """Everything after the command line. Raises: ValueError for what the user can mend; OSError."""
     config = load_data_config(args.config, args.overrides)
     check(args, config)
-    rows, step = open_rows(config), args.step or 0
+    rows, step = Rows(config), args.step or 0
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if args.rows:
         console.print(LEGEND)

@@ -1,23 +1,28 @@
-"""Saving and restoring a run with orbax: asynchronous, sharded, onto any mesh.
+"""Saving and restoring a run with orbax: asynchronous, sharded, onto any mesh, and proved.
 
 The only file that meets orbax. On disk the state is plain nested dicts of arrays, independent of
-the mesh; `abstract_state` says how they lie on the devices of this run. A failed restore is an
-error, never a silent start from scratch.
+the mesh, with a record: what the run was, and a fingerprint of every array, which what is read has
+to match. A save that fails is told and tried again; a damaged checkpoint is an error that names it,
+and can be set aside. A failed restore is never a silent start from scratch.
 """
 
 import contextlib
-import fcntl
+import hashlib
+import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from orbax.checkpoint import v1
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
+from training.fingerprint import fingerprints, leaf_name
 from training.metrics import log
 from training.step import TrainState
 
@@ -31,6 +36,10 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
     """Steps between saves; the last step is always saved."""
     keep: PositiveInt = 3
     """How many of the newest checkpoints stay on disk."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of every so many steps stay for good; null: none."""
+    keep_best: NonNegativeInt = 0
+    """How many of those with the smallest evaluation loss stay too."""
     resume: Literal["auto", "never", "must"] = "auto"
     """auto: continue if there is a checkpoint; never: move an old run aside; must: or fail."""
 
@@ -39,75 +48,47 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read; the message says which and why, on one line."""
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """The first line of what lies beneath orbax's own error."""
-    cause: BaseException = error
+    cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
     return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
 
 
-@contextlib.contextmanager
-def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
-    """Makes the run directory, and holds it alone for as long as the context lasts.
+def _by_name(state: Any) -> dict[str, Any]:
+    """Every array by its dotted path: what is on disk knows no class of any library.
 
-    required_bytes: what the checkpoints to come will take.
-    Raises: ValueError if it cannot be written, has too little room, or another run holds it.
+    What is not there (no moving average) has no entry.
     """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")
-    except OSError as error:
-        raise ValueError(
-            f"run.dir={str(directory)!r} cannot be written: {error.strerror}; "
-            "give a directory that you own"
-        ) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"run.dir={str(directory)!r} is in use by another process; give another run.dir"
-            ) from error
-        free = shutil.disk_usage(directory).free
-        if free < required_bytes:
-            raise ValueError(
-                f"run.dir={str(directory)!r} has {free / 2**20:.0f} MiB free, but its checkpoints "
-                f"need {required_bytes / 2**20:.0f} MiB; free some room, lower checkpoint.keep, or "
-                "give another run.dir"
-            )
-        yield
+    return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
 
 
-def move_aside(directory: Path) -> Path | None:
-    """Renames an old run directory to `NAME.old-K`; returns the new name, None if there was none.
-
-    The lock file stays behind, with whoever holds it.
-    """
-    old = (
-        [path for path in directory.iterdir() if path.name != ".lock"] if directory.exists() else []
-    )
-    if not old:
-        return None
-    number = 1
-    while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
-        number += 1
-    target.mkdir()
-    for path in old:
-        path.rename(target / path.name)
-    return target
+def _in_place_of(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
+    """The tree whose arrays these are."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], abstract)
 
 
-def _as_tree(state: TrainState) -> dict[str, Any]:
-    return {"step": state.step, "params": state.params, "opt_state": state.opt_state}
+def _leaves(arrays: dict[str, Any]) -> dict[str, list[Any]]:
+    """[shape, dtype] of every array, as JSON values."""
+    return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
 
 
-def _leaves(tree: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): (tuple(x.shape), str(x.dtype))
-        for path, x in flat
-    }
+def _checksum(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Best:
+    """Preserves the n with the smallest evaluation loss, by their records."""
+
+    losses: dict[int, float]
+    n: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        judged = [info.step for info in checkpoints if info.step in self.losses]
+        best = sorted(judged, key=lambda step: self.losses[step])[: self.n]
+        return [info.step in best for info in checkpoints]
 
 
 class Checkpoints:
@@ -117,98 +98,242 @@ class Checkpoints:
         """read_only: another process may be saving here; nothing is cleaned up."""
         # orbax prints tracebacks from its threads before it raises; what it raises, we report.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self._saver = _ocp.Checkpointer(
-            os.path.abspath(directory),
-            cleanup_tmp_directories=not read_only,
-            preservation_policy=_ocp.preservation_policies.LatestN(config.keep),
-        )
+        self._directory, self.config, self._read_only = Path(directory), config, read_only
+        self._losses: dict[int, float] = {}
+        self._saver = self._open()
+        if config.keep_best:
+            for step in self.steps:
+                with contextlib.suppress(CheckpointError):  # told when it is to be restored
+                    self._remember(step, self.record(step)["metrics"])
         self._pending: tuple[int, Any] | None = None
+        self._failures = 0
+        self._retry_at: int | None = None
+
+    def _open(self) -> Any:
+        policies, config = _ocp.preservation_policies, self.config
+        kept = [policies.LatestN(config.keep)]
+        if config.keep_every is not None:
+            kept.append(policies.EveryNSteps(config.keep_every))
+        if config.keep_best:
+            kept.append(_Best(self._losses, config.keep_best))
+        return _ocp.Checkpointer(
+            os.path.abspath(self._directory),
+            cleanup_tmp_directories=not self._read_only,
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """The finished steps on disk, ascending."""
+        return sorted(int(checkpoint.step) for checkpoint in self._saver.checkpoints)
 
     @property
     def latest_step(self) -> int | None:
         """The newest finished step on disk."""
-        latest = self._saver.latest
-        return None if latest is None else int(latest.step)
+        return max(self.steps, default=None)
 
-    def save(self, state: TrainState, step: int, metadata: dict[str, Any]) -> None:
-        """Starts saving; returns when the state is copied off the devices.
+    def save(
+        self,
+        state: TrainState,
+        step: int,
+        record: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+    ) -> float:
+        """Starts saving; returns when the state is copied off the devices. Seconds that took.
 
-        metadata: JSON values, read back by `metadata`. Raises: CheckpointError of an earlier save.
+        record: JSON values, read back by `record`. metrics: eval_loss, by which the best are kept.
+        A failure is told, and `is_owed` from some later step on.
         """
+        begin = time.perf_counter()
         self.finish()
+        if gone := [old for old in self.steps if not (self._directory / str(old)).exists()]:
+            names = ", ".join(map(str, gone))
+            log.warning("checkpoints %s are gone from %s; going on", names, self._directory)
+            self._saver.reload()
         if step == self.latest_step:
-            return
-        response = self._saver.save_checkpointables_async(
-            step, {"state": _as_tree(state)}, force=True, custom_metadata=metadata
-        )
-        self._pending = None if response is None else (step, response)
+            log.debug("step %d is not saved again: it is on disk", step)
+            return 0.0
+        arrays = _by_name(state)
+        record = {
+            **record,
+            "step": step,
+            "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "metrics": metrics or {},
+            "leaves": _leaves(arrays),
+            "fingerprints": fingerprints(arrays),
+        }
+        self._remember(step, record["metrics"])
+        try:
+            response = self._saver.save_checkpointables_async(
+                step,
+                {"state": arrays},
+                force=True,
+                custom_metadata={"record": record, "sha256": _checksum(record)},
+            )
+        except Exception as error:
+            self._failed(step, error)
+        else:
+            assert response is not None, "a forced save is never skipped"
+            self._pending = step, response
+        return time.perf_counter() - begin
+
+    def _remember(self, step: int, metrics: dict[str, float]) -> None:
+        if "eval_loss" in metrics:
+            self._losses[step] = metrics["eval_loss"]
+
+    def is_owed(self, step: int) -> bool:
+        """Whether a save failed and is to be tried again at this step."""
+        return self._retry_at is not None and step >= self._retry_at
 
     def poll(self) -> None:
-        """Says so if a save has finished. Raises: CheckpointError if it failed."""
+        """Tells of a save that has finished or failed since."""
         if self._pending is not None and not self._saver.is_saving_in_progress():
             self.finish()
 
     def finish(self) -> None:
-        """Waits for a save in progress. Raises: CheckpointError if it failed."""
+        """Waits for a save in progress, and tells how it ended."""
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
         try:
             response.result()
         except Exception as error:
-            raise CheckpointError(f"checkpoint {step} was not saved: {_reason(error)}") from error
+            self._failed(step, error)
+            return
+        self._failures, self._retry_at = 0, None
         log.info("saved step %d", step)
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        """What `save` was given for this step."""
-        return dict(self._saver.checkpointables_metadata(step).custom_metadata or {})
+    def finish_last(self) -> None:
+        """As `finish`. Raises: CheckpointError when the last save failed: it is not tried again."""
+        self.finish()
+        if self._retry_at is not None:
+            raise CheckpointError(
+                f"the last state was not saved; the newest whole checkpoint is {self.latest_step}"
+            )
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self._failures += 1
+        wait = min(2 ** (self._failures - 1), self.config.every)
+        self._retry_at = step + wait
+        log.warning(
+            "checkpoint %d was not saved: %s; training goes on, next try after step %d",
+            step,
+            _reason(error),
+            self._retry_at,
+        )
+        # What is left of it would fill the disk, and its saver repeats the error for ever.
+        with contextlib.suppress(Exception):
+            self._saver.close()
+        for path in self._directory.glob(f"{step}.*tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+        self._saver = self._open()
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What `save` was given for this step, with leaves and fingerprints.
+
+        Raises: CheckpointError when it is not what was written.
+        """
+        try:
+            # Not by orbax's own reader: it opens every array, and prints what it cannot open.
+            file = self._directory / str(step) / "_CHECKPOINT_METADATA"
+            metadata = json.loads(file.read_bytes())["custom_metadata"]
+            record, checksum = metadata["record"], metadata["sha256"]
+        except Exception as error:
+            raise CheckpointError(f"checkpoint {step} has no record: {_reason(error)}") from error
+        if checksum != _checksum(record) or record["step"] != step:
+            raise CheckpointError(f"checkpoint {step}: its record is not what was written")
+        return record
 
     def check(self, step: int, abstract_state: TrainState) -> None:
-        """Compares what is stored with this model, reading metadata only.
+        """Compares what is stored with this model, reading the record only.
 
         orbax would cast a dtype that differs without a word. Raises: ValueError naming the first
-        parameter that is missing, extra, or of another shape or dtype.
+        parameter that is missing, extra, or of another shape or dtype; CheckpointError.
         """
-        stored = self._saver.checkpointables_metadata(step).metadata["state"]
-        found, wanted = _leaves(stored["params"]), _leaves(abstract_state.params)
-        for name in sorted(found.keys() | wanted.keys()):
+        found, wanted = self.record(step)["leaves"], _leaves(_by_name(abstract_state))
+        by_parameter = sorted(
+            found.keys() | wanted.keys(), key=lambda name: (not name.startswith("params."), name)
+        )
+        for name in by_parameter:
             if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"checkpoint {step} holds {name} as {found.get(name, 'nothing')}, the config "
-                    f"asks for {wanted.get(name, 'nothing')}; restore the model.* values of the "
-                    "run's config.yaml, or give another run.dir"
+                    f"checkpoint {step} holds {name.removeprefix('params.')} as "
+                    f"{_shown(found.get(name))}, the config "
+                    f"asks for {_shown(wanted.get(name))}; restore the values of the run's "
+                    "config.yaml, or give another run.dir"
                 )
 
     def restore(self, step: int, abstract_state: TrainState) -> TrainState:
-        """The state of a step, on the mesh of `abstract_state`.
+        """The state of a step, on the mesh of `abstract_state`, as it was saved to the bit.
 
-        Raises: CheckpointError if it cannot be read.
+        Raises: CheckpointError if it cannot be read, or is not what was written.
         """
-        abstract = {"state": _as_tree(abstract_state)}
-        try:
-            tree = self._saver.load_checkpointables(step, abstract)["state"]
-        except Exception as error:
-            raise CheckpointError(f"checkpoint {step} cannot be read: {_reason(error)}") from error
-        state = TrainState(**tree)
-        for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(abstract_state), strict=True):
+        wanted = _by_name(abstract_state)
+        arrays = self._load(step, wanted)
+        for name, want in wanted.items():
+            got = arrays[name]
             assert got.sharding == want.sharding and got.dtype == want.dtype
-        return state
+        return _in_place_of(abstract_state, arrays)
 
-    def restore_params(self, step: int, abstract_state: TrainState) -> Any:
-        """The parameters of a step alone, on the mesh of `abstract_state`.
+    def restore_params(self, step: int, abstract_state: TrainState, part: str = "params") -> Any:
+        """The parameters of a step alone, or their moving average `ema`, as `restore`."""
+        wanted = {part: getattr(abstract_state, part)}
+        return _in_place_of(wanted, self._load(step, _by_name(wanted)))[part]
 
-        Raises: CheckpointError if they cannot be read.
-        """
+    def read(self, step: int, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
+        """One array by its dotted path, as `restore`: nothing else of the step is read."""
+        shape, dtype = self.record(step)["leaves"][name]
+        return self._load(step, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)})[name]
+
+    def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
+        """Arrays by name."""
+        written = self.record(step)["fingerprints"]
         loading = v1.options.PyTreeOptions.Loading(partial_load=True)
-        abstract = {"state": {"params": abstract_state.params}}
         try:
             with v1.Context(pytree_options=v1.options.PyTreeOptions(loading=loading)):
-                tree = self._saver.load_checkpointables(step, abstract)["state"]
+                arrays = self._saver.load_checkpointables(step, {"state": abstract})["state"]
         except Exception as error:
             raise CheckpointError(f"checkpoint {step} cannot be read: {_reason(error)}") from error
-        return tree["params"]
+        if absent := [n for n, x in arrays.items() if not isinstance(x, jax.Array)]:
+            # A partial load leaves what it does not find as it was given.
+            raise CheckpointError(f"checkpoint {step}: {absent[0]} is not there")
+        for name, found in fingerprints(arrays).items():
+            if found != written[name]:
+                raise CheckpointError(f"checkpoint {step}: {name} is not what was written")
+        return arrays
+
+    def set_aside(self, step: int) -> Path:
+        """Renames a damaged checkpoint to `STEP.damaged`, so that nothing takes it for one."""
+        number, source = 1, self._directory / str(step)
+        target = source.with_name(f"{step}.damaged")
+        while target.exists():
+            number += 1
+            target = source.with_name(f"{step}.damaged-{number}")
+        source.rename(target)
+        self._saver.reload()
+        return target
+
+    def delete(self, step: int) -> None:
+        """Removes a checkpoint; of a kill on the way the next run clears up what is left."""
+        target = self._directory / f"{step}.orbax-checkpoint-tmp"
+        shutil.rmtree(target, ignore_errors=True)
+        (self._directory / str(step)).rename(target)
+        self._saver.reload()
+        shutil.rmtree(target)
+
+    def leftovers(self) -> tuple[list[Path], list[Path]]:
+        """(damaged checkpoints that were set aside, saves that were never finished)."""
+        found = sorted(self._directory.iterdir())
+        return (
+            [path for path in found if ".damaged" in path.name],
+            [path for path in found if ".orbax-checkpoint-tmp" in path.name],
+        )
 
     def close(self) -> None:
         """Waits for a save in progress and lets go of the directory."""
         self.finish()
         self._saver.close()
+
+
+def _shown(leaf: list[Any] | None) -> str:
+    return "nothing" if leaf is None else f"({tuple(leaf[0])}, {leaf[1]!r})"

@@ -1,14 +1,18 @@
 """The loop, to be read from top to bottom: restore, step, log, evaluate, save, sample.
 
 Metrics of step n - 1 are read after step n is dispatched, so the devices never wait for the host.
+A step whose loss or gradients are not finite changes nothing; a spike is answered by policy; a
+signal saves and stops; what was interrupted is made up for by the next process.
 """
 
 import contextlib
 import math
 import os
+import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +20,22 @@ import jax
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from data.pipeline import Rows, eval_batches, explain_change, train_batches
+from data.pipeline import Rows, eval_batches, train_batches
+from data.schedule import batch_number
 from parallel.distributed import StopRequest
-from parallel.mesh import CHIPS
-from training.checkpoint import CheckpointConfig, Checkpoints, locked_run, move_aside
+from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.directory import locked_run, move_aside
+from training.guard import GuardConfig
 from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
-from training.metrics import Display, Metrics, log, logging_to
+from training.metrics import Clock, Display, Metrics, log, logging_to
+from training.resume import Origin, describe_process, find_origin, leave_out, record_of
 from training.step import Program, TrainState
 
 EXIT_DONE, EXIT_RESUMABLE = 0, 75
+
+
+class TrainingError(Exception):
+    """Training cannot go on; the message says why, and what is left, on one line."""
 
 
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -60,50 +71,12 @@ class TrainingConfig(
     """What a sample continues."""
     sample_tokens: NonNegativeInt = 64
     """Length of a sample; 0: none."""
+    guard: GuardConfig = GuardConfig()
+    """What a step with an extraordinary loss or gradient does."""
     health: HealthLimits = HealthLimits()
     """When the experts of sparse layers are worth a warning."""
     sample_temperature: NonNegativeFloat = 0.7
     """0: the likeliest token every time; 1: as the model predicts."""
-
-
-class _Clock:
-    """Wall time per step, and what follows from it."""
-
-    def __init__(self, program: Program):
-        self._program = program
-        mesh = program.tp.manager.mesh
-        chip = CHIPS.get(mesh.devices.flat[0].device_kind)
-        self._peak = chip.peak_flops * mesh.size if chip else None
-        self._waited = 0.0
-        self.restart()
-
-    def restart(self) -> None:
-        """What happened since the last reading was not training."""
-        self._time = time.perf_counter()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The host needs a batch, and cannot go on without it."""
-        begin = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - begin
-
-    def read(self, rows: int, length: int) -> dict[str, float]:
-        """Seconds since the last reading, tokens per second, the share of the time that went by
-        waiting for data, and MFU where the peak is known; of a step of `rows` x `length` tokens."""
-        now = time.perf_counter()
-        step_time, self._time = now - self._time, now
-        waited, self._waited = self._waited, 0.0
-        tokens = rows * length
-        values = {
-            "step_time": step_time,
-            "tokens_per_second": tokens / step_time,
-            "data_wait": waited / step_time,
-        }
-        if self._peak is not None:
-            flops = self._program.config.flops_per_token(length) * tokens
-            values["mfu"] = flops / self._peak / step_time
-        return values
 
 
 def _is_due(every: int | None, step: int) -> bool:
@@ -138,57 +111,27 @@ def open_run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked_run(directory, required_bytes))
         moved = move_aside(directory) if checkpoint.resume == "never" else None
+        display = stack.enter_context(Display(training.steps, training.log_every))
+        stack.enter_context(logging_to(directory / "log.txt", display.console))
         checkpoints = Checkpoints(directory / "checkpoints", checkpoint)
-        start = _start_step(checkpoints, checkpoint, training, rows, program)
+        origin = find_origin(
+            checkpoints, checkpoint, rows, program.abstract_state, steps=training.steps
+        )
         (directory / "config.yaml").write_text(resolved_config)
         rows.tokenizer.save(directory / "tokenizer.json")
-        metrics = stack.enter_context(Metrics(directory, start))
-        display = stack.enter_context(Display(start, training.steps, training.log_every))
-        stack.enter_context(logging_to(directory / "log.txt", display.console))
         for line in announce:
             log.info("%s", line)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
-        sparse = [n for n, is_sparse in enumerate(program.config.sparse_layers) if is_sparse]
-        watch = HealthWatch(sparse, training.health)
-        yield Run(
-            program, rows, training, checkpoint, checkpoints, metrics, display, stop, watch, start
-        )
+        process = describe_process(resolved_config, program.tp.manager.mesh.shape)
+        yield Run(program, rows, training, directory, checkpoints, process, display, stop, origin)
 
 
-def _start_step(
-    checkpoints: Checkpoints,
-    config: CheckpointConfig,
-    training: TrainingConfig,
-    rows: Rows,
-    program: Program,
-) -> int:
-    step = checkpoints.latest_step
-    if step is None:
-        if config.resume == "must":
-            raise ValueError(
-                "checkpoint.resume=must, but the run directory holds no checkpoint; "
-                "check run.dir, or use checkpoint.resume=auto"
-            )
-        return 0
-    if step > training.steps:
-        raise ValueError(
-            f"training.steps={training.steps} but the run directory already holds step {step}; "
-            "raise training.steps, or give another run.dir"
-        )
-    order = checkpoints.metadata(step).get("order")
-    if order is None:
-        raise ValueError(
-            f"checkpoint {step} is not one of ours, or damaged: it has no order of data; move the "
-            f"folder checkpoints/{step} away to resume from the one before"
-        )
-    if order != rows.order(step):
-        raise ValueError(
-            f"checkpoint {step} was trained on other data: "
-            f"{explain_change(order, rows.order(step))}; restore it, or give another run.dir"
-        )
-    checkpoints.check(step, program.abstract_state)
-    return step
+@dataclass
+class _Rollback(Exception):
+    """A spike that the parameters of an older checkpoint have to answer. step: its number."""
+
+    step: int
 
 
 @dataclass
@@ -198,49 +141,89 @@ class Run:
     program: Program
     rows: Rows
     training: TrainingConfig
-    checkpoint: CheckpointConfig
+    directory: Path
     checkpoints: Checkpoints
-    metrics: Metrics
+    process: dict[str, Any]
     display: Display
     stop: StopRequest
-    watch: HealthWatch
-    start: int
+    origin: Origin
+    metrics: Metrics = field(init=False)
+    _rollbacks: Counter[int] = field(default_factory=Counter)
+    _saved: dict[str, float] = field(default_factory=dict)
 
     def train(self, sample: Callable[[Any, str, int], str]) -> int:
         """Trains to the last step, or to a signal. Returns the exit code.
 
         sample: (params, prompt, number of tokens) -> text, shown every sample_every steps and at
-            the end.
+            the end. Raises: CheckpointError, TrainingError.
         """
+        self._sample = sample
+        self._watch = HealthWatch(self._sparse_layers, self.training.health)
+        self._clock = Clock(self.program)
+        while True:
+            state = self._first_state()
+            self.display.begin(self.origin.step)
+            try:
+                with Metrics(self.directory, self.origin.step) as self.metrics:
+                    self._make_up(state)
+                    state, code = self._steps(state)
+                    if code == EXIT_DONE:
+                        self._show_sample(state, self.training.steps)
+                    self.checkpoints.close()
+                    return code
+            except _Rollback as spike:
+                del state
+                self._roll_back(spike.step)
 
-        def show_sample(params: Any, step: int) -> None:
-            if self.training.sample_tokens:
-                text = sample(params, self.training.sample_prompt, self.training.sample_tokens)
-                self.metrics.write_text(step, "sample", text)
-                when = "" if step == self.training.steps else f" at step {step}"
-                log.info("sample%s:\n%s", when, text)
+    @property
+    def _sparse_layers(self) -> list[int]:
+        return [n for n, sparse in enumerate(self.program.config.sparse_layers) if sparse]
 
-        state, code = self._steps(self._initial_state(), show_sample)
-        self.checkpoints.close()
-        if code == EXIT_DONE:
-            show_sample(state.params, self.training.steps)
-        return code
-
-    def _initial_state(self) -> TrainState:
+    def _first_state(self) -> TrainState:
+        """A fresh state, or that of the newest checkpoint that is what was written."""
         begin = time.perf_counter()
-        if self.start:
-            state = self.checkpoints.restore(self.start, self.program.abstract_state)
-            what = f"resumed from step {self.start}"
-        else:
+        if not self.origin.step:
             state = jax.block_until_ready(self.program.init())
-            what = "initialised parameters"
-        log.info("%s in %.1f s", what, time.perf_counter() - begin)
+            log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
+            return state
+        before = _peak_memory()
+        while True:
+            try:
+                state = self.checkpoints.restore(self.origin.step, self.program.abstract_state)
+                break
+            except CheckpointError as error:
+                leave_out(self.checkpoints, self.origin.step, error)
+                self.origin = self._find_origin()
+        log.info(
+            "resumed from step %d in %.1f s, host memory %.0f MiB higher at its peak",
+            self.origin.step,
+            time.perf_counter() - begin,
+            (_peak_memory() - before) / 2**20,
+        )
         return state
 
-    def _steps(
-        self, state: TrainState, show_sample: Callable[[Any, int], None]
-    ) -> tuple[TrainState, int]:
-        start, steps = self.start, self.training.steps
+    def _find_origin(self) -> Origin:
+        try:
+            return find_origin(
+                self.checkpoints,
+                CheckpointConfig(resume="must"),
+                self.rows,
+                self.program.abstract_state,
+                steps=self.training.steps,
+            )
+        except ValueError as error:
+            raise CheckpointError(f"no checkpoint to go on from: {error}") from error
+
+    def _make_up(self, state: TrainState) -> None:
+        """What belonged to the last step of the process before, and was interrupted."""
+        step = self.origin.step
+        if "evaluation" in self.origin.pending:
+            self.metrics.amend(step, self._evaluate(step, state))
+        if "sample" in self.origin.pending and step < self.training.steps:
+            self._show_sample(state, step)
+
+    def _steps(self, state: TrainState) -> tuple[TrainState, int]:
+        start, steps = self.origin.step, self.training.steps
         if start >= steps:
             log.info("step %d is the last: nothing left to train", steps)
             return state, EXIT_DONE
@@ -251,26 +234,24 @@ class Run:
                 start=start,
                 stop=steps,
                 accumulation=self.training.gradient_accumulation,
+                skipped=self.origin.skipped,
             )
         ) as batches:
-            return self._train(state, batches, show_sample)
+            return self._train(state, batches)
 
     def _train(
-        self,
-        state: TrainState,
-        batches: Iterator[dict[str, jax.Array]],
-        show_sample: Callable[[Any, int], None],
+        self, state: TrainState, batches: Iterator[dict[str, jax.Array]]
     ) -> tuple[TrainState, int]:
-        """Every step from the one after `start` to the last, or to a signal."""
-        start, steps, stop = self.start, self.training.steps, self.stop
+        """Every step from the one after the origin to the last, or to a signal."""
+        steps, stop, clock = self.training.steps, self.stop, self._clock
         batch = next(batches)
         train_step, shape = self._compile(state, batch), batch["tokens"].shape
-        clock = _Clock(self.program)
+        clock.restart()
         previous: dict[str, jax.Array] | None = None
-        for step in range(start + 1, steps + 1):
+        for step in range(self.origin.step + 1, steps + 1):
             if batch["tokens"].shape != shape:
                 if previous is not None:
-                    self._log(step - 1, previous, clock)
+                    self._log(step - 1, previous)
                     previous = None
                 train_step, shape = self._compile(state, batch), batch["tokens"].shape
                 clock.restart()
@@ -278,31 +259,33 @@ class Run:
             with clock.waiting():
                 batch = next(batches, batch)
             if previous is not None:
-                self._log(step - 1, previous, clock)
+                self._log(step - 1, previous)
             previous = values
             evaluating = step == steps or step % self.training.eval_every == 0
             sampling = _is_due(self.training.sample_every, step) and step < steps
-            saving = step == steps or step % self.checkpoint.every == 0
+            saving = self._is_saving(step)
             # What is saved is written down first: a kill after the save must not lose the line.
             if evaluating or saving or sampling or stop.signal is not None:
-                params = state.params if evaluating and stop.signal is None else None
-                self._log(step, values, clock, params)
+                params = state if evaluating and stop.signal is None else None
+                numbers = self._log(step, values, params)
                 previous = None
             # A signal that comes in a step whose metrics are not written waits for the next one.
             stopping = stop.signal is not None and previous is None
             if saving or stopping:
-                rows = self.rows
-                order = {"order": rows.order(step), "order_hash": rows.order_hash(step)}
-                self.checkpoints.save(state, step, order)
+                pending = _pending(
+                    evaluation=evaluating and "eval_loss" not in numbers,
+                    sample=sampling and stopping,
+                )
+                self._save(state, step, pending, numbers)
             self.checkpoints.poll()
             if sampling and not stopping:
-                show_sample(state.params, step)
+                self._show_sample(state, step)
                 clock.restart()
-            if stopping and stop.signal is not None and step < steps:
-                self.checkpoints.finish()
+            if stop.signal is not None and stopping and (step < steps or pending):
+                self.checkpoints.finish_last()
                 log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
                 return state, EXIT_RESUMABLE
-        self.checkpoints.finish()
+        self.checkpoints.finish_last()
         return state, EXIT_DONE
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Any:
@@ -318,49 +301,146 @@ class Run:
         )
         return train_step
 
-    def _log(
-        self, step: int, values: dict[str, jax.Array], clock: _Clock, evaluate: Any = None
+    def _is_saving(self, step: int) -> bool:
+        every = self.checkpoints.config.every
+        asked, self.stop.save = self.stop.save, False
+        return (
+            asked
+            or step == self.training.steps
+            or step % every == 0
+            or self.checkpoints.is_owed(step)
+        )
+
+    def _save(
+        self, state: TrainState, step: int, pending: tuple[str, ...], numbers: dict[str, float]
     ) -> None:
-        """Reads the metrics of a step, with an evaluation of these parameters if given."""
+        if not (self.directory / "config.yaml").exists():
+            raise TrainingError(
+                f"run.dir={str(self.directory)!r} was removed under the run; nothing can be saved"
+            )
+        record = record_of(self.origin, self.process, self.rows, step, pending)
+        metrics = {"eval_loss": numbers["eval_loss"]} if "eval_loss" in numbers else None
+        self._saved["save_blocked"] = self.checkpoints.save(state, step, record, metrics)
+
+    def _log(
+        self, step: int, values: dict[str, jax.Array], evaluate: TrainState | None = None
+    ) -> dict[str, float]:
+        """Reads the metrics of a step, with an evaluation of this state if given.
+
+        Raises: _Rollback, TrainingError when its loss or gradients are not what they should be.
+        """
         experts = values.get("experts")
         scalars = {name: float(y) for name, y in values.items() if name != "experts"}
-        phase = self.rows.plan.at(step - 1)
-        numbers = scalars | clock.read(phase.batch_size, phase.length) | self.rows.progress(step)
+        number = self.origin.batch(step - 1)
+        phase = self.rows.plan.at(number)
+        numbers = scalars | self._clock.read(phase.batch_size, phase.length) | self._saved
+        numbers |= self.rows.progress(number + 1)
+        self._saved = {}
         self.display.step(step, numbers)
+        self._answer(step, numbers)
         if experts is not None:
             numbers |= self._log_experts(step, jax.device_get(experts))
         if evaluate is not None and self.rows.num_eval:
             numbers |= self._evaluate(step, evaluate)
-            clock.restart()
+            self._clock.restart()
         self.metrics.write(step, numbers)
+        return numbers
+
+    def _answer(self, step: int, numbers: dict[str, float]) -> None:
+        """To a step that is not like those before it."""
+        guard, z = self.training.guard, max(numbers["loss_z"], numbers["grad_z"])
+        finite = math.isfinite(numbers["loss"]) and math.isfinite(numbers["grad_norm"])
+        is_spike = z > guard.max_z and guard.on_spike != "off"
+        if finite and not is_spike:
+            return
+        what = f"{z:.1f} standard deviations above the mean" if finite else "not finite"
+        log.warning(
+            "step %d: loss %.4g, grad norm %.4g, %s: %s",
+            step,
+            numbers["loss"],
+            numbers["grad_norm"],
+            what,
+            "applied (guard.on_spike=warn)"
+            if finite and guard.on_spike == "warn"
+            else "the update was left out",
+        )
+        newest = self.checkpoints.latest_step
+        if numbers["bad_steps"] >= guard.max_bad_steps:
+            raise TrainingError(
+                f"{guard.max_bad_steps} steps in a row, up to step {step}, could not be applied: "
+                f"the last loss was {numbers['loss']:.4g}; the newest whole checkpoint is "
+                f"{'none' if newest is None else newest}; lower optimizer.learning_rate, or look "
+                "at the data of these steps"
+            )
+        if guard.on_spike == "rollback" and finite and newest is not None:
+            raise _Rollback(step)
+
+    def _roll_back(self, step: int) -> None:
+        """Back to the newest checkpoint; the batches from there to the spike are left out."""
+        self.checkpoints.finish()
+        last, skipped = self.origin.batch(step - 1), self.origin.skipped
+        found = self._find_origin()
+        self._rollbacks[found.step] += 1
+        if self._rollbacks[found.step] > self.training.guard.max_bad_steps:
+            raise TrainingError(
+                f"the loss rose {self.training.guard.max_bad_steps} times after checkpoint "
+                f"{found.step}, the newest whole one, whatever batches were left out; lower "
+                "optimizer.learning_rate, or go on from an older one"
+            )
+        # That checkpoint may be older than earlier rollbacks of this process.
+        self.origin = replace(found, skipped=skipped).without(
+            batch_number(found.step, skipped), last
+        )
+        log.warning(
+            "back to step %d; batches %d to %d are left out",
+            found.step,
+            batch_number(found.step, skipped),
+            last,
+        )
 
     def _log_experts(self, step: int, arrays: dict[str, np.ndarray]) -> dict[str, float]:
         """The load of the experts: warnings, now and then a strip and an image; its numbers."""
-        layers = [n for n, sparse in enumerate(self.program.config.sparse_layers) if sparse]
-        for line in self.watch.warnings(arrays):
+        layers = self._sparse_layers
+        for line in self._watch.warnings(arrays):
             log.warning("%s", line)
-        if step % self.training.log_every == 0 or step in (self.start + 1, self.training.steps):
+        if step % self.training.log_every == 0 or step in (
+            self.origin.step + 1,
+            self.training.steps,
+        ):
             for line in heat_strip(arrays["load_NE"], layers):
                 log.info("%s", line)
             self.metrics.write_image(step, "moe/load", heat_map(arrays["load_NE"]))
         return expert_metrics(arrays, layers)
 
-    def _evaluate(self, step: int, params: Any) -> dict[str, float]:
-        """Cross-entropy over held-out rows, in nats per token and bits per byte of text."""
+    def _show_sample(self, state: TrainState, step: int) -> None:
+        if self.training.sample_tokens:
+            prompt, count = self.training.sample_prompt, self.training.sample_tokens
+            text = self._sample(state.params, prompt, count)
+            self.metrics.write_text(step, "sample", text)
+            when = "" if step == self.training.steps else f" at step {step}"
+            log.info("sample%s:\n%s", when, text)
+
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
+        """Cross-entropy over held-out rows, in nats per token and bits per byte of text.
+
+        Of the mean of the parameters, if there is one.
+        """
+        params = state.params if state.ema is None else state.ema
         numbers: dict[str, float] = {}
         totals = np.zeros(3)
+        batch_size = max(self.rows.config.batch_sizes) // self.training.gradient_accumulation
         for source in self.rows.sources:
             batches = eval_batches(
                 source,
                 self.program.batch_sharding,
-                batch_size=max(self.rows.config.batch_sizes) // self.training.gradient_accumulation,
+                batch_size=batch_size,
                 limit=self.training.eval_batches * self.training.gradient_accumulation,
             )
             sums = [self.program.eval_step(params, batch) for batch in batches]
             nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
             if not count:
                 continue
-            num_bytes = count * source.bytes_per_target
+            num_bytes = source.eval_bytes(len(sums) * batch_size)
             totals += nats, count, num_bytes
             numbers[f"eval/{source.name}/loss"] = nats / count
             numbers[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
@@ -383,3 +463,12 @@ class Run:
             f" ({', '.join(parts)})" if parts else "",
         )
         return numbers
+
+
+def _pending(**left: bool) -> tuple[str, ...]:
+    return tuple(name for name, is_left in left.items() if is_left)
+
+
+def _peak_memory() -> int:
+    """Bytes of host memory of this process at its peak."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

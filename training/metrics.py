@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
+
+from parallel.mesh import CHIPS
+from training.step import Program
 
 log = logging.getLogger("torus")
 
@@ -24,7 +28,7 @@ def logging_to(path: Path, console: Console | None) -> Iterator[None]:
     `log.debug` is for what is too long for a screen: it goes to `path` alone.
     """
     screen = _RichHandler(console) if console is not None else logging.StreamHandler(sys.stdout)
-    file = logging.FileHandler(path)
+    file = _FileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     screen.setLevel(logging.INFO)
     log.setLevel(logging.DEBUG)
@@ -37,6 +41,17 @@ def logging_to(path: Path, console: Console | None) -> Iterator[None]:
         for handler in (screen, file):
             log.removeHandler(handler)
             handler.close()
+
+
+class _FileHandler(logging.FileHandler):
+    """Goes on without what a full disk does not take, and says so once."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._told:
+            self._told = True
+            print(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class _RichHandler(logging.Handler):
@@ -63,18 +78,40 @@ class Metrics:
             kept = [line for line in self._path.read_text().splitlines(True) if line.endswith("\n")]
             kept = [line for line in kept if line.strip()]
             kept = [line for line in kept if json.loads(line)["step"] <= resumed_step]
-        replacement = self._path.with_suffix(".tmp")
-        replacement.write_text("".join(kept))
-        os.replace(replacement, self._path)
-        self._file = open(self._path, "a")
+        self._replace("".join(kept))
+        self._unwritten = b""
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Appends one line; floats read back bit-equal (shortest exact decimal of the double)."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        self._append(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             self._board.add_scalar(name, value, step)
+
+    def amend(self, step: int, values: dict[str, float]) -> None:
+        """Adds to the line of the last step, which another process wrote."""
+        lines = self._path.read_text().splitlines(True)
+        last = json.loads(lines[-1])
+        assert last["step"] == step, (last["step"], step)
+        self._replace("".join([*lines[:-1], json.dumps({**last, **values}) + "\n"]))
+        for name, value in values.items():
+            self._board.add_scalar(name, value, step)
+
+    def _append(self, text: str) -> None:
+        """Writes what there is room for; the rest waits for the next call."""
+        told, self._unwritten = bool(self._unwritten), self._unwritten + text.encode()
+        try:
+            with open(self._path, "ab", buffering=0) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        except OSError as error:
+            if not told:
+                log.warning("%s cannot be written: %s; its lines wait", self._path, error.strerror)
+
+    def _replace(self, text: str) -> None:
+        replacement = self._path.with_suffix(".tmp")
+        replacement.write_text(text)
+        os.replace(replacement, self._path)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Shows a text in tensorboard."""
@@ -88,15 +125,15 @@ class Metrics:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._file.close()
+        self._append("")
         self._board.close()
 
 
 class Display:
     """A progress bar with ETA on a terminal, plain lines in a log."""
 
-    def __init__(self, start: int, stop: int, log_every: int):
-        self._start, self._stop, self._every = start, stop, log_every
+    def __init__(self, stop: int, log_every: int):
+        self._start, self._stop, self._every = 0, stop, log_every
         self._times: list[float] = []
         self._console = Console(soft_wrap=True)
         self._progress: Progress | None = None
@@ -108,7 +145,7 @@ class Display:
                 TimeRemainingColumn(),
                 console=self._console,
             )
-            self._task = self._progress.add_task("", total=stop, completed=start)
+            self._task = self._progress.add_task("", total=stop)
 
     @property
     def console(self) -> Console | None:
@@ -123,6 +160,13 @@ class Display:
     def __exit__(self, *_: Any) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+    def begin(self, step: int) -> None:
+        """Steps are counted from here on."""
+        self._start = step
+        self._times.clear()
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
 
     def step(self, step: int, values: dict[str, float]) -> None:
         """A finished step; the first, the last and every `log_every`-th make a line."""
@@ -146,3 +190,43 @@ class Display:
             f"{tokens_per_second:,.0f} tok/s  {step_time:.3f} s/step{mfu}{waits}  "
             "eta {}:{:02d}".format(*divmod(round((self._stop - step) * step_time), 60))
         )
+
+
+class Clock:
+    """Wall time per step, and what follows from it."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        mesh = program.tp.manager.mesh
+        chip = CHIPS.get(mesh.devices.flat[0].device_kind)
+        self._peak = chip.peak_flops * mesh.size if chip else None
+        self._waited = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """What happened since the last reading was not training."""
+        self._time = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The host needs a batch, and cannot go on without it."""
+        begin = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - begin
+
+    def read(self, rows: int, length: int) -> dict[str, float]:
+        """Seconds since the last reading, tokens per second, the share of the time that went by
+        waiting for data, and MFU where the peak is known; of a step of `rows` x `length` tokens."""
+        now = time.perf_counter()
+        step_time, self._time = now - self._time, now
+        waited, self._waited = self._waited, 0.0
+        tokens = rows * length
+        values = {
+            "step_time": step_time,
+            "tokens_per_second": tokens / step_time,
+            "data_wait": waited / step_time,
+        }
+        if self._peak is not None:
+            flops = self._program.config.flops_per_token(length) * tokens
+            values["mfu"] = flops / self._peak / step_time
+        return values

@@ -1,8 +1,9 @@
-"""AdamW with a schedule: which parameters decay, how fast they move."""
+"""AdamW with a schedule: which parameters decay, how fast they move, their moving average."""
 
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import optax
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -32,6 +33,9 @@ class OptimizerConfig(
     """Added to the root of the mean square."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    ema_decay: float | None = Field(default=None, ge=0, lt=1)
+    """Of a moving average of the parameters, kept beside them from their initial values on; null:
+    none."""
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -63,17 +67,83 @@ def decays(params: Any) -> Any:
 
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
-) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW."""
-    adamw = optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decays,
+) -> optax.GradientTransformationExtraArgs:
+    """Clip by global norm, then AdamW.
+
+    `update` takes `is_good`, a scalar: where it is false the state stays as it was, and the updates
+    mean nothing.
+    """
+    adamw = optax.chain(
+        _adam(config),
+        optax.add_decayed_weights(config.weight_decay, decays),
+        _held(optax.scale_by_learning_rate(schedule)),
     )
     # identity holds the place of the clipping, so that the state has one structure either way.
     no_clip = config.clip_norm is None
     clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, adamw)
+
+
+def where(is_good: Any, new: Any, old: Any) -> Any:
+    """One of two pytrees, leaf by leaf. is_good: a scalar."""
+    return jax.tree.map(lambda a, b: jnp.where(is_good, a, b), new, old)
+
+
+def _adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam`, whose updates are made of the moments that are kept.
+
+    Made of new moments that may then be dropped, they would need old and new at once: XLA for CPUs
+    copied all moments at the start of the step.
+    """
+    b1, b2, eps = config.beta1, config.beta2, config.eps
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, is_good: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        mu = where(is_good, optax.tree.update_moment(grads, state.mu, b1, 1), state.mu)
+        square = optax.tree.update_moment_per_elem_norm(grads, state.nu, b2, 2)
+        nu = where(is_good, square, state.nu)
+        count = optax.safe_increment(state.count)
+        updates = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v) + eps),
+            optax.tree.bias_correction(mu, b1, count),
+            optax.tree.bias_correction(nu, b2, count),
+        )
+        return updates, optax.ScaleByAdamState(where(is_good, count, state.count), mu, nu)
+
+    return optax.GradientTransformationExtraArgs(optax.scale_by_adam(b1, b2, eps).init, update)
+
+
+def _held(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same, but its state stays where `is_good` is false."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, is_good: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        updates, after = inner.update(grads, state, params)
+        return updates, where(is_good, after, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def update_count(opt_state: Any) -> jax.Array:
+    """How many updates an optimizer of `make_optimizer` has made, which is what its schedule reads.
+
+    Less than the number of steps if some were skipped.
+    """
+    return optax.tree.get(opt_state, "ScaleByScheduleState").count
+
+
+def start_average(params: Any) -> Any:
+    """The moving average before the first step: float32, whatever the parameters are.
+
+    In bfloat16 the small steps of an average would round away.
+    """
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def move_average(average: Any, params: Any, decay: float) -> Any:
+    """The moving average after an update that led to `params`."""
+    return jax.tree.map(
+        lambda mean, x: mean + (1 - decay) * (x.astype(jnp.float32) - mean), average, params
+    )

@@ -5,8 +5,7 @@ Everything that a step needs and that never changes (model definition, optimizer
 included, has three readers: initialisation, restore and planning.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +22,8 @@ from model.moe import MoEReport, auxiliary_loss, report_arrays, with_moved_bias
 from model.transformer import Transformer
 from parallel.axes import TokenSharding
 from parallel.layout import TensorParallelConfig
+from training.guard import GuardConfig, GuardState, fresh_guard, judge
+from training.optimizer import move_average, start_average, update_count, where
 
 Batch = dict[str, jax.Array]
 
@@ -30,11 +31,14 @@ Batch = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that changes: the number of finished steps, parameters, optimizer moments."""
+    """All that changes: the number of finished steps, parameters, optimizer moments, what the guard
+    remembers, and the moving average of the parameters, None if there is none."""
 
     step: jax.Array
     params: Any
     opt_state: Any
+    guard: GuardState
+    ema: Any
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,11 @@ class Program:
 
     config: ModelConfig
     tp: TensorParallelConfig
-    optimizer: optax.GradientTransformation
+    optimizer: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     seed: int
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    ema_decay: float | None = None
 
     def _build(self) -> Transformer:
         return Transformer(self.config, self.tp, rngs=nnx.Rngs(params=jax.random.key(self.seed)))
@@ -58,7 +64,8 @@ class Program:
     def _init(self) -> TrainState:
         params = nnx.to_pure_dict(nnx.state(self._build()))
         opt_state = self.optimizer.init(params)
-        return TrainState(jnp.zeros((), jnp.int32), params, opt_state)
+        ema = None if self.ema_decay is None else start_average(params)
+        return TrainState(jnp.zeros((), jnp.int32), params, opt_state, fresh_guard(), ema)
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -179,25 +186,35 @@ class Program:
     def train_step(self) -> Any:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
-        metrics: scalars; `experts`, of a model with sparse layers, the arrays of `report_arrays`.
+        A step that `judge` refuses changes nothing but `step` and the counters of the guard.
+        metrics: scalars, those of `judge` among them; `experts`, of a model with sparse layers, the
+        arrays of `report_arrays`.
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
             key = self._dropout_key(state.step)
             loss, report, grads = self.gradients(state.params, batch, key)
-            updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
+            norm = optax.tree.norm(grads)
+            is_good, guard, verdict = judge(state.guard, loss, norm, self.guard)
+            updates, opt_state = self.optimizer.update(
+                grads, state.opt_state, state.params, is_good=is_good
+            )
+            params = optax.apply_updates(state.params, updates)
+            # Not by state.step, which also counts steps that were skipped.
+            rate = self.schedule(update_count(state.opt_state))
             metrics: dict[str, Any] = {
                 "loss": loss,
-                "grad_norm": optax.tree.norm(grads),
-                "learning_rate": jnp.asarray(self.schedule(state.step), jnp.float32),
+                "grad_norm": norm,
+                "learning_rate": jnp.asarray(rate, jnp.float32),
+                **verdict,
             }
-            params = optax.apply_updates(state.params, updates)
             if report is not None:
                 metrics["experts"] = report_arrays(report, state.params)
                 params = with_moved_bias(params, report.health.load_E, self.config)
-            return dataclasses.replace(
-                state, step=state.step + 1, params=params, opt_state=opt_state
-            ), metrics
+            params, ema = where(is_good, params, state.params), state.ema
+            if self.ema_decay is not None:
+                ema = where(is_good, move_average(ema, params, self.ema_decay), ema)
+            return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
 
         return jax.jit(step, donate_argnums=0)
 

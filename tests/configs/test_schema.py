@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from pydantic import BaseModel
 
-from configs.reading import ConfigError, config_keys
+from configs.reading import ConfigError, config_keys, section_of
 from configs.schema import Config, dump_config, load_config
 
 TP8 = ROOT / "configs" / "tp8.yaml"
@@ -59,6 +59,14 @@ REFUSALS = {
     ),
     "data.sources=texts": "data.sources='texts' is not a section; write data.sources: with names",
     "data.sources.code.weight=-1": "data.sources.code.weight=-1: input should be greater than",
+    "data.sources.my-code.weight=-1": "data.sources.my-code.weight=-1: input",
+    "data.sources.int.weight=-1 data.sources.str.weight=x": (
+        "data.sources.int.weight=-1: input should be greater than or equal to 0; data.sources.str.w"
+    ),
+    "data.sources.code.weight=0": "data.sources: every weight is 0 from step 0 on; give at least",
+    "data.files=a data.sources.code.files=b": (
+        "data.files and data.sources are both given; leave one out"
+    ),
     "data.sources.code.files=7": "data.sources.code.files=7: input should be a valid string",
     "data.sequence_length=long": "data.sequence_length='long': input should be a valid integer",
     "data.sequence_length={5: 128}": (
@@ -151,9 +159,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
-    kinds = [info.annotation for info in model.model_fields.values()]
-    below = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
-    return [model, *(s for kind in below for s in sections(kind))]
+    below = [section_of(info.annotation)[0] for info in model.model_fields.values()]
+    return [model, *(s for kind in below if kind is not None for s in sections(kind))]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
@@ -175,12 +182,17 @@ def test_the_dump_gives_back_values_that_are_not_defaults(tmp_path):
         "optimizer.clip_norm=null",
         "model.tie_word_embeddings=true",
         "training.sample_prompt='ünïcode \"quoted\": {x} # y'",
-        "data.files=['~/texts/**/*.txt', b.jsonl]",
         "data.sources={code: {weight: {0: 1, 100: 0.5}, files: a}, chat: {field: messages}}",
         "data.global_batch_size={0: 16, 50: 32}",
     ]
     config = load_config(TP8, overrides)
     assert load_config(written(tmp_path, dump_config(config))) == config
+    config = load_config(TP8, ["data.files=['~/texts/**/*.txt', b.jsonl]"])
+    assert load_config(written(tmp_path, dump_config(config))) == config
+
+
+def test_a_glob_may_begin_with_a_star():
+    assert load_config(TP8, ["data.files=**/*.txt"]).data.files == "**/*.txt"
 
 
 @pytest.mark.parametrize("override", OF_EXPERTS)

@@ -20,6 +20,7 @@ from data.packing import (
     PackedRows,
     Packs,
     Pieces,
+    count_bytes,
     open_packs,
     pack_best_fit,
     pack_split,
@@ -480,7 +481,6 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
         "held_out_rows": len(held_out),
         "held_out_tokens": held,
         "held_out_learned": len(learned_pairs(held_out)),
-        "held_out_bytes": 3 * held,  # every document has three bytes per token
     }
     assert packs.info.efficiency == len(inputs(train)) / (8 * len(train))
 
@@ -488,9 +488,20 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
 def test_a_document_held_out_in_part_gives_its_bytes_in_proportion(tmp_path):
     store = store_of([100, 60])
     store.num_bytes = np.array([700, 0])
-    packs = open_packs(store, **OPTIONS, cache=tmp_path)
-    tokens = inputs(read_all(store, packs.held_out, 8))
-    assert 0 < packs.info.held_out_bytes == 7 * sum(token < 100 for token in tokens) < 700
+    rows = open_packs(store, **OPTIONS, cache=tmp_path).held_out
+    tokens = inputs(read_all(store, rows, 8))
+    count = count_bytes(store, rows, range(rows.num_rows))
+    assert 0 < count < 700 and count == pytest.approx(7 * sum(token < 100 for token in tokens))
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_the_bytes_of_all_rows_are_those_of_all_documents(packing, tmp_path):
+    store = store_of([5, 3, 17, 1, 40, 8])
+    store.num_bytes = np.array([11, 0, 50, 2, 90, 16])
+    options = OPTIONS | {"packing": packing, "eval_fraction": 0}
+    rows = open_packs(store, **options, cache=tmp_path).train
+    assert count_bytes(store, rows, range(rows.num_rows)) == pytest.approx(169)
+    assert count_bytes(store, rows, []) == 0
 
 
 def test_a_held_out_part_without_a_learned_token_is_refused(tmp_path):
@@ -498,3 +509,15 @@ def test_a_held_out_part_without_a_learned_token_is_refused(tmp_path):
     with pytest.raises(DataError, match="none of the 54 held-out tokens is learned"):
         open_packs(store, **OPTIONS, cache=tmp_path)
     assert not open_packs(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).held_out.num_rows
+
+
+def test_of_a_chat_in_parts_every_part_has_the_bytes_of_its_answers(tmp_path):
+    learned = np.zeros(100, np.uint8)
+    learned[60:] = 1
+    store = store_of([100], learned)
+    store.num_bytes = np.array([80])
+    rows = open_packs(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).train
+    for row in range(rows.num_rows):
+        tokens = inputs(read_all(store, rows, 8)[row : row + 1])
+        wanted = 2 * sum(token >= 60 for token in tokens)
+        assert count_bytes(store, rows, [row]) == pytest.approx(wanted)

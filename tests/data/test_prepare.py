@@ -88,7 +88,8 @@ def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> 
 
 def test_the_end_of_a_chat_is_learned_only_after_the_assistant(tmp_path) -> None:
     for role, learned in (("assistant", 1), ("user", 0)):
-        messages = [{"role": "user", "content": "x"}, {"role": role, "content": "y"}]
+        roles = ("user", "assistant", role)
+        messages = [{"role": said, "content": "x"} for said in roles]
         path = tmp_path / f"{role}.jsonl"
         path.write_text(json.dumps({"text": messages}))
         store = make(SourceConfig(files=str(path)), tmp_path / "cache")
@@ -219,9 +220,46 @@ def test_whatever_decides_the_content_decides_the_folder(source, tmp_path) -> No
     assert first.parent == cache and first.name.startswith("text-")
     assert folder(source.model_copy(update={"weight": 2.0})) == first
     os.utime(tmp_path / "input" / "a.txt", ns=(1, 1))
-    folders = [first, folder(source), folder(source, Other), folder(source, on_error="skip")]
+    folders = [first, folder(source), folder(source, Other)]
     folders += [folder(SourceConfig(files=str(tmp_path / "input" / "*.txt")))]
-    assert len(set(folders)) == 5
+    assert len(set(folders)) == 4
+    # Without a broken document there is nothing to decide.
+    assert folder(source, on_error="skip") == folders[1]
+
+
+def test_what_was_skipped_is_refused_by_a_run_that_does_not_skip(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{\n')
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"))
+    options = {"cache": tmp_path / "cache"}
+    assert prepare("text", source, ByteTokenizer(), **options, on_error="skip").info.skipped
+    with pytest.raises(DataError, match=r"a\.jsonl:2: .* \(invalid JSON, 1 in all\); mend it, or"):
+        prepare("text", source, ByteTokenizer(), **options, on_error="raise")
+
+
+def test_work_before_a_broken_document_is_kept_for_a_run_that_skips(tmp_path, monkeypatch) -> None:
+    in_units_of(monkeypatch, 16)
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 5 + "{\n")
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"))
+    options = {"cache": tmp_path / "cache"}
+    with pytest.raises(DataError, match=r"a\.jsonl:6: invalid JSON"):
+        prepare("text", source, ByteTokenizer(), **options, on_error="raise")
+    shown = []
+    store = prepare(
+        "text",
+        source,
+        ByteTokenizer(),
+        **options,
+        on_error="skip",
+        show=lambda done, total, tokens: shown.append(done),
+    )
+    assert shown[0] > 0 and store.info.num_documents == 5
+
+
+def test_a_chat_without_an_assistant_is_refused(tmp_path) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "model", "content": "y"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": messages}))
+    with pytest.raises(DataError, match=r"data\.files: no message has the role assistant, so"):
+        make(SourceConfig(files=str(tmp_path / "a.jsonl")), tmp_path / "cache")
 
 
 BROKEN = [
@@ -354,3 +392,18 @@ def test_progress_goes_from_nothing_to_all_bytes(source, tmp_path, monkeypatch) 
     assert set(totals) == {size} and (done[0], done[-1]) == (0, size)
     assert list(done) == sorted(done) and len(set(done)) > 4
     assert (tokens[0], tokens[-1]) == (0, store.info.num_tokens)
+
+
+def test_files_that_change_while_they_are_read_are_not_stored(tmp_path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("long text")
+
+    class Changing(ByteTokenizer):
+        def encode_batch(self, texts):
+            path.write_text("short")
+            return super().encode_batch(texts)
+
+    source, cache = SourceConfig(files=str(path)), tmp_path / "cache"
+    with pytest.raises(DataError, match=r"data\.files: files changed while they were read; run"):
+        prepare("text", source, Changing(), cache=cache, on_error="skip")
+    assert not list(cache.glob("*/tokens.bin"))

@@ -134,7 +134,7 @@ def test_files_without_a_byte_are_refused_with_a_remedy(tmp_path):
 
 def test_a_folder_is_refused_unless_datasets_saved_it(tmp_path, memory):
     write(tmp_path, a_txt=1)
-    with pytest.raises(DataError, match=r"is a folder; name the files in it by a glob"):
+    with pytest.raises(DataError, match=r"is a folder; name the files in it, for example"):
         find_files(str(tmp_path))
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
     assert find_files(str(tmp_path / "saved")) == [str(tmp_path / "saved")]
@@ -153,7 +153,7 @@ def test_a_folder_of_several_datasets_is_refused_with_their_names(tmp_path):
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(DataError, match=r"nope://a: Protocol not known: nope; mend the path"):
+    with pytest.raises(DataError, match=r"nope://a: ValueError: Protocol not known: nope; mend"):
         find_files("nope://a")
 
 
@@ -292,3 +292,17 @@ def test_tables_are_cut_at_row_groups_records_and_rows(tmp_path):
         assert cut[0].begin == 0 and cut[-1].end == count
         assert all(a.end == b.begin for a, b in pairwise(cut))
         assert entries(paths, 2**30) == [Entry(paths[0], format, 0, count)]
+
+
+def test_two_colons_are_part_of_a_name(tmp_path):
+    for name in ("c", "c::d.txt"):
+        (tmp_path / name).write_text(name)
+    assert find_files(str(tmp_path / "c*d.txt")) == [str(tmp_path / "c::d.txt")]
+    assert find_files(str(tmp_path / "c::d.txt")) == [str(tmp_path / "c::d.txt")]
+
+
+def test_a_glob_finds_a_datasets_folder_beside_files(tmp_path):
+    Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path / "set")
+    (tmp_path / "a.txt").write_text("two")
+    assert find_files(str(tmp_path / "*")) == [str(tmp_path / "a.txt"), str(tmp_path / "set")]
+    assert find_files(str(tmp_path / "**")) == [str(tmp_path / "a.txt"), str(tmp_path / "set")]

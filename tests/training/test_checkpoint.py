@@ -20,9 +20,8 @@ from parallel.mesh import MeshConfig
 from training.checkpoint import (
     CheckpointConfig,
     Checkpoints,
-    locked_run,
-    move_aside,
 )
+from training.directory import locked_run, move_aside
 from training.metrics import logging_to
 from training.step import Program, TrainState
 
@@ -112,10 +111,12 @@ def test_the_newest_are_kept_and_the_others_go(open_at, tmp_path):
         np.testing.assert_array_equal(got, numbered_state(GRID, step).params["norm"]["scale"])
 
 
-def test_metadata_comes_back_as_it_was(open_at):
+def test_the_record_comes_back_as_it_was(open_at):
     given = {"order_hash": "ab" * 32, "nested": {"list": [1, 2.5, None, True, "ü"]}}
     save(open_at(), 7, given)
-    assert open_at().metadata(7) == given == json.loads(json.dumps(given))
+    record = open_at().record(7)
+    assert {name: record[name] for name in given} == given == json.loads(json.dumps(given))
+    assert record["leaves"].keys() == record["fingerprints"].keys()
 
 
 def test_a_step_that_is_saved_is_not_saved_again(open_at):
@@ -123,7 +124,7 @@ def test_a_step_that_is_saved_is_not_saved_again(open_at):
     save(checkpoints, 5, {"time": "first"})
     checkpoints.save(numbered_state(GRID), 5, {"time": "second"})
     checkpoints.finish()
-    assert checkpoints.metadata(5) == {"time": "first"}
+    assert checkpoints.record(5)["time"] == "first"
 
 
 def test_a_saved_state_is_what_it_was_when_save_returned(open_at):

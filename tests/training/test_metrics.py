@@ -132,7 +132,8 @@ def test_afterwards_nothing_is_written_even_if_the_run_failed(tmp_path, capsys):
 def test_the_console_shows_the_first_the_last_and_every_nth_step(tmp_path, capsys):
     numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "data_wait": 0.0}
     numbers["step_time"] = 0.5
-    with logging_to(tmp_path / "log.txt", None), Display(4, 23, 10) as display:
+    with logging_to(tmp_path / "log.txt", None), Display(23, 10) as display:
+        display.begin(4)
         for step in range(5, 24):
             display.step(step, numbers | {"tokens_per_second": 1000.0})
     shown = capsys.readouterr().out.splitlines()
@@ -143,7 +144,7 @@ def test_the_console_shows_the_first_the_last_and_every_nth_step(tmp_path, capsy
 
 def test_a_line_of_the_console_averages_the_steps_since_the_last(tmp_path, capsys):
     numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "data_wait": 0.1}
-    with logging_to(tmp_path / "log.txt", None), Display(0, 5, 5) as display:
+    with logging_to(tmp_path / "log.txt", None), Display(5, 5) as display:
         for step, seconds in enumerate([9.0, 1.0, 2.0, 3.0, 2.0], start=1):
             display.step(step, numbers | {"step_time": seconds, "tokens_per_second": 600 / seconds})
     assert "300 tok/s  2.000 s/step  data_wait 10%" in capsys.readouterr().out.splitlines()[1]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import MESHES, ONE_DEVICE, ROOT
 
@@ -13,6 +14,7 @@ from configs.build import build_program
 from configs.schema import load_config
 from data.packing import Pieces, pack_split, read_row
 from parallel.mesh import MeshConfig
+from training.optimizer import OptimizerConfig, decays, move_average, start_average
 from training.step import Program, TrainState
 
 LENGTH, ROWS = 16, 8
@@ -191,6 +193,73 @@ def test_metrics_are_the_loss_the_norm_before_clipping_and_the_rate_of_this_step
     assert metrics["learning_rate"] == jnp.float32(program.schedule(0))
     assert second["learning_rate"] == jnp.float32(program.schedule(1))
     assert float(second["loss"]) < loss
+
+
+def unguarded(program: Program):
+    """The step without a guard and with optax's own AdamW, compiled; the state is donated."""
+    config = OptimizerConfig()
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            program.schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=decays,
+        ),
+    )
+
+    def step(params, opt_state, batch):
+        loss, _, grads = program.gradients(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, (loss, optax.tree.norm(grads))
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def test_a_guard_changes_no_bit_of_good_steps_and_keeps_no_second_copy(fields):
+    program = program_on(GRID)
+    with jax.set_mesh(program.tp.mesh):
+        batch, state, plain = placed(program, fields), program.init(), program.init()
+        guarded = program.train_step.lower(state, batch).compile()
+        by_hand = unguarded(program).lower(plain.params, plain.opt_state, batch).compile()
+        params, opt_state = plain.params, plain.opt_state
+        for _ in range(3):
+            state, metrics = guarded(state, batch)
+            params, opt_state, numbers = by_hand(params, opt_state, batch)
+            assert (metrics["loss"], metrics["grad_norm"]) == numbers
+    found, wanted = leaves((state.params, state.opt_state)), leaves((params, opt_state))
+    assert found.keys() == wanted.keys()
+    for path, value in wanted.items():
+        assert found[path].tobytes() == value.tobytes(), path
+    sizes = [compiled.memory_analysis().temp_size_in_bytes for compiled in (guarded, by_hand)]
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // GRID.num_devices
+    assert held > 10_000 and sizes[0] < sizes[1] + 1024
+
+
+def test_without_a_decay_no_average_is_kept():
+    assert fresh_on(ONE_DEVICE).ema is None
+
+
+def test_an_average_of_bfloat16_parameters_is_float32_and_can_be_evaluated(fields):
+    overrides = ["mesh.tp=1", "model.param_dtype=bfloat16", "optimizer.ema_decay=0.999"]
+    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *overrides])
+    program = build_program(config, jax.devices()[:1])
+    with jax.set_mesh(program.tp.mesh):
+        abstract = program.abstract_state
+        assert {x.dtype.name for x in jax.tree.leaves(abstract.params)} == {"bfloat16"}
+        assert {x.dtype.name for x in jax.tree.leaves(abstract.ema)} == {"float32"}
+        average = start_average(fresh_on(ONE_DEVICE).params)
+        total, count = program.eval_step(average, placed(program, fields))
+    assert float(total / count) == pytest.approx(gradients(fields, mesh=ONE_DEVICE)[0], rel=0.1)
+
+
+def test_steps_of_an_average_that_bfloat16_would_round_away_are_kept():
+    average = start_average({"x": jnp.ones(3, jnp.bfloat16)})
+    for _ in range(100):
+        average = move_average(average, {"x": jnp.full(3, 2, jnp.bfloat16)}, 0.999)
+    np.testing.assert_allclose(average["x"], 2 - 0.999**100, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,0 +1,497 @@
+"""Looks after checkpoints: `scripts/checkpoint.py list RUN`, show, verify, diff, prune; `--help`.
+
+A run that was trained anywhere is read here on one CPU device: no mesh and no model is built, and
+arrays come one at a time, so the host needs memory for the largest one only (`verify` says how
+much it took). Nothing but `prune` changes anything, and `prune` refuses while the run is running.
+Exit codes: 0 done, 1 something is damaged, 2 bad input.
+"""
+
+import argparse
+import contextlib
+import math
+import resource
+import shutil
+import sys
+import time
+import warnings
+from calendar import timegm
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.status import Status
+from rich.table import Table
+from ruamel.yaml import YAML
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from data.pipeline import explain_change
+from parallel.mesh import MeshConfig, build_mesh
+from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.directory import locked_run
+
+EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
+# Damaged arrays of a checkpoint that are named one by one.
+NAMED = 8
+# Seconds in which a checkpoint that the run is removing is gone for good.
+GRACE = 1.0
+CHUNK = 1 << 20
+
+Record = Mapping[str, Any]
+
+
+def find_run(text: str) -> Path:
+    """The run directory. Raises: ValueError if it is none."""
+    run = Path(text).expanduser()
+    if not (run / "checkpoints").is_dir():
+        raise ValueError(f"{text} holds no folder checkpoints; give a run directory of train.py")
+    return run
+
+
+def find_step(text: str) -> tuple[Path, int | None]:
+    """(run directory, step) of `RUN@STEP`, or of `RUN`: its newest. Raises: ValueError."""
+    run, at, step = text.rpartition("@")
+    if at and step.isdecimal() and not Path(text).expanduser().is_dir():
+        return find_run(run), int(step)
+    return find_run(text), None
+
+
+@contextlib.contextmanager
+def opened(run: Path) -> Iterator[Checkpoints]:
+    """The checkpoints of a run, which may be running."""
+    folder = run / "checkpoints"
+    with contextlib.closing(Checkpoints(folder, CheckpointConfig(), read_only=True)) as checkpoints:
+        yield checkpoints
+
+
+def choose(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
+    """This step, or the newest. Raises: ValueError if there is none."""
+    steps = checkpoints.steps
+    if not steps or step not in (None, *steps):
+        wanted = "checkpoint" if step is None else f"checkpoint {step}"
+        raise ValueError(f"{run} has no {wanted}; found: {', '.join(map(str, steps)) or 'none'}")
+    return steps[-1] if step is None else step
+
+
+def one_device() -> NamedSharding:
+    """Whole arrays on the first CPU device."""
+    mesh = build_mesh(MeshConfig(), jax.devices("cpu")[:1])
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def bytes_of(leaf: Sequence[Any]) -> int:
+    """Of an array, by its [shape, dtype]."""
+    return math.prod(leaf[0]) * jax.numpy.dtype(leaf[1]).itemsize
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Of all files in a folder, which may be going away."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.lstat().st_size if path.is_file() else 0
+    return total
+
+
+def size(num_bytes: float) -> str:
+    """`1.2 GB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"
+
+
+def age(seconds: float) -> str:
+    """`3 h`."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    """`dp2 x tp4`."""
+    return " x ".join(f"{axis}{count}" for axis, count in mesh.items() if count > 1) or "one device"
+
+
+def tell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on a terminal, aligned lines elsewhere. A column named `>NAME` is set right."""
+    names, is_right = [name.lstrip(">") for name in columns], [name[0] == ">" for name in columns]
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        table = Table()
+        for name, right in zip(names, is_right, strict=True):
+            table.add_column(name, justify="right" if right else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+    for line in (names, *rows):
+        cells = zip(line, widths, is_right, strict=True)
+        print("  ".join(f"{t:{'>' if right else '<'}{w}}" for t, w, right in cells).rstrip())
+
+
+def list_run(args: argparse.Namespace) -> int:
+    """One line per checkpoint, and what lies beside them."""
+    run, now = find_run(args.run), time.time()
+    columns = [">step", "saved (UTC)", ">age", ">on disk", ">eval loss", "record"]
+    columns += ["mesh", "config", ">from", ">left out", "pending"]
+    rows: list[list[str]] = []
+    with opened(run) as checkpoints:
+        for step in checkpoints.steps:
+            folder = run / "checkpoints" / str(step)
+            try:
+                facts = _facts(checkpoints.record(step), now)
+            except CheckpointError:
+                if not folder.exists():
+                    continue  # the run has just removed it
+                facts = [*_changed(folder, now), "", "damaged", *[""] * 5]
+            rows.append([str(step), *facts[:2], size(bytes_on_disk(folder)), *facts[2:]])
+        damaged, unfinished = checkpoints.leftovers()
+        for paths, what in ((damaged, "set aside: damaged"), (unfinished, "unfinished save")):
+            for path in paths:
+                disk = size(bytes_on_disk(path))
+                rows.append([path.name, *_changed(path, now), disk, "", what, *[""] * 5])
+    if rows:
+        tell_table(columns, rows)
+    else:
+        print(f"{run} has no checkpoint yet")
+    return 0
+
+
+def _facts(record: Record, now: float) -> list[str]:
+    saved = timegm(time.strptime(record["saved"], "%Y-%m-%dT%H:%M:%SZ"))
+    loss = record["metrics"].get("eval_loss")
+    return [
+        *_when(saved, now),
+        "" if loss is None else f"{loss:.4f}",
+        "whole",
+        mesh_text(record["mesh"]),
+        record["config_hash"][:8],
+        str(record["from_step"]),
+        str(sum(last - first for first, last in record["skipped"])),
+        ", ".join(record["pending"]),
+    ]
+
+
+def _changed(folder: Path, now: float) -> list[str]:
+    return _when(folder.stat().st_mtime, now) if folder.exists() else ["", ""]
+
+
+def _when(seconds: float, now: float) -> list[str]:
+    return [time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds)), age(max(0.0, now - seconds))]
+
+
+def show_step(args: argparse.Namespace) -> int:
+    """What the record of a checkpoint says."""
+    run = find_run(args.run)
+    with opened(run) as checkpoints:
+        step = choose(checkpoints, run, args.step)
+        record = checkpoints.record(step)
+    disk = size(bytes_on_disk(run / "checkpoints" / str(step)))
+    print(f"{run} step {step}, saved {record['saved']}, {disk} on disk")
+    for name, value in record["metrics"].items():
+        print(f"{name}  {value:.6f}")
+    print("versions  " + ", ".join(f"{name} {v}" for name, v in record["versions"].items()))
+    print(f"mesh      {mesh_text(record['mesh'])}")
+    print(f"config    {record['config_hash'][:12]}")
+    for first, last in record["skipped"]:
+        print(f"left out  batches {first} to {last - 1}")
+    if record["pending"]:
+        print(f"pending   {', '.join(record['pending'])}: the next process makes up for it")
+    print("processes")
+    for process in (*record["lineage"], record):
+        print(
+            f"  from step {process['from_step']}, began {process['began']}, "
+            f"{mesh_text(process['mesh'])}, config {process['config_hash'][:8]}, "
+            f"jax {process['versions']['jax']}"
+        )
+    print(f"order     {record['order_hash'][:12]}")
+    for key, value in _flat(record["order"]).items():
+        is_digest = isinstance(value, str) and len(value) == 64
+        print(f"  {key}: {value[:12] if is_digest else value}")
+    _show_arrays(record, args.fingerprints)
+    if args.config:
+        print(f"\n{record['config']}", end="")
+    return 0
+
+
+def _show_arrays(record: Record, with_fingerprints: bool) -> None:
+    """The parameters, or every array with its fingerprint; and what all of them take."""
+    columns = ["array", "shape", ">size"] + ["fingerprint"] * with_fingerprints
+    rows, parts, count = [], Counter[str](), 0
+    for name, leaf in sorted(record["leaves"].items()):
+        part = name.partition(".")[0]
+        parts[part] += bytes_of(leaf)
+        if part == "params":
+            count += math.prod(leaf[0])
+        if part == "params" or with_fingerprints:
+            row = [name, _leaf(leaf), size(bytes_of(leaf))]
+            rows.append(row + [record["fingerprints"][name]] * with_fingerprints)
+    tell_table(columns, rows)
+    print(f"{count:,} parameters; " + ", ".join(f"{p} {size(n)}" for p, n in parts.items()))
+
+
+def verify_run(args: argparse.Namespace) -> int:
+    """Reads every array of every step, or of the given ones, and says what is damaged."""
+    run, device = find_run(args.run), one_device()
+    memory, largest, num_damaged = _peak_memory(), 0, 0
+    with opened(run) as checkpoints:
+        for wanted in args.steps or [None]:
+            choose(checkpoints, run, wanted)
+        steps = args.steps or checkpoints.steps
+        for step in steps:
+            begin = time.perf_counter()
+            found = find_damage(checkpoints, step, device)
+            if found and _is_gone(run / "checkpoints" / str(step)):
+                print(f"step {step}: gone, the run has removed it")
+            elif found:
+                num_damaged += 1
+                more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
+                print("\n  ".join([f"step {step}: DAMAGED", *found[:NAMED], *more]))
+            else:
+                sizes = list(map(bytes_of, checkpoints.record(step)["leaves"].values()))
+                largest = max(largest, *sizes)
+                took = f"{size(sum(sizes))} in {time.perf_counter() - begin:.1f} s"
+                print(f"step {step}: whole, {len(sizes)} arrays, {took}", flush=True)
+    print(
+        f"{num_damaged} of {len(steps)} damaged; host memory rose by "
+        f"{size(_peak_memory() - memory)} at most, the largest array has {size(largest)}"
+    )
+    return EXIT_DAMAGED if num_damaged else 0
+
+
+def _peak_memory() -> int:
+    """Bytes of host memory of this process at its peak."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def find_damage(checkpoints: Checkpoints, step: int, device: NamedSharding) -> list[str]:
+    """What of a checkpoint is not what was written, one line each; empty: it is whole."""
+    try:
+        leaves = checkpoints.record(step)["leaves"]
+    except CheckpointError as error:
+        return [_short(error)]
+    found, done, total = [], 0, sum(map(bytes_of, leaves.values()))
+    with Status("", console=Console(stderr=True)) as status:
+        for name, leaf in leaves.items():
+            status.update(f"step {step}: {size(done)} of {size(total)}, {name}")
+            try:
+                checkpoints.read(step, name, device)
+            except CheckpointError as error:
+                line = _short(error)
+                found.append(line if name in line else f"{name}: {line}")
+            done += bytes_of(leaf)
+    return found
+
+
+def _short(error: CheckpointError) -> str:
+    """Without the places in tensorstore's source."""
+    return str(error).partition(" [")[0]
+
+
+def _is_gone(folder: Path) -> bool:
+    """Whether the run was removing a checkpoint while it was read."""
+    until = time.monotonic() + GRACE
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return not folder.exists()
+
+
+def diff_steps(args: argparse.Namespace) -> int:
+    """What differs between two checkpoints: what they were made of, and their arrays."""
+    (run_a, step_a), (run_b, step_b) = find_step(args.a), find_step(args.b)
+    with opened(run_a) as a, opened(run_b) as b:
+        step_a, step_b = choose(a, run_a, step_a), choose(b, run_b, step_b)
+        before, after = a.record(step_a), b.record(step_b)
+        print(f"{run_a} step {step_a} -> {run_b} step {step_b}")
+        configs = [YAML(typ="safe", pure=True).load(side["config"]) for side in (before, after)]
+        _tell_changes("config", *map(_flat, configs))
+        _tell_changes("versions", before["versions"], after["versions"])
+        _tell_changes("mesh", before["mesh"], after["mesh"])
+        same = before["order"] == after["order"]
+        print("order:", "the same" if same else explain_change(before["order"], after["order"]))
+        device, rows, num_equal = one_device(), [], 0
+        every = sorted(before["leaves"].keys() | after["leaves"].keys())
+        names = [name for name in every if args.all or name.startswith("params.")]
+        for name in names:
+            old, new = before["leaves"].get(name), after["leaves"].get(name)
+            if old != new:
+                rows.append((math.inf, [name, f"{_leaf(old)} -> {_leaf(new)}", "", ""]))
+            elif before["fingerprints"][name] == after["fingerprints"][name]:
+                num_equal += 1
+            else:
+                most, rms = difference(a.read(step_a, name, device), b.read(step_b, name, device))
+                key = math.inf if math.isnan(rms) else rms
+                rows.append((key, [name, _leaf(old), f"{most:.3g}", f"{rms:.3g}"]))
+    rows.sort(key=lambda row: -row[0])
+    print(
+        f"{num_equal} of {len(names)} arrays{'' if args.all else ' of params'} are equal to the bit"
+    )
+    if rows:
+        columns = ["array", "shape", ">largest difference", ">relative RMS"]
+        tell_table(columns, [row for _, row in rows[: args.limit]])
+    if len(rows) > args.limit:
+        print(f"and {len(rows) - args.limit} more; --limit shows them")
+    return 0
+
+
+def difference(a: jax.Array, b: jax.Array) -> tuple[float, float]:
+    """(largest absolute difference, RMS of the differences over the RMS of `a`), in float64.
+
+    Not a number where one of them is not finite.
+    """
+    flat_a, flat_b = (np.asarray(x).reshape(-1) for x in (a, b))
+    most, squares, scale = 0.0, 0.0, 0.0
+    with np.errstate(invalid="ignore"):
+        for first in range(0, flat_a.size, CHUNK):
+            x, y = (flat[first : first + CHUNK].astype(np.float64) for flat in (flat_a, flat_b))
+            delta = np.abs(y - x)
+            most = float(np.maximum(most, delta.max()))
+            squares += float(np.sum(delta * delta))
+            scale += float(np.sum(x * x))
+    return most, math.sqrt(squares / scale) if scale else math.inf
+
+
+def _leaf(leaf: Sequence[Any] | None) -> str:
+    return "nothing" if leaf is None else f"{'x'.join(map(str, leaf[0])) or 'scalar'} {leaf[1]}"
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A tree of values by dotted keys."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.removesuffix("."): tree}
+    return {key: value for k, v in tree.items() for key, value in _flat(v, f"{prefix}{k}.").items()}
+
+
+def _tell_changes(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        old, new = (repr(side[key]) if key in side else "nothing" for side in (before, after))
+        if old != new:
+            lines.append(f"\n  {key}: {old} -> {new}")
+    print(f"{what}:{''.join(lines) or ' the same'}")
+
+
+def prune_run(args: argparse.Namespace) -> int:
+    """Removes what the policy does not keep, and what saves and damage have left."""
+    run = find_run(args.run)
+    if args.dry_run:
+        return _prune(run, args)
+    try:
+        with locked_run(run, 0):
+            return _prune(run, args)
+    except ValueError as error:
+        raise ValueError(f"nothing was removed: {error}") from error
+
+
+def _prune(run: Path, args: argparse.Namespace) -> int:
+    with opened(run) as checkpoints:
+        records: dict[int, Record] = {}
+        for step in checkpoints.steps:
+            with contextlib.suppress(CheckpointError):  # stays, and is told below
+                records[step] = checkpoints.record(step)
+        # The newest ones are kept only once the arrays of one of them are proved.
+        device = one_device()
+        while records and find_damage(checkpoints, max(records), device):
+            records.pop(max(records))
+        if not records:
+            raise CheckpointError("no checkpoint is whole: nothing was removed")
+        kept = kept_steps(records, args)
+        set_aside, unfinished = checkpoints.leftovers()
+        going = [*unfinished, *(set_aside if args.damaged else [])]
+        for step in checkpoints.steps:
+            if step in kept or (step not in records and not args.damaged):
+                print(f"{step}: kept{'' if step in records else ', but damaged'}")
+            else:
+                going.append(run / "checkpoints" / str(step))
+        freed = sum(_remove(checkpoints, path, dry_run=args.dry_run) for path in going)
+    print(f"{size(freed)} {'would be ' if args.dry_run else ''}freed")
+    return 0
+
+
+def kept_steps(records: Mapping[int, Record], args: argparse.Namespace) -> set[int]:
+    """What the policy keeps: the newest, every so many steps, the best."""
+    kept = set(sorted(records)[-args.keep :])
+    if args.keep_every is not None:
+        kept |= {step for step in records if step % args.keep_every == 0}
+    losses = {s: r["metrics"]["eval_loss"] for s, r in records.items() if r["metrics"]}
+    return kept | set(sorted(losses, key=lambda step: losses[step])[: args.keep_best])
+
+
+def _remove(checkpoints: Checkpoints, path: Path, *, dry_run: bool) -> int:
+    """Bytes that were freed, or would be."""
+    num_bytes = bytes_on_disk(path)
+    if not dry_run and path.name.isdecimal():
+        checkpoints.delete(int(path.name))
+    elif not dry_run:
+        shutil.rmtree(path)
+    print(f"{path.name}: {'would go' if dry_run else 'removed'}, {size(num_bytes)}")
+    return num_bytes
+
+
+def at_least_one(text: str) -> int:
+    """A count from the command line."""
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: use at least 1")
+    return count
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True)
+
+    def command(name: str, run: Any, text: str) -> Any:
+        added = commands.add_parser(name, help=text, allow_abbrev=False)
+        added.set_defaults(run_command=run)
+        if name != "diff":
+            added.add_argument("run", metavar="RUN", help="run directory of train.py")
+        return added
+
+    command("list", list_run, "the checkpoints, and what lies beside them")
+    show = command("show", show_step, "what is known of one")
+    show.add_argument("step", metavar="STEP", type=int, nargs="?", help="default: the newest")
+    show.add_argument("--config", action="store_true", help="the whole configuration, as YAML")
+    show.add_argument("--fingerprints", action="store_true", help="of every array")
+    verify = command("verify", verify_run, "read every array, say what is damaged")
+    verify.add_argument("steps", metavar="STEP", type=int, nargs="*", help="default: all")
+    diff = command("diff", diff_steps, "what differs between two")
+    for name in ("a", "b"):
+        diff.add_argument(name, metavar="RUN[@STEP]", help="default: the newest step")
+    diff.add_argument("--all", action="store_true", help="the optimizer's arrays too")
+    diff.add_argument("--limit", type=at_least_one, default=20, help="of arrays that are shown")
+    prune = command("prune", prune_run, "remove old ones and leftovers; the newest whole one stays")
+    prune.add_argument("--keep", type=at_least_one, required=True, help="so many of the newest")
+    prune.add_argument("--keep-every", type=at_least_one, help="and those of every so many steps")
+    prune.add_argument("--keep-best", type=at_least_one, default=0, help="by evaluation loss")
+    prune.add_argument("--damaged", action="store_true", help="remove damaged ones too")
+    prune.add_argument("--dry-run", action="store_true", help="say what would go")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command, and turns what a user can mend into one line."""
+    args = _parser().parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    # What orbax leaves behind where a file of it is damaged; the damage itself is told.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited")
+    try:
+        return args.run_command(args)
+    except CheckpointError as error:
+        print(f"error: {_short(error)}", file=sys.stderr)
+        return EXIT_DAMAGED
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

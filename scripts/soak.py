@@ -1,0 +1,247 @@
+"""Breaks real runs on purpose: `scripts/soak.py kills | corruptions | disk | overhead`.
+
+Each drives processes of `train.py` on simulated devices, in a temporary folder that is deleted at
+the end, and kept and named after a failure. `kills`: SIGKILL at random moments, then every step as
+in a run that nobody disturbed. `corruptions`: damage to the newest checkpoint is noticed, or has
+no effect. `disk`: full, read-only, deleted under a run. `overhead`: what saving costs a step. The
+last line of stdout is one JSON object; the exit code is 0 if all of it is as it should be, else 1.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from soak_corruptions import serve_restores, soak_corruptions
+from soak_disk import soak_disk
+from soak_run import (
+    CLOSE_BOUND,
+    MESHES,
+    Trainer,
+    differences,
+    other_arrays,
+    read_metrics,
+    run_undisturbed,
+    tell,
+    write_config,
+)
+
+PLANS = ("start", "restore", "steps", "save")
+
+
+def is_state_there(trainer: Trainer) -> bool:
+    """Whether it has restored or initialised its parameters."""
+    return bool(re.search(r"resumed from step|initialised parameters", trainer.out))
+
+
+def is_saving(trainer: Trainer) -> bool:
+    """Whether there is a checkpoint that is not finished."""
+    return any((trainer.directory / "checkpoints").glob("*tmp*"))
+
+
+def await_moment(trainer: Trainer, plan: str, rng: random.Random, steps: int) -> bool:
+    """Until the process is to be killed; False if it ended before."""
+    if plan == "start":
+        return trainer.sleep(rng.uniform(0, 8))
+    if plan == "restore":
+        # The last line before anything is read from a checkpoint's arrays.
+        known = trainer.until(lambda: "parameters and optimizer:" in trainer.out)
+        return known and trainer.sleep(rng.uniform(0, 1.5))
+    if not trainer.until(lambda: "compiled the step" in trainer.out):
+        return False
+    target = trainer.step + rng.randint(1, max(1, steps // 5))
+    if not trainer.until(lambda: trainer.step >= target):
+        return False
+    if plan == "save":
+        return trainer.until(lambda: is_saving(trainer)) and trainer.sleep(rng.uniform(0, 0.15))
+    return trainer.sleep(rng.uniform(0, 0.02))
+
+
+def phase_of(trainer: Trainer) -> str:
+    """What a killed process was doing, from what it left."""
+    if "mesh" not in trainer.out:
+        return "start"
+    if not is_state_there(trainer):
+        names = [path.name for path in (trainer.directory / "checkpoints").glob("*")]
+        has_checkpoint = any(name.isdigit() for name in names)
+        return "restore" if has_checkpoint else "initialise"
+    if "compiled the step" not in trainer.out:
+        return "compile"
+    return "save" if is_saving(trainer) else "steps"
+
+
+@dataclass
+class Kills:
+    """A count of what was done, and of what was wrong."""
+
+    config: Path
+    times: int
+    steps: int
+    rng: random.Random
+    change_mesh: bool
+    phases: Counter[str] = field(default_factory=Counter)
+    mismatches: list[str] = field(default_factory=list)
+
+    def one_run(self, directory: Path) -> None:
+        """Starts a run again and again, until it ends."""
+        is_over = False
+        while not is_over:
+            mesh = self.rng.choice(MESHES) if self.change_mesh else MESHES[0]
+            plan = self.rng.choice(PLANS) if self.phases.total() < self.times else None
+            overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+            with Trainer(
+                self.config, directory, f"training.steps={self.steps}", *overrides
+            ) as trainer:
+                is_over = plan is None or not await_moment(trainer, plan, self.rng, self.steps)
+                if is_over:
+                    code = trainer.finish()
+                    if code or trainer.err:
+                        self.mismatches.append(
+                            f"{directory.name}: exit {code}: {trainer.err[-500:]}"
+                        )
+                    continue
+                trainer.kill()
+            phase = phase_of(trainer)
+            self.phases[phase] += 1
+            tell(
+                f"kill {self.phases.total()}/{self.times}: {directory.name}, {phase} "
+                f"(planned: {plan}), at step {trainer.step}"
+            )
+
+
+def soak_kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Kills, restarts, and compares with a run that nobody disturbed."""
+    config, reference = write_config(folder), folder / "undisturbed"
+    run_undisturbed(config, reference, f"training.steps={args.steps}")
+    kills = Kills(config, args.times, args.steps, random.Random(args.seed), args.change_mesh)
+    bound, greatest, runs = CLOSE_BOUND if args.change_mesh else 0.0, 0.0, 0
+    while kills.phases.total() < args.times:
+        runs += 1
+        directory = folder / f"run-{runs}"
+        kills.one_run(directory)
+        told, distance = differences(reference, directory, bound)
+        if not args.change_mesh:
+            told += other_arrays(reference, directory, args.steps)
+        kills.mismatches += told
+        greatest = max(greatest, distance)
+        tell(f"{directory.name}: {f'{len(told)} mismatches' if told else 'as undisturbed'}")
+        if not told:
+            shutil.rmtree(directory)
+    return {
+        "ok": not kills.mismatches,
+        "kills": kills.phases.total(),
+        "by_phase": dict(kills.phases),
+        "runs": runs,
+        "restarts": kills.phases.total(),
+        "bound": bound,
+        "greatest_difference": greatest,
+        "mismatches": kills.mismatches[:20],
+    }
+
+
+def soak_overhead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Step time after a save against step time without one, in turns, in one run."""
+    every, cycles = args.every, args.cycles
+    model = {"vocab_size": 8192, "hidden_size": 384, "num_hidden_layers": 8, "dtype": "float32"}
+    model |= {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 1024}
+    config = write_config(
+        folder,
+        mesh={},
+        model=model,
+        data__sequence_length=128,
+        data__global_batch_size=4,
+        # The first save compiles: it and the steps after it are not counted.
+        training__steps=2 * every * (cycles + 2),
+        training__eval_every=10**9,
+        checkpoint={"every": 2 * every, "keep": 1},
+    )
+    run = folder / "run"
+    run_undisturbed(config, run, seconds=24 * 3600)
+    lines = read_metrics(run)
+    times = [line["step_time"] for line in lines]
+    ratios, costs = [], []
+    for cycle in range(2, cycles + 2):
+        first = 2 * every * cycle
+        # Metrics of the step before a save are read before it: what it costs falls on those after.
+        saving, idle = (
+            sum(times[first : first + every]),
+            sum(times[first + every : first + 2 * every]),
+        )
+        ratios.append(saving / idle)
+        costs.append(saving - idle)
+    blocked = [line["save_blocked"] for line in lines if "save_blocked" in line]
+    files = (run / "checkpoints").rglob("*")
+    return {
+        "ok": statistics.median(ratios) < 1.03,
+        "every": every,
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "seconds_per_step": statistics.median(times[2 * every :]),
+        "seconds_per_save": statistics.median(costs),
+        "blocked_first": blocked[0],
+        "blocked": statistics.median(blocked[1:]),
+        "bytes": sum(path.stat().st_size for path in files),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parses, runs one of them in a temporary folder, and prints its figures."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="soak", required=True)
+    kills = commands.add_parser("kills", help="SIGKILL at random moments")
+    kills.add_argument("--times", type=int, default=100)
+    kills.add_argument("--steps", type=int, default=300)
+    kills.add_argument("--change-mesh", action="store_true", help="another mesh at each restart")
+    corruptions = commands.add_parser("corruptions", help="damage to the newest checkpoint")
+    corruptions.add_argument("--times", type=int, default=200)
+    commands.add_parser("disk", help="full, read-only, deleted")
+    overhead = commands.add_parser("overhead", help="what saving costs a step")
+    overhead.add_argument("--every", type=int, default=50)
+    overhead.add_argument("--cycles", type=int, default=5, help="pairs that are compared")
+    restore = commands.add_parser("restore", help="for `corruptions`: restores what stdin names")
+    restore.add_argument("config", type=Path)
+    restore.add_argument("original", type=Path)
+    for command in (kills, corruptions):
+        command.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    if args.soak == "restore":
+        serve_restores(args.config, args.original, sys.stdin)
+        return 0
+    soaks: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {
+        "kills": soak_kills,
+        "corruptions": soak_corruptions,
+        "disk": soak_disk,
+        "overhead": soak_overhead,
+    }
+    folder, begin = Path(tempfile.mkdtemp(prefix="torus-soak-")), time.monotonic()
+    tell(f"working in {folder}")
+    is_clean = False
+    try:
+        result = soaks[args.soak](folder, args)
+        is_clean = result["ok"]
+    finally:
+        if is_clean:
+            shutil.rmtree(folder)
+        else:
+            tell(f"kept for a look: {folder}")
+    print(json.dumps({"soak": args.soak, **result, "seconds": time.monotonic() - begin}))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

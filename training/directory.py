@@ -1,0 +1,58 @@
+"""The directory of a run: held by one process at a time, an old run in it moved aside."""
+
+import contextlib
+import fcntl
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
+    """Makes the run directory, and holds it alone for as long as the context lasts.
+
+    required_bytes: what the checkpoints to come will take.
+    Raises: ValueError if it cannot be written, has too little room, or another run holds it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={str(directory)!r} cannot be written: {error.strerror}; "
+            "give a directory that you own"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"run.dir={str(directory)!r} is in use by another process; give another run.dir"
+            ) from error
+        free = shutil.disk_usage(directory).free
+        if free < required_bytes:
+            raise ValueError(
+                f"run.dir={str(directory)!r} has {free / 2**20:.0f} MiB free, but its checkpoints "
+                f"need {required_bytes / 2**20:.0f} MiB; free some room, lower checkpoint.keep, or "
+                "give another run.dir"
+            )
+        yield
+
+
+def move_aside(directory: Path) -> Path | None:
+    """Renames an old run directory to `NAME.old-K`; returns the new name, None if there was none.
+
+    The lock file stays behind, with whoever holds it.
+    """
+    old = (
+        [path for path in directory.iterdir() if path.name != ".lock"] if directory.exists() else []
+    )
+    if not old:
+        return None
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
+        number += 1
+    target.mkdir()
+    for path in old:
+        path.rename(target / path.name)
+    return target

@@ -1,0 +1,146 @@
+"""Where a run goes on: the newest checkpoint that is whole and fits, and what came before it."""
+
+import hashlib
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+from data.pipeline import Rows, explain_change
+from data.schedule import batch_number
+from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.metrics import log
+from training.step import TrainState
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a process begins, and what it must know of those before it."""
+
+    step: int = 0
+    """Finished steps."""
+    skipped: tuple[tuple[int, int], ...] = ()
+    """Batches [first, last) that are left out, ascending."""
+    pending: tuple[str, ...] = ()
+    """What belonged to the step and was interrupted: evaluation, sample."""
+    lineage: tuple[dict[str, Any], ...] = ()
+    """One entry per process before this one: what it was, and the step it began at."""
+
+    def batch(self, step: int) -> int:
+        """The number of the batch that a zero-based step takes."""
+        return batch_number(step, self.skipped)
+
+    def without(self, first: int, last: int) -> "Origin":
+        """Batches `first` .. `last` are left out too."""
+        ranges = sorted([*self.skipped, (first, last + 1)])
+        merged = ranges[:1]
+        for begin, end in ranges[1:]:
+            if begin <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        return replace(self, skipped=tuple(merged))
+
+
+def describe_process(resolved_config: str, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """What a checkpoint tells of the process that wrote it, as JSON values."""
+    return {
+        "config": resolved_config,
+        "config_hash": hashlib.sha256(resolved_config.encode()).hexdigest(),
+        "mesh": dict(mesh),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in _LIBRARIES},
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def find_origin(
+    checkpoints: Checkpoints,
+    config: CheckpointConfig,
+    rows: Rows,
+    abstract_state: TrainState,
+    *,
+    steps: int,
+) -> Origin:
+    """The newest checkpoint with a whole record; damaged ones are set aside, and that is told.
+
+    steps: of the whole run. Raises: ValueError when it does not fit this run, or none is whole.
+    """
+    damaged: list[int] = []
+    while (step := checkpoints.latest_step) is not None:
+        try:
+            record = checkpoints.record(step)
+            _check(record, step, rows, steps)
+            checkpoints.check(step, abstract_state)
+            return _origin(record, step)
+        except CheckpointError as error:
+            damaged.append(step)
+            leave_out(checkpoints, step, error)
+    if damaged:
+        raise ValueError(
+            f"no whole checkpoint is left, {', '.join(map(str, damaged))} were damaged; bring one "
+            "back from a copy, or begin anew with checkpoint.resume=never"
+        )
+    if config.resume == "must":
+        raise ValueError(
+            "checkpoint.resume=must, but the run directory holds no checkpoint; "
+            "check run.dir, or use checkpoint.resume=auto"
+        )
+    return Origin()
+
+
+def leave_out(checkpoints: Checkpoints, step: int, error: CheckpointError) -> None:
+    """Sets a damaged checkpoint aside, loudly."""
+    target = checkpoints.set_aside(step)
+    newest = checkpoints.latest_step
+    log.error(
+        "%s; it is now %s, %s",
+        error,
+        target.name,
+        "and no other is left" if newest is None else f"going on from step {newest}",
+    )
+
+
+def _origin(record: Mapping[str, Any], step: int) -> Origin:
+    entry = {key: record[key] for key in ("config_hash", "mesh", "versions", "began", "from_step")}
+    return Origin(
+        step,
+        tuple((first, last) for first, last in record["skipped"]),
+        tuple(record["pending"]),
+        (*record["lineage"], entry),
+    )
+
+
+def _check(record: Mapping[str, Any], step: int, rows: Rows, steps: int) -> None:
+    """Raises: ValueError when this run is not the continuation of that one."""
+    if step > steps:
+        raise ValueError(
+            f"training.steps={steps} but the run directory already holds step {step}; "
+            "raise training.steps, or give another run.dir"
+        )
+    now = rows.order(batch_number(step, record["skipped"]))
+    if record["order"] != now:
+        raise ValueError(
+            f"checkpoint {step} was trained on other data: "
+            f"{explain_change(record['order'], now)}; restore it, or give another run.dir"
+        )
+
+
+def record_of(
+    origin: Origin, process: Mapping[str, Any], rows: Rows, step: int, pending: tuple[str, ...]
+) -> dict[str, Any]:
+    """What is saved beside the state of a step, as JSON values."""
+    batch = origin.batch(step)
+    return {
+        **process,
+        "from_step": origin.step,
+        "lineage": list(origin.lineage),
+        "skipped": [list(part) for part in origin.skipped],
+        "pending": list(pending),
+        "order": rows.order(batch),
+        "order_hash": rows.order_hash(batch),
+    }
