@@ -53,24 +53,6 @@ def is_saving(trainer: Trainer) -> bool:
     return any((trainer.directory / "checkpoints").glob("*tmp*"))
 
 
-def await_moment(trainer: Trainer, plan: str, rng: random.Random, steps: int) -> bool:
-    """Until the process is to be killed; False if it ended before."""
-    if plan == "start":
-        return trainer.sleep(rng.uniform(0, 8))
-    if plan == "restore":
-        # The last line before anything is read from a checkpoint's arrays.
-        known = trainer.until(lambda: "parameters and optimizer:" in trainer.out)
-        return known and trainer.sleep(rng.uniform(0, 1.5))
-    if not trainer.until(lambda: "compiled the step" in trainer.out):
-        return False
-    target = trainer.step + rng.randint(1, max(1, steps // 5))
-    if not trainer.until(lambda: trainer.step >= target):
-        return False
-    if plan == "save":
-        return trainer.until(lambda: is_saving(trainer)) and trainer.sleep(rng.uniform(0, 0.15))
-    return trainer.sleep(rng.uniform(0, 0.02))
-
-
 def phase_of(trainer: Trainer) -> str:
     """What a killed process was doing, from what it left."""
     if "mesh" not in trainer.out:
@@ -95,6 +77,32 @@ class Kills:
     change_mesh: bool
     phases: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
+    # Seconds to the first line of a process, and from there to its parameters; measured on the way.
+    start: float = 8.0
+    restore: float = 1.0
+
+    def await_moment(self, trainer: Trainer, plan: str) -> bool:
+        """Until the process is to be killed; False if it ended before."""
+        rng, begin = self.rng, time.monotonic()
+        if plan == "start":
+            return trainer.sleep(rng.uniform(0, 1.2 * self.start))
+        # The last line before anything is read from a checkpoint's arrays.
+        if not trainer.until(lambda: "parameters and optimizer:" in trainer.out):
+            return False
+        self.start = time.monotonic() - begin
+        if plan == "restore":
+            return trainer.sleep(rng.uniform(0, self.restore))
+        if not trainer.until(lambda: is_state_there(trainer)):
+            return False
+        self.restore = time.monotonic() - begin - self.start
+        if not trainer.until(lambda: "compiled the step" in trainer.out):
+            return False
+        target = trainer.step + rng.randint(1, max(1, self.steps // 5))
+        if not trainer.until(lambda: trainer.step >= target):
+            return False
+        if plan == "save":
+            return trainer.until(lambda: is_saving(trainer)) and trainer.sleep(rng.uniform(0, 0.15))
+        return trainer.sleep(rng.uniform(0, 0.02))
 
     def one_run(self, directory: Path) -> None:
         """Starts a run again and again, until it ends."""
@@ -106,7 +114,7 @@ class Kills:
             with Trainer(
                 self.config, directory, f"training.steps={self.steps}", *overrides
             ) as trainer:
-                is_over = plan is None or not await_moment(trainer, plan, self.rng, self.steps)
+                is_over = plan is None or not self.await_moment(trainer, plan)
                 if is_over:
                     code = trainer.finish()
                     if code or trainer.err:

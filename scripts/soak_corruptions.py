@@ -121,7 +121,8 @@ def classify(result: dict[str, Any], newest: int) -> str:
 
 def file_kind(path: Path) -> str:
     """The place of a file in a checkpoint, without what is random in names."""
-    return "/".join("*" if re.fullmatch(r"[0-9a-f]{32}", part) else part for part in path.parts)
+    parts = ["*" if re.fullmatch(r"[0-9a-f]{32}", part) else part for part in path.parts]
+    return "/".join(parts) or "(all of it)"
 
 
 def all_damages(checkpoint: Path) -> list[tuple[Path, str]]:
