@@ -1,14 +1,16 @@
 """Looks after checkpoints: `scripts/checkpoint.py list RUN`, show, verify, diff, prune; `--help`.
 
 A run that was trained anywhere is read here on one CPU device: no mesh and no model is built, and
-arrays come one at a time, so the host needs memory for the largest one only (`verify` says how
-much it took). Nothing but `prune` changes anything, and `prune` refuses while the run is running.
+arrays come one at a time, so host memory of a few times the largest one is enough (`verify` says
+how much it took). Only `prune` changes anything, and it refuses while the run is running.
 Exit codes: 0 done, 1 something is damaged, 2 bad input.
 """
 
 import argparse
 import contextlib
 import math
+import os
+import re
 import resource
 import shutil
 import sys
@@ -36,13 +38,8 @@ from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
 from training.directory import locked_run
 
 EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
-# Damaged arrays of a checkpoint that are named one by one.
-NAMED = 8
-# Seconds in which a checkpoint that the run is removing is gone for good.
-GRACE = 1.0
-CHUNK = 1 << 20
-
-Record = Mapping[str, Any]
+NAMED = 4  # damaged arrays of a checkpoint
+PAUSE = 0.3  # seconds in which a checkpoint that the run is removing loses a file
 
 
 def find_run(text: str) -> Path:
@@ -89,12 +86,17 @@ def bytes_of(leaf: Sequence[Any]) -> int:
     return math.prod(leaf[0]) * jax.numpy.dtype(leaf[1]).itemsize
 
 
+def files_of(folder: Path) -> list[Path]:
+    """All files in a folder, which may be going away."""
+    return [Path(where, name) for where, _, names in os.walk(folder) for name in names]
+
+
 def bytes_on_disk(folder: Path) -> int:
-    """Of all files in a folder, which may be going away."""
+    """Of all files in a folder."""
     total = 0
-    for path in folder.rglob("*"):
+    for path in files_of(folder):
         with contextlib.suppress(FileNotFoundError):
-            total += path.lstat().st_size if path.is_file() else 0
+            total += path.stat().st_size
     return total
 
 
@@ -122,11 +124,11 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 
 def tell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on a terminal, aligned lines elsewhere. A column named `>NAME` is set right."""
-    names, is_right = [name.lstrip(">") for name in columns], [name[0] == ">" for name in columns]
+    names, sides = [name.lstrip(">") for name in columns], [name[0] == ">" for name in columns]
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
         table = Table()
-        for name, right in zip(names, is_right, strict=True):
+        for name, right in zip(names, sides, strict=True):
             table.add_column(name, justify="right" if right else "left", overflow="fold")
         for row in rows:
             table.add_row(*row)
@@ -134,7 +136,7 @@ def tell_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
     for line in (names, *rows):
-        cells = zip(line, widths, is_right, strict=True)
+        cells = zip(line, widths, sides, strict=True)
         print("  ".join(f"{t:{'>' if right else '<'}{w}}" for t, w, right in cells).rstrip())
 
 
@@ -166,7 +168,7 @@ def list_run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _facts(record: Record, now: float) -> list[str]:
+def _facts(record: Mapping[str, Any], now: float) -> list[str]:
     saved = timegm(time.strptime(record["saved"], "%Y-%m-%dT%H:%M:%SZ"))
     loss = record["metrics"].get("eval_loss")
     return [
@@ -182,7 +184,10 @@ def _facts(record: Record, now: float) -> list[str]:
 
 
 def _changed(folder: Path, now: float) -> list[str]:
-    return _when(folder.stat().st_mtime, now) if folder.exists() else ["", ""]
+    try:
+        return _when(folder.stat().st_mtime, now)
+    except FileNotFoundError:  # a save that has just been finished
+        return ["", ""]
 
 
 def _when(seconds: float, now: float) -> list[str]:
@@ -201,7 +206,6 @@ def show_step(args: argparse.Namespace) -> int:
         print(f"{name}  {value:.6f}")
     print("versions  " + ", ".join(f"{name} {v}" for name, v in record["versions"].items()))
     print(f"mesh      {mesh_text(record['mesh'])}")
-    print(f"config    {record['config_hash'][:12]}")
     for first, last in record["skipped"]:
         print(f"left out  batches {first} to {last - 1}")
     if record["pending"]:
@@ -223,7 +227,7 @@ def show_step(args: argparse.Namespace) -> int:
     return 0
 
 
-def _show_arrays(record: Record, with_fingerprints: bool) -> None:
+def _show_arrays(record: Mapping[str, Any], with_fingerprints: bool) -> None:
     """The parameters, or every array with its fingerprint; and what all of them take."""
     columns = ["array", "shape", ">size"] + ["fingerprint"] * with_fingerprints
     rows, parts, count = [], Counter[str](), 0
@@ -242,30 +246,32 @@ def _show_arrays(record: Record, with_fingerprints: bool) -> None:
 def verify_run(args: argparse.Namespace) -> int:
     """Reads every array of every step, or of the given ones, and says what is damaged."""
     run, device = find_run(args.run), one_device()
-    memory, largest, num_damaged = _peak_memory(), 0, 0
+    memory, largest, counts = _peak_memory(), 0, Counter[str]()
     with opened(run) as checkpoints:
         for wanted in args.steps or [None]:
             choose(checkpoints, run, wanted)
-        steps = args.steps or checkpoints.steps
-        for step in steps:
+        for step in args.steps or checkpoints.steps:
             begin = time.perf_counter()
             found = find_damage(checkpoints, step, device)
             if found and _is_gone(run / "checkpoints" / str(step)):
+                counts["gone"] += 1
                 print(f"step {step}: gone, the run has removed it")
             elif found:
-                num_damaged += 1
+                counts["damaged"] += 1
                 more = [f"and {len(found) - NAMED} more"] if len(found) > NAMED else []
                 print("\n  ".join([f"step {step}: DAMAGED", *found[:NAMED], *more]))
             else:
+                counts["whole"] += 1
                 sizes = list(map(bytes_of, checkpoints.record(step)["leaves"].values()))
                 largest = max(largest, *sizes)
                 took = f"{size(sum(sizes))} in {time.perf_counter() - begin:.1f} s"
                 print(f"step {step}: whole, {len(sizes)} arrays, {took}", flush=True)
-    print(
-        f"{num_damaged} of {len(steps)} damaged; host memory rose by "
-        f"{size(_peak_memory() - memory)} at most, the largest array has {size(largest)}"
-    )
-    return EXIT_DAMAGED if num_damaged else 0
+    rose = size(_peak_memory() - memory)
+    print(", ".join(f"{count} {what}" for what, count in counts.items()), end="; ")
+    print(f"host memory rose by {rose} at most, the largest array has {size(largest)}")
+    if set(counts) == {"gone"}:
+        raise ValueError(f"{run}: every checkpoint went while it was read; verify the newest again")
+    return EXIT_DAMAGED if counts["damaged"] else 0
 
 
 def _peak_memory() -> int:
@@ -287,22 +293,22 @@ def find_damage(checkpoints: Checkpoints, step: int, device: NamedSharding) -> l
             try:
                 checkpoints.read(step, name, device)
             except CheckpointError as error:
-                line = _short(error)
-                found.append(line if name in line else f"{name}: {line}")
+                line = _short(error).removeprefix(f"checkpoint {step}").lstrip(": ")
+                found.append(line if line.startswith(name) else f"{name}: {line}")
             done += bytes_of(leaf)
     return found
 
 
-def _short(error: CheckpointError) -> str:
-    """Without the places in tensorstore's source."""
-    return str(error).partition(" [")[0]
+def _short(error: Exception) -> str:
+    """Without what tensorstore tells of itself."""
+    return re.sub(r" \[(source locations|tensorstore_spec).*", "", str(error))
 
 
 def _is_gone(folder: Path) -> bool:
-    """Whether the run was removing a checkpoint while it was read."""
-    until = time.monotonic() + GRACE
-    while folder.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    """Whether the run was removing a checkpoint while it was read; waits for it if so."""
+    left = None
+    while folder.exists() and left != (left := len(files_of(folder))):
+        time.sleep(PAUSE)
     return not folder.exists()
 
 
@@ -317,8 +323,8 @@ def diff_steps(args: argparse.Namespace) -> int:
         _tell_changes("config", *map(_flat, configs))
         _tell_changes("versions", before["versions"], after["versions"])
         _tell_changes("mesh", before["mesh"], after["mesh"])
-        same = before["order"] == after["order"]
-        print("order:", "the same" if same else explain_change(before["order"], after["order"]))
+        change = explain_change(before["order"], after["order"]) or "differs"
+        print("order:", "the same" if before["order"] == after["order"] else change)
         device, rows, num_equal = one_device(), [], 0
         every = sorted(before["leaves"].keys() | after["leaves"].keys())
         names = [name for name in every if args.all or name.startswith("params.")]
@@ -333,9 +339,8 @@ def diff_steps(args: argparse.Namespace) -> int:
                 key = math.inf if math.isnan(rms) else rms
                 rows.append((key, [name, _leaf(old), f"{most:.3g}", f"{rms:.3g}"]))
     rows.sort(key=lambda row: -row[0])
-    print(
-        f"{num_equal} of {len(names)} arrays{'' if args.all else ' of params'} are equal to the bit"
-    )
+    what = "arrays" if args.all else "arrays of params"
+    print(f"{num_equal} of {len(names)} {what} are equal to the bit")
     if rows:
         columns = ["array", "shape", ">largest difference", ">relative RMS"]
         tell_table(columns, [row for _, row in rows[: args.limit]])
@@ -352,8 +357,9 @@ def difference(a: jax.Array, b: jax.Array) -> tuple[float, float]:
     flat_a, flat_b = (np.asarray(x).reshape(-1) for x in (a, b))
     most, squares, scale = 0.0, 0.0, 0.0
     with np.errstate(invalid="ignore"):
-        for first in range(0, flat_a.size, CHUNK):
-            x, y = (flat[first : first + CHUNK].astype(np.float64) for flat in (flat_a, flat_b))
+        for first in range(0, flat_a.size, 1 << 20):
+            part = slice(first, first + (1 << 20))
+            x, y = flat_a[part].astype(np.float64), flat_b[part].astype(np.float64)
             delta = np.abs(y - x)
             most = float(np.maximum(most, delta.max()))
             squares += float(np.sum(delta * delta))
@@ -384,10 +390,8 @@ def _tell_changes(what: str, before: Mapping[str, Any], after: Mapping[str, Any]
 def prune_run(args: argparse.Namespace) -> int:
     """Removes what the policy does not keep, and what saves and damage have left."""
     run = find_run(args.run)
-    if args.dry_run:
-        return _prune(run, args)
     try:
-        with locked_run(run, 0):
+        with contextlib.nullcontext() if args.dry_run else locked_run(run, 0):
             return _prune(run, args)
     except ValueError as error:
         raise ValueError(f"nothing was removed: {error}") from error
@@ -395,7 +399,7 @@ def prune_run(args: argparse.Namespace) -> int:
 
 def _prune(run: Path, args: argparse.Namespace) -> int:
     with opened(run) as checkpoints:
-        records: dict[int, Record] = {}
+        records: dict[int, Mapping[str, Any]] = {}
         for step in checkpoints.steps:
             with contextlib.suppress(CheckpointError):  # stays, and is told below
                 records[step] = checkpoints.record(step)
@@ -418,7 +422,7 @@ def _prune(run: Path, args: argparse.Namespace) -> int:
     return 0
 
 
-def kept_steps(records: Mapping[int, Record], args: argparse.Namespace) -> set[int]:
+def kept_steps(records: Mapping[int, Mapping[str, Any]], args: argparse.Namespace) -> set[int]:
     """What the policy keeps: the newest, every so many steps, the best."""
     kept = set(sorted(records)[-args.keep :])
     if args.keep_every is not None:
@@ -485,12 +489,9 @@ def main(argv: list[str] | None = None) -> int:
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
     try:
         return args.run_command(args)
-    except CheckpointError as error:
+    except (CheckpointError, ValueError, OSError) as error:
         print(f"error: {_short(error)}", file=sys.stderr)
-        return EXIT_DAMAGED
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        return EXIT_DAMAGED if isinstance(error, CheckpointError) else EXIT_BAD_INPUT
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 # Tests compile much and run little: LLVM's optimisations would double their time.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
+import hypothesis
 import jax
 
 from parallel.layout import TensorParallelConfig
@@ -13,6 +14,10 @@ from parallel.mesh import MeshConfig, build_mesh
 from parallel.partition import residual_rules
 
 ROOT = Path(__file__).parent.parent
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "xla-tests"))

@@ -143,7 +143,7 @@ def test_hosts_together_hold_the_bytes_of_the_batch(folder, packing, num_hosts):
             assert together.tobytes() == batch[name].tobytes()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31), start=st.integers(0, 70))
 def test_a_resumed_order_equals_the_undisturbed_one(folder, seed, start):
     whole = steps(rows_in(folder, seed=seed, **CHANGING), 0, start + 2)

@@ -97,7 +97,7 @@ def test_the_end_of_a_chat_is_learned_only_after_the_assistant(tmp_path) -> None
 
 
 @given(unit_bytes=st.integers(1, 700))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_units_leave_no_trace_in_the_bytes(tmp_path_factory, unit_bytes) -> None:
     folder = tmp_path_factory.mktemp("units")
     source = write_input(folder / "input")

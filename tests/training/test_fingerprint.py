@@ -1,0 +1,204 @@
+"""Fingerprints: the same on every mesh, another one for every change of what is stored."""
+
+import itertools
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import MESHES, ONE_DEVICE
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from parallel.mesh import MeshConfig, build_mesh
+from training.fingerprint import fingerprints
+
+SHAPE, COUNT = (3, 5), 15
+DTYPES = {"float32": 4, "bfloat16": 2, "int32": 4, "uint8": 1}
+NO_DEADLINE = settings(deadline=None, max_examples=100)
+
+
+@cache
+def mesh_of(config: MeshConfig) -> Mesh:
+    return build_mesh(config, jax.devices()[: config.num_devices])
+
+
+def put(values: np.ndarray, config: MeshConfig = ONE_DEVICE, spec: P | None = None) -> jax.Array:
+    return jax.device_put(values, NamedSharding(mesh_of(config), spec or P()))
+
+
+def of(values: np.ndarray) -> str:
+    return fingerprints({"x": put(values)})["x"]
+
+
+def content(dtype: str, data: bytes, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.frombuffer(data, jnp.dtype(dtype)).reshape(shape)
+
+
+def raw(size: int) -> st.SearchStrategy[bytes]:
+    return st.binary(min_size=size, max_size=size)
+
+
+def mixed(word: int) -> int:
+    """32 bits to 32 bits, by integers without a limit. Source: MurmurHash3 by Austin Appleby."""
+    for shift, factor in ((16, 2246822507), (13, 3266489909), (16, 1)):
+        word = (word ^ (word >> shift)) * factor % 2**32
+    return word
+
+
+def plain(values: np.ndarray) -> str:
+    """One element at a time: its bits, its number in C order, its index times odd numbers."""
+    # What is on disk is proved by these numbers: another choice would call it damaged.
+    odd = (2654435761, 2246822519, 3266489917, 668265263, 374761393, 3550635117)
+    width, data = values.dtype.itemsize, values.tobytes()
+    sums = [0, 0]
+    for number, index in enumerate(itertools.product(*map(range, values.shape))):
+        bits = int.from_bytes(data[number * width : (number + 1) * width], "little")
+        sums[0] += mixed(bits ^ mixed(number))
+        place = 1 + sum(i * factor for i, factor in zip(index, odd, strict=False))
+        sums[1] += mixed(bits ^ mixed(place % 2**32))
+    return "".join(f"{lane % 2**32:08x}" for lane in sums)
+
+
+def random_array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    rng = np.random.default_rng(math.prod(shape))
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    return content(dtype, rng.bytes(size), shape)
+
+
+SHAPES = [(), (7,), (0,), (3, 0, 2), (16, 8), (2, 3, 4), (1, 2, 1, 2, 3, 2)]
+KINDS = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool"]
+
+
+def test_they_are_what_plain_integers_give_for_every_shape_and_dtype() -> None:
+    arrays = {
+        f"{dtype}{shape}": random_array(dtype, shape)
+        for dtype, shape in itertools.product(KINDS, SHAPES)
+    }
+    found = fingerprints({name: put(values) for name, values in arrays.items()})
+    assert found == {name: plain(values) for name, values in arrays.items()}
+
+
+# A spec per array; axes of size one split nothing, so each holds on every mesh.
+LAYOUTS = {
+    "split_rows": P(("dp", "fsdp", "ep"), None),
+    "split_both": P(("fsdp", "ep"), ("tp", "sp")),
+    "whole": P(),
+}
+
+
+@pytest.mark.parametrize("name", ["tp8", "dp2-fsdp2-tp2", "ep2-fsdp2-sp2"])
+def test_they_are_the_same_on_every_mesh(name: str) -> None:
+    values = {
+        f"{layout}.{dtype}": (random_array(dtype, (16, 8)), spec)
+        for dtype, (layout, spec) in itertools.product(("float32", "bfloat16"), LAYOUTS.items())
+    }
+    tree = {key: put(array, MESHES[name], spec) for key, (array, spec) in values.items()}
+    tree["scalar"] = put(np.int32(-3), MESHES[name])
+    pieces = [len({str(shard.index) for shard in x.addressable_shards}) for x in tree.values()]
+    assert min(pieces) == 1 and max(pieces) >= 4, "nothing is split: the test shows nothing"
+    found = fingerprints(tree)
+    assert found.pop("scalar") == plain(np.array(-3, np.int32))
+    assert found == {key: plain(array) for key, (array, _) in values.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_bit_that_flips_shows_in_both_lanes(dtype: str) -> None:
+    num_bytes = COUNT * DTYPES[dtype]
+
+    @NO_DEADLINE
+    @given(raw(num_bytes), st.integers(0, 8 * num_bytes - 1))
+    def law(data: bytes, bit: int) -> None:
+        other = bytearray(data)
+        other[bit // 8] ^= 1 << bit % 8
+        before, after = of(content(dtype, data)), of(content(dtype, bytes(other)))
+        assert before[:8] != after[:8] and before[8:] != after[8:]
+
+    law()
+
+
+@NO_DEADLINE
+@given(st.lists(st.booleans(), min_size=COUNT, max_size=COUNT), st.integers(0, COUNT - 1))
+def test_a_bool_that_flips_shows_in_both_lanes(bools: list[bool], index: int) -> None:
+    before = np.array(bools).reshape(SHAPE)
+    after = before.copy()
+    after.flat[index] ^= True
+    old, new = of(before), of(after)
+    assert old[:8] != new[:8] and old[8:] != new[8:]
+
+
+@NO_DEADLINE
+@given(raw(4 * COUNT), st.permutations(range(COUNT)))
+def test_elements_in_another_order_show(data: bytes, order: list[int]) -> None:
+    before = content("int32", data)
+    after = before.ravel()[order].reshape(SHAPE)
+    assume(not np.array_equal(before, after))
+    assert of(before) != of(after)
+
+
+@NO_DEADLINE
+@given(raw(4 * COUNT), st.integers(1, 2), st.integers(1, 4))
+def test_rolled_rows_and_columns_show(data: bytes, rows: int, columns: int) -> None:
+    before = content("float32", data)
+    for after in (np.roll(before, rows, 0), np.roll(before, columns, 1)):
+        if after.tobytes() != before.tobytes():
+            assert of(before) != of(after)
+
+
+@NO_DEADLINE
+@given(raw(4 * COUNT), st.dictionaries(st.integers(0, COUNT - 1), st.integers(1, 2**31 - 1)))
+def test_several_changes_at_once_do_not_hide_each_other(data: bytes, changes: dict) -> None:
+    assume(changes)
+    before = content("int32", data)
+    after = before.copy()
+    for index, difference in changes.items():
+        after.flat[index] ^= difference
+    assert of(before) != of(after)
+
+
+def test_values_that_compare_equal_or_not_at_all_are_told_apart_by_their_bits() -> None:
+    words = (0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7FA00000)
+    found = {of(np.full(SHAPE, word, np.uint32).view(np.float32)) for word in words}
+    assert len(found) == len(words)
+    halves = (0x0000, 0x8000, 0x7FC0, 0x7FC1, 0xFFC0)
+    found = {of(np.full(SHAPE, word, np.uint16).view(jnp.bfloat16)) for word in halves}
+    assert len(found) == len(halves)
+
+
+def test_a_row_of_zeros_more_shows() -> None:
+    zeros = [of(np.zeros((rows, 5), np.float32)) for rows in (1, 2, 3)]
+    assert len(set(zeros)) == 3
+
+
+def test_arrays_without_elements_are_all_alike() -> None:
+    assert {of(np.zeros(shape, np.int32)) for shape in ((0,), (3, 0))} == {"0" * 16}
+
+
+def test_a_reshape_shows_in_the_second_lane_unless_it_only_adds_ones_at_the_end() -> None:
+    """The record holds the shape too: this is no hole, only what the number alone can tell."""
+    values = random_array("float32", (12,))
+    flat, grid, row, column = (of(values.reshape(s)) for s in ((12,), (3, 4), (1, 12), (12, 1)))
+    assert flat[:8] == grid[:8] == row[:8]
+    assert len({flat[8:], grid[8:], row[8:]}) == 3
+    assert column == flat
+
+
+def test_equal_bits_of_one_width_are_alike_and_other_widths_count_as_the_same_number() -> None:
+    """As with the shape: the record holds the dtype."""
+    values = random_array("int32", SHAPE)
+    assert of(values) == of(values.view(np.float32)) == of(values.view(np.uint32))
+    small = np.arange(COUNT, dtype=np.uint8).reshape(SHAPE)
+    assert of(small) == of(small.astype(np.int32)) != of(small.astype(np.float32))
+
+
+def test_names_are_dotted_paths() -> None:
+    one = put(np.ones(2, np.float32))
+    found = fingerprints({"b": {"k": one}, "a": [one, (one,)]})
+    assert found == dict.fromkeys(["a.0", "a.1.0", "b.k"], plain(np.ones(2, np.float32)))
+    assert all(len(digits) == 16 and int(digits, 16) >= 0 for digits in found.values())
