@@ -12,6 +12,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from soak_disk import soak_disk
 from soak_run import (
     CLOSE_BOUND,
     MESHES,
+    SoakError,
     Trainer,
     differences,
     other_arrays,
@@ -161,6 +163,12 @@ def soak_kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def usual_seconds(turns: list[list[float]]) -> float:
+    """Of a turn of steps: for every place in it the median of all turns, so that no hiccup counts
+    and a save, always at the same place, does."""
+    return sum(statistics.median(place) for place in zip(*turns, strict=True))
+
+
 def soak_overhead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Step time after a save against step time without one, in turns, in one run."""
     every, cycles = args.every, args.cycles
@@ -181,25 +189,18 @@ def soak_overhead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     run_undisturbed(config, run, seconds=24 * 3600)
     lines = read_metrics(run)
     times = [line["step_time"] for line in lines]
-    ratios, costs = [], []
-    for cycle in range(2, cycles + 2):
-        first = 2 * every * cycle
-        # Metrics of the step before a save are read before it: what it costs falls on those after.
-        saving, idle = (
-            sum(times[first : first + every]),
-            sum(times[first + every : first + 2 * every]),
-        )
-        ratios.append(saving / idle)
-        costs.append(saving - idle)
+    # Metrics of the step before a save are read before it: what it costs falls on those after.
+    starts = [2 * every * cycle for cycle in range(2, cycles + 2)]
+    saving = usual_seconds([times[n : n + every] for n in starts])
+    idle = usual_seconds([times[n + every : n + 2 * every] for n in starts])
     blocked = [line["save_blocked"] for line in lines if "save_blocked" in line]
     files = (run / "checkpoints").rglob("*")
     return {
-        "ok": statistics.median(ratios) < 1.03,
+        "ok": saving / idle < 1.03,
         "every": every,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-        "seconds_per_step": statistics.median(times[2 * every :]),
-        "seconds_per_save": statistics.median(costs),
+        "ratio": saving / idle,
+        "seconds_per_step": idle / every,
+        "seconds_per_save": saving - idle,
         "blocked_first": blocked[0],
         "blocked": statistics.median(blocked[1:]),
         "bytes": sum(path.stat().st_size for path in files),
@@ -236,14 +237,17 @@ def main(argv: list[str] | None = None) -> int:
         "disk": soak_disk,
         "overhead": soak_overhead,
     }
+    # What was started and mounted goes away with us.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder, begin = Path(tempfile.mkdtemp(prefix="torus-soak-")), time.monotonic()
     tell(f"working in {folder}")
-    is_clean = False
+    result: dict[str, Any] = {"ok": False}
     try:
         result = soaks[args.soak](folder, args)
-        is_clean = result["ok"]
+    except SoakError as error:
+        result["problem"] = str(error)
     finally:
-        if is_clean:
+        if result["ok"]:
             shutil.rmtree(folder)
         else:
             tell(f"kept for a look: {folder}")

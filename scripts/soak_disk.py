@@ -79,7 +79,10 @@ def fill(disk: Path, room: int) -> Path:
 def common_problems(trainer: Trainer, code: int, codes: tuple[int, ...]) -> list[str]:
     """Of a process that has ended."""
     told = [] if code in codes else [f"exit code {code}"]
-    if "Traceback" in trainer.out + trainer.err:
+    # Threads of a save that failed call back into an event loop that orbax has closed, and
+    # tensorstore prints that: noise of theirs, which nobody outside can hold back.
+    frames = re.findall(r'^ *File "(.*?)"', trainer.out + trainer.err, re.MULTILINE)
+    if any(not frame.endswith("asyncio/base_events.py") for frame in frames):
         told.append("a traceback")
     if code and trainer.err.count("\n") != 1:
         told.append("not one line on stderr")

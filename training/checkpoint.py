@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -53,7 +54,10 @@ def _reason(error: BaseException) -> str:
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
-    return f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+    line = str(cause).strip().partition("\n")[0]
+    # Its storage library adds a page of its own settings.
+    line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
+    return f"{type(cause).__name__}: {line}"
 
 
 def _by_name(state: Any) -> dict[str, Any]:

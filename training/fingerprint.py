@@ -33,10 +33,14 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
+def _add_both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
+    return a[0] + b[0], a[1] + b[1]
+
+
 def fingerprint(x: jax.Array) -> jax.Array:
     """uint32 (2,), replicated. Communication: an all-reduce of two numbers over the axes of x."""
     bits, spec = _bits(x), jax.typeof(x).sharding.spec
-    lanes = []
+    lanes, dims = [], range(x.ndim)
     for lane in range(2):
         place = jnp.zeros(x.shape, jnp.uint32, out_sharding=P(*spec))
         stride = 1
@@ -45,8 +49,10 @@ def fingerprint(x: jax.Array) -> jax.Array:
             index = lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=P(*spec))
             place += index * np.uint32(step)
             stride *= x.shape[dim]
-        lanes.append(jnp.sum(_mix(bits ^ _mix(place + np.uint32(lane))), dtype=jnp.uint32))
-    return jnp.stack(lanes)
+        lanes.append(_mix(bits ^ _mix(place + np.uint32(lane))))
+    # One pass over both: XLA for CPU would write each lane to memory for a sum of its own.
+    zeros = (np.uint32(0), np.uint32(0))
+    return jnp.stack(lax.reduce(tuple(lanes), zeros, _add_both, dims))
 
 
 @jax.jit

@@ -272,10 +272,8 @@ class Run:
             # A signal that comes in a step whose metrics are not written waits for the next one.
             stopping = stop.signal is not None and previous is None
             if saving or stopping:
-                pending = _pending(
-                    evaluation=evaluating and "eval_loss" not in numbers,
-                    sample=sampling and stopping,
-                )
+                evaluated = not evaluating or params is not None
+                pending = _pending(evaluation=not evaluated, sample=sampling and stopping)
                 self._save(state, step, pending, numbers)
             self.checkpoints.poll()
             if sampling and not stopping:

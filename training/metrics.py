@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
 
 from parallel.mesh import CHIPS
+from training.board import Board
 from training.step import Program
 
 log = logging.getLogger("torus")
@@ -80,13 +81,13 @@ class Metrics:
             kept = [line for line in kept if json.loads(line)["step"] <= resumed_step]
         self._replace("".join(kept))
         self._unwritten = b""
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=resumed_step + 1)
+        self._board = Board(directory / "tensorboard", resumed_step)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Appends one line; floats read back bit-equal (shortest exact decimal of the double)."""
         self._append(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            self._board.add(step, summary.scalar(name, value))
 
     def amend(self, step: int, values: dict[str, float]) -> None:
         """Adds to the line of the last step, which another process wrote."""
@@ -95,7 +96,7 @@ class Metrics:
         assert last["step"] == step, (last["step"], step)
         self._replace("".join([*lines[:-1], json.dumps({**last, **values}) + "\n"]))
         for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+            self._board.add(step, summary.scalar(name, value))
 
     def _append(self, text: str) -> None:
         """Writes what there is room for; the rest waits for the next call."""
@@ -115,11 +116,11 @@ class Metrics:
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Shows a text in tensorboard."""
-        self._board.add_text(name, f"```\n{text}\n```", step)
+        self._board.add(step, summary.text(name, f"```\n{text}\n```"))
 
     def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
         """Shows an image in tensorboard: uint8, height x width x 3 colours."""
-        self._board.add_image(name, image_HWC, step, dataformats="HWC")
+        self._board.add(step, summary.image(name, image_HWC, dataformats="HWC"))
 
     def __enter__(self) -> "Metrics":
         return self

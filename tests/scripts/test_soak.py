@@ -118,6 +118,11 @@ def test_a_disk_is_filled_but_for_the_room_that_is_asked_for(tmp_path, monkeypat
     assert soak_disk.fill(tmp_path, 300).stat().st_size == 3 * 2**20
 
 
+def test_a_hiccup_does_not_count_and_what_every_turn_has_does():
+    turns = [[3.0, 1.0, 1.0], [3.0, 9.0, 1.0], [4.0, 1.0, 1.0]]
+    assert soak.usual_seconds(turns) == 5.0
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, Path]:
     """The configuration and the directory of a run with three checkpoints."""
