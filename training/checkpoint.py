@@ -212,7 +212,8 @@ class Checkpoints:
         self.finish()
         if self._retry_at is not None:
             raise CheckpointError(
-                f"the last state was not saved; the newest whole checkpoint is {self.latest_step}"
+                "the last state was not saved; the newest whole checkpoint is "
+                f"{self.latest_step or 'none'}"
             )
 
     def _failed(self, step: int, error: Exception) -> None:
