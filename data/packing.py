@@ -27,7 +27,7 @@ from data.store import Store
 
 FIELDS = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
 # Part of a pack's name: another way to split or pack needs another number.
-PACK_VERSION = 1
+PACK_VERSION = 2
 # A longer document is held out in parts: few enough to be quick, small enough to be a fair sample.
 MAX_UNIT_TOKENS = 65536
 
@@ -380,7 +380,11 @@ def _open_folder(folder: Path) -> Packs:
         # A plain view: every slice of a memmap costs a microsecond.
         arrays[split][name] = np.load(path, mmap_mode="r").view(np.ndarray)
     train, held_out = (PackedRows(**arrays[split]) for split in ("train", "held_out"))
-    return Packs(folder, train, held_out, PackInfo(**record["info"]))
+    try:
+        info = PackInfo(**record["info"])
+    except TypeError as error:
+        raise damaged(index, "it is of another version of this program") from error
+    return Packs(folder, train, held_out, info)
 
 
 def read_row(
