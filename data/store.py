@@ -222,6 +222,15 @@ def _read_info(folder: Path) -> StoreInfo:
     raise DataError(f"{path}: its checksum does not hold; {_remedy(folder)}")
 
 
+def write_info(folder: Path, info: StoreInfo) -> None:
+    """Writes store.json with a checksum of its own."""
+    tree = info.model_dump(mode="json")
+    with open(folder / INFO, "w", encoding="utf-8") as out:
+        out.write(json.dumps({**tree, "checksum": _checksum(tree)}, indent=1) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+
+
 def _checksum(tree: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
@@ -358,11 +367,7 @@ class StoreWriter:
             skipped=self._skipped,
             files=tuple(files),
         )
-        tree = info.model_dump(mode="json")
-        with open(self.building / INFO, "w", encoding="utf-8") as out:
-            out.write(json.dumps({**tree, "checksum": _checksum(tree)}, indent=1) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
+        write_info(self.building, info)
         for name, size in info.sizes().items():  # locks that do not hold let two write at once
             _check_size(self.building, name, size, exact=True)
         _sync_folder(self.building)

@@ -26,7 +26,7 @@ import numpy as np
 from data.config import DataConfig, Packing
 from data.pipeline import Rows, train_batches
 from data.source import find_files
-from data.store import ENDS, INFO, NUM_BYTES, TOKENS, VERSION, StoreInfo
+from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
 from data.tokenizer import ByteTokenizer, train_tokenizer
 
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
@@ -160,9 +160,7 @@ def write_sparse_store(folder: Path, num_documents: int) -> None:
         source={},
         files=(),
     )
-    tree = info.model_dump(mode="json")
-    checksum = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-    (folder / INFO).write_text(json.dumps({**tree, "checksum": checksum}))
+    write_info(folder, info)
 
 
 def _digest(path: Path) -> str:

@@ -20,6 +20,7 @@ from data.formats import Fault, read_documents
 from data.packing import open_packs
 from data.prepare import Work, build, fault_error, files_key, open_prepared, prepared_folder
 from data.progress import Display
+from data.schedule import BatchPlan
 from data.source import Unit, find_files, plan_units
 from data.store import Store
 from data.tokenizer import Tokenizer, open_tokenizer, train_tokenizer
@@ -29,7 +30,7 @@ SAMPLE_BYTES, SAMPLE_UNITS = 2**28, 256
 
 
 def load_data_config(path: str | None, overrides: Sequence[str]) -> DataConfig:
-    """The section `data` of a configuration file, or its defaults. Raises: ConfigError."""
+    """The section `data` of a configuration file, or its defaults. Raises: ValueError."""
     for override in overrides:
         if not override.startswith("data."):
             raise ConfigError(f"override {override!r}: this script reads data.key=value alone")
@@ -39,8 +40,7 @@ def load_data_config(path: str | None, overrides: Sequence[str]) -> DataConfig:
     if not isinstance(section, dict):
         raise ConfigError(f"data={section!r} is not a section; write data: with its keys")
     data = validate(section, DataConfig, "data.")
-    if data.sources and data.files is not None:
-        raise ConfigError("data.files and data.sources are both given; leave one out")
+    BatchPlan(data)  # raises what is wrong with lengths and sizes
     return data
 
 

@@ -21,10 +21,10 @@ from soak_run import ROOT, SECONDS, run_undisturbed, tell, write_config
 from configs.build import build_program, open_devices
 from configs.schema import load_config
 from data.pipeline import Rows
-from training.checkpoint import CheckpointError, Checkpoints
+from training.checkpoint import Checkpoints
 from training.fingerprint import fingerprints, leaf_name
 from training.metrics import logging_to
-from training.resume import find_origin, leave_out
+from training.resume import find_origin, restore_newest
 
 TRIAL_SECONDS = 60.0
 DAMAGES = ("flip", "truncate", "delete", "garbage", "empty")
@@ -75,17 +75,11 @@ class Restorer:
 
     def _newest(self, checkpoints: Checkpoints) -> dict[str, Any]:
         config, abstract = self.config, self._program.abstract_state
-        while True:
-            origin = find_origin(
-                checkpoints, config.checkpoint, self._rows, abstract, steps=config.training.steps
-            )
-            if not origin.step:
-                return {"step": 0, "wrong": "everything: a start from scratch"}
-            try:
-                state = checkpoints.restore(origin.step, abstract)
-                break
-            except CheckpointError as error:
-                leave_out(checkpoints, origin.step, error)
+        rows, steps = self._rows, config.training.steps
+        origin = find_origin(checkpoints, config.checkpoint, rows, abstract, steps=steps)
+        if not origin.step:
+            return {"step": 0, "wrong": "everything: a start from scratch"}
+        origin, state = restore_newest(checkpoints, origin, rows, abstract, steps=steps)
         record, wanted = self._wanted[origin.step]
         found, prints = contents(state), fingerprints(state)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]

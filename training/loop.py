@@ -23,12 +23,19 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 from data.pipeline import Rows, eval_batches, train_batches
 from data.schedule import batch_number
 from parallel.distributed import StopRequest
-from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.checkpoint import CheckpointConfig, Checkpoints
 from training.directory import locked_run, move_aside
 from training.guard import GuardConfig
 from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
 from training.metrics import Clock, Display, Metrics, log, logging_to
-from training.resume import Origin, describe_process, find_origin, leave_out, record_of
+from training.resume import (
+    Origin,
+    describe_process,
+    find_again,
+    find_origin,
+    record_of,
+    restore_newest,
+)
 from training.step import Program, TrainState
 
 EXIT_DONE, EXIT_RESUMABLE = 0, 75
@@ -187,13 +194,13 @@ class Run:
             log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
             return state
         before = _peak_memory()
-        while True:
-            try:
-                state = self.checkpoints.restore(self.origin.step, self.program.abstract_state)
-                break
-            except CheckpointError as error:
-                leave_out(self.checkpoints, self.origin.step, error)
-                self.origin = self._find_origin()
+        self.origin, state = restore_newest(
+            self.checkpoints,
+            self.origin,
+            self.rows,
+            self.program.abstract_state,
+            steps=self.training.steps,
+        )
         log.info(
             "resumed from step %d in %.1f s, host memory %.0f MiB higher at its peak",
             self.origin.step,
@@ -201,18 +208,6 @@ class Run:
             (_peak_memory() - before) / 2**20,
         )
         return state
-
-    def _find_origin(self) -> Origin:
-        try:
-            return find_origin(
-                self.checkpoints,
-                CheckpointConfig(resume="must"),
-                self.rows,
-                self.program.abstract_state,
-                steps=self.training.steps,
-            )
-        except ValueError as error:
-            raise CheckpointError(f"no checkpoint to go on from: {error}") from error
 
     def _make_up(self, state: TrainState) -> None:
         """What belonged to the last step of the process before, and was interrupted."""
@@ -377,7 +372,9 @@ class Run:
         """Back to the newest checkpoint; the batches from there to the spike are left out."""
         self.checkpoints.finish()
         last, skipped = self.origin.batch(step - 1), self.origin.skipped
-        found = self._find_origin()
+        found = find_again(
+            self.checkpoints, self.rows, self.program.abstract_state, steps=self.training.steps
+        )
         self._rollbacks[found.step] += 1
         if self._rollbacks[found.step] > self.training.guard.max_bad_steps:
             raise TrainingError(

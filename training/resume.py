@@ -3,7 +3,7 @@
 import hashlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -65,12 +65,14 @@ def find_origin(
     abstract_state: TrainState,
     *,
     steps: int,
+    damaged: Sequence[int] = (),
 ) -> Origin:
     """The newest checkpoint with a whole record; damaged ones are set aside, and that is told.
 
-    steps: of the whole run. Raises: ValueError when it does not fit this run, or none is whole.
+    steps: of the whole run. damaged: those that were set aside before.
+    Raises: ValueError when it does not fit this run, or none is whole.
     """
-    damaged: list[int] = []
+    damaged = list(damaged)
     while (step := checkpoints.latest_step) is not None:
         try:
             record = checkpoints.record(step)
@@ -91,6 +93,45 @@ def find_origin(
             "check run.dir, or use checkpoint.resume=auto"
         )
     return Origin()
+
+
+def restore_newest(
+    checkpoints: Checkpoints,
+    origin: Origin,
+    rows: Rows,
+    abstract_state: TrainState,
+    *,
+    steps: int,
+) -> tuple[Origin, TrainState]:
+    """The state of an origin, or of the newest one before it that is what was written.
+
+    Raises: CheckpointError when none is left.
+    """
+    damaged: list[int] = []
+    while True:
+        try:
+            return origin, checkpoints.restore(origin.step, abstract_state)
+        except CheckpointError as error:
+            damaged.append(origin.step)
+            leave_out(checkpoints, origin.step, error)
+        origin = find_again(checkpoints, rows, abstract_state, steps=steps, damaged=damaged)
+
+
+def find_again(
+    checkpoints: Checkpoints,
+    rows: Rows,
+    abstract_state: TrainState,
+    *,
+    steps: int,
+    damaged: Sequence[int] = (),
+) -> Origin:
+    """As `find_origin`, for a run that has begun. Raises: CheckpointError when none is left."""
+    try:
+        return find_origin(
+            checkpoints, checkpoints.config, rows, abstract_state, steps=steps, damaged=damaged
+        )
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def leave_out(checkpoints: Checkpoints, step: int, error: CheckpointError) -> None:
