@@ -120,7 +120,10 @@ def open_run(
         moved = move_aside(directory) if checkpoint.resume == "never" else None
         display = stack.enter_context(Display(training.steps, training.log_every))
         stack.enter_context(logging_to(directory / "log.txt", display.console))
-        checkpoints = Checkpoints(directory / "checkpoints", checkpoint)
+        # However a run ends, a save that has begun is brought to its end.
+        checkpoints = stack.enter_context(
+            contextlib.closing(Checkpoints(directory / "checkpoints", checkpoint))
+        )
         origin = find_origin(
             checkpoints, checkpoint, rows, program.abstract_state, steps=training.steps
         )
@@ -176,7 +179,6 @@ class Run:
                     state, code = self._steps(state)
                     if code == EXIT_DONE:
                         self._show_sample(state, self.training.steps)
-                    self.checkpoints.close()
                     return code
             except _Rollback as spike:
                 del state
