@@ -1,12 +1,14 @@
 """Trains a sharded transformer: `python train.py --config configs/tp8.yaml [key=value ...]`.
 
-Exit codes: 0 done, 2 bad input, 75 stopped by a signal and resumable, 1 anything else.
+Exit codes: 0 done, 2 bad input, 75 stopped by a signal and resumable, 76 another process was lost:
+start all of them again, 1 anything else.
 """
 
 import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from configs.build import (
     choose_overlaps,
     open_devices,
 )
+from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from data.source import DataError
@@ -28,9 +31,11 @@ from model.generate import Generator
 from model.moe import choose_experts
 from model.sampling import SamplingConfig
 from parallel.choice import Choice
+from parallel.distributed import Cluster, StopRequest, find_cluster, is_cluster, start
+from parallel.peers import PeerError, Peers
 from parallel.sharding_table import render, summary
 from training.checkpoint import CheckpointError
-from training.loop import TrainingError, open_run
+from training.loop import EXIT_RESUMABLE, TrainingError, open_run
 from training.metrics import log
 from training.step import Program
 
@@ -38,7 +43,7 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 @contextlib.contextmanager
-def open_session(config: Config) -> Iterator[Callable[[], int]]:
+def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Callable[[], int]]:
     """Everything up to the first device work; yields the function that trains.
 
     Raises: ValueError for what the user can mend.
@@ -54,6 +59,7 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     devices, notice = open_devices(config)
+    peers.compare("preflight", describe_machine(rows, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
     sizes = program.tp.manager.mesh.shape
@@ -104,6 +110,8 @@ def open_session(config: Config) -> Iterator[Callable[[], int]]:
             checkpoint=config.checkpoint,
             resolved_config=dump_config(config),
             announce=announce,
+            stop=stop,
+            peers=peers,
         ) as session,
     ):
         log.debug("sharding of every tensor:\n%s", render(table))
@@ -142,6 +150,59 @@ def print_sharding(config: Config) -> None:
     print(render(build_sharding_table(config, build_program(config, devices))))
 
 
+def open_cluster(config: Config, args: argparse.Namespace) -> Peers:
+    """The processes of this run: those of the command line, of the environment, or this one alone.
+
+    Raises: ValueError, PeerError.
+    """
+    given = (args.coordinator, args.num_processes, args.process_id)
+    if None not in given:
+        cluster = Cluster(*given)
+    elif any(value is not None for value in given):
+        raise ValueError("--coordinator, --num-processes and --process-id belong together")
+    elif args.distributed or is_cluster(os.environ):
+        cluster = find_cluster(config.cluster)
+    else:
+        return Peers()
+    peers = start(cluster, config.cluster, config.mesh.num_devices)
+    peers.compare("preflight", describe_program(config))
+    return peers
+
+
+def train(config: Config, args: argparse.Namespace) -> int:
+    """One process of a run, alone or among others, and how it ends. Returns the exit code."""
+    stop, peers = StopRequest().install(), Peers()
+    try:
+        with contextlib.ExitStack() as stack:
+            try:
+                peers = open_cluster(config, args)
+                run = stack.enter_context(open_session(config, stop, peers))
+            except (ValueError, OSError) as error:
+                return _end(peers, EXIT_BAD_INPUT, error)
+            code = run()
+            if peers.num_processes > 1:
+                peers.leave(code)
+                jax.distributed.shutdown()
+            return code
+    except PeerError as error:
+        return _end(peers, error.code, error)
+    except (CheckpointError, TrainingError, DataError, OSError) as error:
+        return _end(peers, EXIT_FAILED, error)
+    except BaseException as error:
+        if peers.num_processes == 1:
+            raise
+        traceback.print_exc()
+        # The others would wait for this process.
+        peers.leave(EXIT_FAILED, f"{type(error).__name__}: {error}".partition("\n")[0])
+        return EXIT_FAILED
+
+
+def _end(peers: Peers, code: int, error: Exception) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    peers.leave(code, str(error))
+    return code
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parses the command line, trains, and turns what a user can mend into one line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -150,32 +211,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--print-sharding", action="store_true", help="print where every tensor lies, and stop"
     )
+    many = parser.add_argument_group("several processes (found without these under SLURM and GKE)")
+    many.add_argument("--distributed", action="store_true", help="ask a Cloud TPU VM who they are")
+    many.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    many.add_argument("--num-processes", type=int)
+    many.add_argument("--process-id", type=int)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     try:
-        with contextlib.ExitStack() as stack:
-            try:
-                config = load_config(args.config, args.overrides)
-                if args.print_config:
-                    print(dump_config(config), end="")
-                    return 0
-                if args.print_sharding:
-                    print_sharding(config)
-                    return 0
-                train = stack.enter_context(open_session(config))
-            except (ValueError, OSError) as error:
-                print(f"error: {error}", file=sys.stderr)
-                return EXIT_BAD_INPUT
-            return train()
-    except (CheckpointError, TrainingError, DataError, OSError) as error:
+        config = load_config(args.config, args.overrides)
+        if args.print_config:
+            print(dump_config(config), end="")
+            return 0
+        if args.print_sharding:
+            print_sharding(config)
+            return 0
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_BAD_INPUT
+    return train(config, args)
 
 
 if __name__ == "__main__":
     exit_code = main()
-    if exit_code == EXIT_FAILED:
-        # The threads of a save that failed can wait for each other for minutes at exit.
+    if exit_code not in (0, EXIT_RESUMABLE):
+        # The threads of a save that failed can wait for each other for minutes at exit, and so do
+        # processes of which one has failed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

@@ -23,6 +23,7 @@ from model.moe import rule_of
 from parallel.choice import OverlapChoice
 from parallel.mesh import MeshConfig
 from parallel.partition import Residual
+from parallel.peers import ClusterConfig
 from training.checkpoint import CheckpointConfig
 from training.loop import RunConfig, TrainingConfig
 from training.optimizer import OptimizerConfig
@@ -56,6 +57,8 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     """Dimensions and numerics."""
     mesh: MeshConfig = MeshConfig()
     """Devices."""
+    cluster: ClusterConfig = ClusterConfig()
+    """How long several processes wait for each other."""
     parallel: ParallelConfig = ParallelConfig()
     """Layout and overlap."""
     data: DataConfig = DataConfig()

@@ -23,15 +23,8 @@ from absl import flags
 
 from data.config import DataConfig, phases
 from data.mixture import Mixture
-from data.packing import (
-    FIELDS,
-    PACK_VERSION,
-    PackedRows,
-    Packs,
-    count_bytes,
-    open_packs,
-    read_row,
-)
+from data.packing import FIELDS, PACK_VERSION, PackedRows, count_bytes, read_row
+from data.packs import Packs, open_packs
 from data.prepare import leave_signals_to, prepare
 from data.progress import Display
 from data.schedule import BatchPlan, batch_number

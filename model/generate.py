@@ -95,7 +95,7 @@ class Generator:
         put = partial(self._put, axes=[BATCH])
         seed = jax.random.key(self.seed)
         alive_B, left = put(counts > 0), max_new_tokens
-        cache, drawn_B, alive_B = step(
+        cache, drawn_B, shown_B, alive_B = step(
             params,
             cache,
             self._put(tokens, TokenSharding.axes, MODE_PREFILL),
@@ -108,9 +108,9 @@ class Generator:
         going = counts[: len(prompts)] > 0
         while left:
             left -= 1
-            now_B, was_alive = drawn_B, going
+            now_B, now_shown_B, was_alive = drawn_B, shown_B, going
             if left:
-                cache, drawn_B, alive_B = step(
+                cache, drawn_B, shown_B, alive_B = step(
                     params,
                     cache,
                     now_B[:, None],
@@ -120,7 +120,7 @@ class Generator:
                     seed,
                     mode=MODE_DECODE,
                 )
-            drawn = np.asarray(now_B)[: len(prompts)]
+            drawn = np.asarray(now_shown_B)[: len(prompts)]
             yield [int(t) if alive else None for t, alive in zip(drawn, was_alive, strict=True)]
             going = was_alive & ~np.isin(drawn, stops)
             if not going.any():
@@ -218,8 +218,12 @@ def _step(
     tp: TensorParallelConfig,
     sampling: SamplingConfig,
     mode: RUNTIME_MODE_TYPES,
-) -> tuple[Cache, jax.Array, jax.Array]:
-    """Extends every row by its first counts_B tokens: (the cache, the next token, who goes on)."""
+) -> tuple[Cache, jax.Array, jax.Array, jax.Array]:
+    """Extends every row by its first counts_B tokens.
+
+    Returns: the cache, the next tokens as the batch lies, and on every device: a process may hold
+    only a part of the batch; who goes on.
+    """
     model: Transformer = nnx.merge(definition, params)
     batch = jax.typeof(counts_B).sharding.spec
     hidden_BLD, cache = model.extend(tokens_BL, counts_B, cache, mode=mode)
@@ -234,4 +238,4 @@ def _step(
     keys_B = row_keys(seed, numbers_B, cache.lengths_B)
     drawn_B = sample_tokens(logits_BV.astype(jnp.float32), keys_B, sampling)
     going_B = alive_B & ~jnp.any(drawn_B[:, None] == stops_S, axis=-1)
-    return cache, drawn_B, going_B
+    return cache, drawn_B, jax.sharding.reshard(drawn_B, P(None)), going_B

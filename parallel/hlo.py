@@ -6,6 +6,7 @@ left outside of its matmuls, how often a loop runs. How long anything takes is t
 `parallel.schedule`. It refuses a text whose instructions are not in schedule order.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,17 @@ class Array:
     dtype: str
     dims: tuple[int, ...]
     bytes: float
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A collective between slices, of which a `send` is the beginning and a `recv-done` the end."""
+
+    kind: str
+    """all-reduce, ..."""
+    name: str
+    """The same for all messages of one collective."""
+    num_slices: int
 
 
 @dataclass(frozen=True)
@@ -128,6 +140,37 @@ class Instruction:
         """
         listed = self.find(r"source_target_pairs=\{(.*?)\}\}") or ""
         return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed))
+
+    @property
+    def crossing(self) -> Crossing | None:
+        """What a send or recv between slices (libtpu's megascale) is part of."""
+        kind = self.find(r'_xla_megascale_transfer_type="(\w+)"')
+        if kind is None or self.opcode not in ("send", "recv"):
+            return None
+        slices = (self.find(r'_xla_megascale_target="\{([\d,]+)\}') or "").split(",")
+        name = self.find(r'_xla_host_transfer_rendezvous="([^"]+)"') or self.name
+        return Crossing(kind.lower().replace("_", "-"), name, len(slices))
+
+    def group_size(self, num_partitions: int) -> int:
+        """How many devices take part in one group of this collective."""
+        groups = self.find(r"replica_groups=(.*)")
+        if groups is None or groups.startswith("{}"):
+            return num_partitions
+        iota = re.match(r"\[\d+,(\d+)\]", groups)
+        if iota:
+            return int(iota.group(1))
+        listed = re.match(r"\{\{([\d,]+)\}", groups)
+        if listed:
+            return listed.group(1).count(",") + 1
+        mesh = re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups)
+        if mesh is None:
+            raise ValueError(
+                f"{self.name} has replica_groups={groups[:60]!r}, a form that nobody has met yet; "
+                "teach parallel.hlo to count its devices"
+            )
+        sides = dict(re.findall(r"'?(\w+)'?=(\d+)", mesh.group(1)))
+        axes = re.findall(r"'?([A-Za-z_]\w*)'?(?::\(\d+\)(\d+))?", mesh.group(2))
+        return math.prod(int(part or sides[axis]) for axis, part in axes)
 
     @property
     def ragged_tiling(self) -> tuple[int, int, int] | None:

@@ -2,22 +2,25 @@
 
 All axes are `AxisType.Explicit`: shardings are part of array types, so an unplanned reshard is a
 trace-time error. All five axes always exist; an unused one has size 1. Tensor parallelism is
-innermost: its devices are neighbours, on TPU in the order of a ring of physical links. Where those
-links lead, and which of them a message passes, is known here too.
+innermost: its devices are neighbours, on TPU in the order of a ring of physical links. Data
+parallelism is outermost and the only axis that leaves a slice. Where the links of a slice lead, and
+which of them a message passes, is known here too.
 """
 
 import logging
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel, PositiveInt, model_validator
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,6 +45,18 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """Sequence parallel: tokens of a row split; parameters too."""
     ep: PositiveInt = 1
     """Expert parallel: experts split, and the batch outside of them."""
+    dcn_dp: PositiveInt = 1
+    """Slices that dp spans: over their data-centre network go sums of gradients and losses alone;
+    CPU and GPU devices count as slices in order. No factor of the number of devices."""
+
+    @model_validator(mode="after")
+    def _has_whole_slices(self) -> Self:
+        if self.dp % self.dcn_dp:
+            raise ValueError(
+                f"mesh.dp={self.dp} is not divisible by mesh.dcn_dp={self.dcn_dp}; "
+                f"use mesh.dp={-(-self.dp // self.dcn_dp) * self.dcn_dp}, or another mesh.dcn_dp"
+            )
+        return self
 
     @property
     def num_devices(self) -> int:
@@ -63,18 +78,21 @@ class Chip:
     """Cycles/s in which the compiler counts: peak / (MXUs * 128 * 128 * 2); 0: it does not."""
     wrap: int = 0
     """A side of a slice that is a multiple of this has links between its ends; 0: none has."""
+    dcn_bandwidth: float = 0.0
+    """Bytes/s one way of its share of what its host sends to other slices; 0: not known."""
 
 
 # By jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages); links: the table
 # of "How to Scale Your Model" (jax-ml.github.io/scaling-book), 45 and 90 GB/s where Google's pages
 # give a nominal 50 and 100; GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures.
 # Read November 2026. wrap: what slices are taken to have, cubes of 4 with optical faces (v4, v5p)
-# and the 16 of a pod (v5e, v6e); for v5e libtpu 0.0.42 refuses any other.
+# and the 16 of a pod (v5e, v6e); for v5e libtpu 0.0.42 refuses any other. DCN: Google's pages give
+# 6.4 and 25.6 Tbit/s per pod of 256 (v5e, v6e); for v4 and v5p the book's 25 GB/s per host, of 4.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4),
-    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9, 16),
-    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9, 4),
-    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9, 16),
+    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4, 6.25e9),
+    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9, 16, 3.125e9),
+    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9, 4, 6.25e9),
+    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9, 16, 12.5e9),
     "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12),
     "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12),
     "NVIDIA H200": Chip(989e12, 4.8e12),
@@ -107,6 +125,18 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
             "check JAX_PLATFORMS and the installed plugins"
         ) from error
     platform = devices[0].platform
+    if jax.process_count() > 1:
+        if not jax.distributed.is_initialized():
+            raise ValueError(
+                f"these {platform} devices belong to {jax.process_count()} processes; start "
+                "train.py on all of them with --distributed"
+            )
+        if len(devices) != num_devices:
+            raise ValueError(
+                f"mesh.* multiplies to {num_devices} but the {jax.process_count()} processes have "
+                f"{len(devices)} {platform} devices; make the product {len(devices)}"
+            )
+        return list(devices), None
     if platform != "cpu":
         if len(devices) == num_devices:
             return list(devices), None
@@ -124,18 +154,43 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
     return cpus, f"found {found}; simulating {num_devices} {noun} on the CPU"
 
 
-def absent_devices(topology: str) -> list[jax.Device]:
-    """The devices of a TPU slice that is not here, such as "v5p:2x2x2": to compile for, not to run.
+@dataclass(frozen=True)
+class Topology:
+    """TPU slices by their name: "v5p:2x2x2" is one, "v5p:2x2x2*4" are four of them."""
 
-    libtpu comes with `pip install "jax[tpu]"`, on any Linux x86 machine.
-    Raises: ValueError without libtpu, or for a topology that it does not know.
+    slice_name: str
+    sides: tuple[int, ...]
+    num_slices: int
+
+
+def read_topology(text: str) -> Topology:
+    """The slices that a text names. Raises: ValueError if it names none."""
+    found = re.fullmatch(r"(\w+:([1-9]\d*(?:x[1-9]\d*)*))(?:\*([1-9]\d*))?", text)
+    if found is None:
+        raise ValueError(
+            f"topology {text}: not the name of a TPU; write a slice like v5p:2x2x2 or v5e:2x4, and "
+            "two of them like v5p:2x2x2*2"
+        )
+    sides = tuple(int(side) for side in found[2].split("x"))
+    return Topology(found[1], sides, int(found[3] or 1))
+
+
+def absent_devices(topology: str) -> list[jax.Device]:
+    """The devices of a TPU that is not here, such as "v5p:2x2x2": to compile for, not to run.
+
+    Of several slices too (`read_topology`). libtpu comes with `pip install "jax[tpu]"`, on any
+    Linux x86 machine. Raises: ValueError without libtpu, or for a topology that it does not know.
     """
+    named = read_topology(topology)
     # libtpu would look for the cloud's metadata server, and refuse a second process.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        found = topologies.get_topology_desc(
+            platform="tpu", topology_name=named.slice_name, num_slices=named.num_slices
+        )
+        return list(found.devices)
     except Exception as error:  # jaxlib has no type of its own for what libtpu throws
         raise ValueError(
             f"topology {topology}: {str(error).splitlines()[0]}; install libtpu by "
@@ -144,25 +199,53 @@ def absent_devices(topology: str) -> list[jax.Device]:
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """The explicit-sharding mesh over exactly `config.num_devices` devices."""
+    """The explicit-sharding mesh over exactly `config.num_devices` devices.
+
+    Slices lie one after another along dp, every one of them laid out alike.
+    Raises: ValueError for another number of devices or slices, or a torus that does not fit.
+    """
     shape = tuple(getattr(config, name) for name in AXIS_NAMES)
     if len(devices) != config.num_devices:
         raise ValueError(f"mesh {shape} needs {config.num_devices} devices, got {len(devices)}")
     if devices[0].platform == "tpu":
-        try:
-            grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"mesh {dict(zip(AXIS_NAMES, shape, strict=True))} does not fit the torus of these "
-                f"{len(devices)} chips; use powers of two that multiply to its sides"
-            ) from error
-        groups = [group[_around_a_ring("tp", list(group))] for group in grid.reshape(-1, config.tp)]
-        sheets = np.array(groups).reshape(-1, config.sp, config.tp)
-        grid = np.array([sheet[_around_a_ring("sp", list(sheet[:, 0]))] for sheet in sheets])
-        grid = grid.reshape(shape)
+        inner = (config.dp // config.dcn_dp, *shape[1:])
+        grid = np.array([_lay_out(part, inner) for part in _slices(config.dcn_dp, devices)])
     else:
-        grid = np.array(devices).reshape(shape)
-    return Mesh(grid, AXIS_NAMES, axis_types=(AxisType.Explicit,) * len(AXIS_NAMES))
+        grid = np.array(devices)
+    return Mesh(grid.reshape(shape), AXIS_NAMES, axis_types=(AxisType.Explicit,) * len(AXIS_NAMES))
+
+
+def _slices(num_slices: int, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each slice; without an index of its slice (a slice alone), all in one."""
+    found: dict[int, list[jax.Device]] = defaultdict(list)
+    for device in devices:
+        found[getattr(device, "slice_index", 0)].append(device)
+    if len(found) != num_slices:
+        noun = "slice" if len(found) == 1 else "slices"
+        raise ValueError(
+            f"mesh.dcn_dp={num_slices}, but these {len(devices)} devices are in {len(found)} "
+            f"{noun}; use mesh.dcn_dp={len(found)}"
+        )
+    sizes = [len(found[index]) for index in sorted(found)]
+    if len(set(sizes)) > 1:
+        raise ValueError(f"slices of {sizes} devices: mesh.dp needs them equal; use equal slices")
+    return [found[index] for index in sorted(found)]
+
+
+def _lay_out(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.ndarray:
+    """The chips of one slice in this shape of axes: tp, then sp, along rings of links."""
+    try:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"mesh {dict(zip(AXIS_NAMES, shape, strict=True))} does not fit the torus of these "
+            f"{len(devices)} chips; use powers of two that multiply to its sides"
+        ) from error
+    sp, tp = shape[-2:]
+    groups = [group[_around_a_ring("tp", list(group))] for group in grid.reshape(-1, tp)]
+    sheets = np.array(groups).reshape(-1, sp, tp)
+    grid = np.array([sheet[_around_a_ring("sp", list(sheet[:, 0]))] for sheet in sheets])
+    return grid.reshape(shape)
 
 
 def _around_a_ring(axis: str, group: Sequence[jax.Device]) -> list[int]:
@@ -215,7 +298,10 @@ def _back_and_forth(sides: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def places(devices: Iterable[jax.Device]) -> tuple[Place, ...]:
-    """Where the chips of these TPU devices stand, from the corner of their box; cores share one."""
+    """Where the chips of these TPU devices stand, from the corner of their box; cores share one.
+
+    Chips of several slices stand where they do in their own.
+    """
     found = [tuple(device.coords) for device in devices]
     lows = [min(axis) for axis in zip(*found, strict=True)]
     return tuple(tuple(a - low for a, low in zip(place, lows, strict=True)) for place in found)

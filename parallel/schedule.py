@@ -5,12 +5,12 @@ estimated. Transfers between a start and a done run beside it, on resources that
 another: the links of each permute, those of the other collectives, and the DMA engine. A done waits
 for its transfer, and that wait is what is exposed. Where the compiler gives no cycles, memory
 traffic over HBM bandwidth stands in, and `Prediction.assumed` says for how much. It is an estimate
-to compare schedules with, not a measurement. It refuses chips without a torus, and knows nothing of
-networks between slices.
+to compare schedules with, not a measurement. It refuses chips without a torus. What crosses the
+network between slices takes each chip's share of its host's bandwidth; latency, the host's part in
+it and other traffic are left out, so that it is a bound from below.
 """
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from parallel.hlo import (
     COLLECTIVES,
     Collective,
     Computation,
+    Crossing,
     Instruction,
     Program,
     read_program,
@@ -117,7 +118,8 @@ def predict(
     text: `compiled.as_text()` of a TPU program. torus: the sides of the slice, (2, 2, 2) for
     v5p:2x2x2; collectives that the compiler spreads over several sides get the links of all.
     places: `parallel.mesh.places(mesh.devices.flat)`, so that permutes take the links between; if
-    left out, every permute is one to neighbours.
+    left out, every permute is one to neighbours. Of several slices each runs the same program:
+    torus and places are those of the first.
     Raises: ValueError for a chip without clock and links, for a text that is no schedule, and for
     places that are not those of the program's devices in this torus.
     """
@@ -169,6 +171,8 @@ class _Clock:
     busy: dict[_Resource, float] = field(default_factory=dict)
     fusions: dict[str, float] = field(default_factory=dict)
     """Asynchronous collective fusions: channel -> end. They may span computations."""
+    crossings: dict[str, float] = field(default_factory=dict)
+    """Collectives between slices: name -> end."""
 
     def occupy(self, resources: Iterable[_Resource], seconds: float) -> float:
         """Queues a transfer that begins when all of these are free; when it will be done."""
@@ -178,7 +182,7 @@ class _Clock:
         return end
 
     def copy(self) -> "_Clock":
-        return _Clock(self.now, dict(self.busy), dict(self.fusions))
+        return _Clock(self.now, dict(self.busy), dict(self.fusions), dict(self.crossings))
 
 
 @dataclass(frozen=True)
@@ -238,6 +242,14 @@ class _Walk:
             self._branch(x, frame)
         elif x.opcode == "call":
             frame.merge(self.run(self._called(x, "to_apply"), frame.clock))
+        elif x.crossing is not None:
+            if x.opcode == "send":
+                frame.clock.crossings[x.crossing.name] = self._cross(x, x.crossing, frame)
+        elif x.opcode == "recv-done":
+            sender = next((y.crossing for y in frame.computation.operands(x)), None)
+            if sender is not None:
+                end = frame.clock.crossings.pop(sender.name, frame.clock.now)
+                frame.wait(x, end, f"{sender.kind} between slices")
         elif x.opcode in _DMA_STARTS or (x.opcode == "async-start" and collective is None):
             # A copy moves its result, a slice the smaller of its arrays; four bytes are a flag.
             size = min((array.bytes for array in x.arrays if array.bytes > 4), default=0.0)
@@ -347,7 +359,7 @@ class _Walk:
     def _ring(self, collective: Collective) -> tuple[Iterable[_Resource], float, float]:
         """Resource, seconds and bytes of a collective over rings in both directions."""
         x = collective.instruction
-        n = _group_size(x, self.program.num_partitions)
+        n = x.group_size(self.program.num_partitions)
         if n == 1:
             return (), 0.0, 0.0
         size = collective.computation.operand_bytes(x)
@@ -363,6 +375,22 @@ class _Walk:
         }.get(collective.kind, size)
         both_ways = 2 * self.chip.ici_bandwidth * self._rings(x)
         return ("rings",), moved / both_ways + _HOP_LATENCY * (n - 1), moved
+
+    def _cross(self, x: Instruction, crossing: Crossing, frame: _Frame) -> float:
+        """Queues a collective between slices on the chip's share of its host; when it is done."""
+        if crossing.kind != "all-reduce" or not self.chip.dcn_bandwidth:
+            raise ValueError(
+                f"{x.name}: no price for {crossing.kind} between slices at "
+                f"{self.chip.dcn_bandwidth} bytes/s; let sums over mesh.dp alone cross, on a chip "
+                "with Chip.dcn_bandwidth"
+            )
+        n, label = crossing.num_slices, f"{crossing.kind} between slices"
+        moved = 2 * frame.computation.operand_bytes(x) * (n - 1) / n
+        seconds = moved / self.chip.dcn_bandwidth
+        frame.ledger["communication", label] += seconds
+        frame.ledger["bytes", label] += moved
+        frame.ledger["count", label] += 1
+        return frame.clock.occupy(["dcn"], seconds)
 
     def _rings(self, x: Instruction) -> float:
         """How many rings the collective uses at once: one per side of the torus that it spans.
@@ -468,25 +496,3 @@ def _hbm_bytes(x: Instruction) -> float:
 
 def _channel(x: Instruction) -> str:
     return x.find(r"channel_id=(\d+)") or x.name
-
-
-def _group_size(x: Instruction, num_partitions: int) -> int:
-    """How many devices take part in one group of this collective."""
-    groups = x.find(r"replica_groups=(.*)")
-    if groups is None or groups.startswith("{}"):
-        return num_partitions
-    iota = re.match(r"\[\d+,(\d+)\]", groups)
-    if iota:
-        return int(iota.group(1))
-    listed = re.match(r"\{\{([\d,]+)\}", groups)
-    if listed:
-        return listed.group(1).count(",") + 1
-    mesh = re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups)
-    if mesh is None:
-        raise ValueError(
-            f"{x.name} has replica_groups={groups[:60]!r}, a form that nobody has met yet; "
-            "teach parallel.schedule to count its devices"
-        )
-    sides = dict(re.findall(r"'?(\w+)'?=(\d+)", mesh.group(1)))
-    axes = re.findall(r"'?([A-Za-z_]\w*)'?(?::\(\d+\)(\d+))?", mesh.group(2))
-    return math.prod(int(part or sides[axis]) for axis, part in axes)

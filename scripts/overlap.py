@@ -31,7 +31,7 @@ from parallel.axes import (
 from parallel.collective_matmul import Overlap
 from parallel.layout import TensorParallelConfig
 from parallel.linear import ColumnParallelLinear, RowParallelLinear, chain
-from parallel.mesh import CHIPS, Chip, MeshConfig, absent_devices, build_mesh, places
+from parallel.mesh import CHIPS, Chip, MeshConfig, absent_devices, build_mesh, places, read_topology
 from parallel.partition import PartitionAxis, PartitionManager, residual_rules
 from parallel.schedule import Prediction, predict
 
@@ -252,9 +252,10 @@ def _chip(topology: str) -> Chip:
 
 def predict_on(compiled: Any, topology: str, mesh: jax.sharding.Mesh) -> tuple[Prediction, float]:
     """The prediction, and the GiB of temporary memory per device."""
-    torus = [int(side) for side in topology.partition(":")[2].split("x")]
+    named = read_topology(topology)
+    of_one_slice = mesh.devices.flat[: mesh.size // named.num_slices]
     prediction = predict(
-        compiled.as_text(), _chip(topology), torus, places=places(mesh.devices.flat)
+        compiled.as_text(), _chip(topology), named.sides, places=places(of_one_slice)
     )
     return prediction, compiled.memory_analysis().temp_size_in_bytes / 2**30
 

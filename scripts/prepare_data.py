@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.reading import ConfigError, apply_overrides, read_tree, validate
 from data.config import DataConfig, OnError
 from data.formats import Fault, read_documents
-from data.packing import open_packs
+from data.packs import open_packs
 from data.prepare import Work, build, fault_error, files_key, open_prepared, prepared_folder
 from data.progress import Display
 from data.schedule import BatchPlan

@@ -13,6 +13,8 @@ from parallel.layout import TensorParallelConfig
 from parallel.mesh import MeshConfig, build_mesh
 from parallel.partition import residual_rules
 
+pytest_plugins = ["runs"]
+
 ROOT = Path(__file__).parent.parent
 
 # A busy machine is no failure.

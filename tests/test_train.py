@@ -1,9 +1,7 @@
 """The command line: refusals on one line, a whole run, resuming, and runs that are killed."""
 
-import contextlib
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -12,97 +10,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 from conftest import ROOT
 from ruamel.yaml import YAML
+from runs import losses, read_lines, refusal, run, write_config
 
 import train
 from data.tokenizer import open_tokenizer
-from training.checkpoint import CheckpointConfig, Checkpoints
-from training.loop import EXIT_RESUMABLE, Run
-from training.metrics import Display
+from training.loop import EXIT_RESUMABLE
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
 STEP_KEYS |= {"data_wait", "data/text/tokens", "data/text/epoch"}
-TINY = """
-run: {dir: FOLDER/run, compilation_cache: CACHE}
-mesh: {dp: 2, tp: 2}
-model:
-  vocab_size: 264
-  hidden_size: 32
-  num_hidden_layers: 1
-  num_attention_heads: 4
-  num_key_value_heads: 4
-  intermediate_size: 64
-  dtype: float32
-data:
-  files: FOLDER/*.txt
-  sequence_length: 32
-  global_batch_size: 8
-  eval_fraction: 0.05
-  cache_dir: FOLDER/cache
-optimizer: {schedule: constant, warmup_steps: 0, learning_rate: 1e-2}
-training: {steps: 6, eval_every: 4, sample_tokens: 8}
-checkpoint: {every: 2}
-"""
 
-
-@pytest.fixture(autouse=True)
-def signals():
-    """A run takes over the signals of its process, here pytest's."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def write_config(folder: Path, cache: str = "null") -> str:
-    """A tiny run with its text and all of its traces in `folder`."""
-    (folder / "a.txt").write_text("".join(f"def f{n}(x): return x * {n * n}\n" for n in range(200)))
-    (folder / "tiny.yaml").write_text(TINY.replace("FOLDER", str(folder)).replace("CACHE", cache))
-    return str(folder / "tiny.yaml")
-
-
-def run(config: str, *arguments: str) -> int:
-    return train.main(["--config", config, *arguments])
-
-
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def losses(directory: Path) -> dict[int, float]:
-    """By step; a step that is there twice is an error."""
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["step"] for line in lines}) == len(lines)
-    return {line["step"]: line["loss"] for line in lines}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
-    """Folder of a run of six steps that nobody interrupted."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    assert run(write_config(folder)) == 0
-    return folder
-
-
-@pytest.fixture
-def half(tmp_path) -> str:
-    """Configuration of a run that stopped after three of six steps."""
-    config = write_config(tmp_path)
-    assert run(config, "training.steps=3") == 0
-    return config
-
-
-def refusal(capsys, config: str, *overrides: str) -> str:
-    """The one line on stderr of a command that ends with exit code 2."""
-    capsys.readouterr()
-    assert run(config, *overrides) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.endswith("\n")
-    assert error.count("\n") == 1 and "Traceback" not in error
-    return error
+pytestmark = pytest.mark.usefixtures("signals")
 
 
 @pytest.mark.parametrize(
@@ -307,24 +227,6 @@ def test_clipping_may_change_on_resume(half):
     assert run(half, "optimizer.clip_norm=null", "checkpoint.resume=must") == 0
 
 
-def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, monkeypatch):
-    """An evaluation takes long: many signals arrive there."""
-    signals = iter([signal.SIGTERM])
-
-    def interrupted(self, step, params):
-        for number in signals:  # once: a second signal ends the process
-            os.kill(os.getpid(), number)
-        return {}
-
-    config = write_config(tmp_path)
-    monkeypatch.setattr(Run, "_evaluate", interrupted)
-    assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_RESUMABLE
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
-    latest = checkpoints.latest_step
-    checkpoints.close()
-    assert latest == max(losses(tmp_path / "run"))
-
-
 STEPS = 200
 
 
@@ -397,152 +299,3 @@ def test_a_run_that_is_killed_resumes_from_its_last_checkpoint(long_run, tmp_pat
     last = max(losses(directory))
     assert 60 <= last < STEPS
     assert 60 <= resume_and_compare(config, directory, long_run) <= last
-
-
-@pytest.mark.slow
-def test_a_disk_that_stays_full_ends_the_run_only_when_nothing_is_saved(tmp_path):
-    """No file may grow beyond 64 KiB: what a full disk does to a save, without a disk to fill."""
-    config = write_config(tmp_path)
-    command = (
-        f"ulimit -f 64; exec {sys.executable} train.py --config {config} model.hidden_size=128"
-    )
-    arguments = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
-    process = subprocess.run(["bash", "-c", command], **arguments)
-    assert process.returncode == 1
-    assert process.stderr == (
-        "error: the last state was not saved; the newest whole checkpoint is none\n"
-    )
-    assert "checkpoint 2 was not saved: " in process.stdout
-    assert "training goes on, next try after step 3" in process.stdout
-    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
-
-
-def damage(directory: Path, step: int) -> None:
-    """One bit of the largest file, which holds arrays."""
-    files = [path for path in (directory / "checkpoints" / str(step)).rglob("*") if path.is_file()]
-    path = max(files, key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 16
-    path.write_bytes(content)
-
-
-def test_a_damaged_checkpoint_is_set_aside_loudly_for_the_one_before(undisturbed, half, tmp_path):
-    damage(tmp_path / "run", 3)
-    assert run(half) == 0
-    logged = (tmp_path / "run" / "log.txt").read_text()
-    assert re.search(
-        r"checkpoint 3.*; it is now 3\.damaged, going on from step 2\n(.*\n)*.*resumed from step 2",
-        logged,
-    )
-    assert losses(tmp_path / "run") == losses(undisturbed / "run")
-    assert (tmp_path / "run" / "checkpoints" / "3.damaged").is_dir()
-
-
-def test_without_a_whole_checkpoint_nothing_starts_from_scratch(half, tmp_path, capsys):
-    for step in (2, 3):
-        for path in (tmp_path / "run" / "checkpoints" / str(step)).rglob("*METADATA*"):
-            path.write_text("{}")
-    before = losses(tmp_path / "run")
-    law = (
-        "no whole checkpoint is left, 3, 2 were damaged; bring one back from a copy, or begin anew"
-    )
-    assert law in refusal(capsys, half)
-    assert losses(tmp_path / "run") == before
-    assert run(half, "checkpoint.resume=never", "training.steps=1") == 0
-
-
-def test_the_record_tells_what_the_run_was_and_came_from(half, tmp_path):
-    assert run(half, "mesh.dp=1", "mesh.tp=4") == 0
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
-    with contextlib.closing(checkpoints):
-        record = checkpoints.record(6)
-    assert record["mesh"]["tp"] == 4 and record["from_step"] == 3
-    (parent,) = record["lineage"]
-    assert parent["mesh"]["tp"] == 2 and parent["from_step"] == 0
-    assert parent["config_hash"] != record["config_hash"]
-    assert record["config"] == (tmp_path / "run" / "config.yaml").read_text()
-    assert record["versions"]["jax"] == jax.__version__
-
-
-def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path):
-    config = write_config(tmp_path)
-    ema = "optimizer.ema_decay=0.5"
-    assert run(config, ema, f"run.dir={tmp_path}/whole") == 0
-    assert run(config, ema, "training.steps=3") == 0
-    assert run(config, ema) == 0
-    whole, parts = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "run"))
-    assert [line["loss"] for line in whole] == [line["loss"] for line in parts]
-    assert whole[-1]["eval_loss"] == parts[-1]["eval_loss"]
-    assert run(config, f"run.dir={tmp_path}/plain") == 0
-    plain = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert plain["loss"] == whole[-1]["loss"] and plain["eval_loss"] != whole[-1]["eval_loss"]
-
-
-def test_a_loss_that_is_not_finite_never_reaches_the_parameters(tmp_path, capsys):
-    """A learning rate that explodes: the steps after it are left out, and in the end the run."""
-    config = write_config(tmp_path)
-    wild = ["optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "training.steps=40"]
-    capsys.readouterr()
-    assert run(config, *wild, "training.guard.max_bad_steps=3", "checkpoint.every=1") == 1
-    shown = capsys.readouterr()
-    assert re.search(
-        r"step \d+: loss .*, grad norm nan, not finite: the update was left out", shown.out
-    )
-    assert re.match(r"error: 3 steps in a row, up to step \d+, could not be applied", shown.err)
-    assert "the newest whole checkpoint is " in shown.err and shown.err.count("\n") == 1
-    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
-    with contextlib.closing(checkpoints):
-        prints = checkpoints.record(checkpoints.latest_step)["fingerprints"]
-    assert prints
-
-
-def test_a_spike_rolls_back_and_leaves_its_batches_out(tmp_path):
-    """Nothing is learned, and every small rise counts as a spike, so that there are some."""
-    config = write_config(tmp_path)
-    easy = ["training.guard.on_spike=rollback", "training.guard.max_z=1.8", "training.steps=50"]
-    easy += ["optimizer.learning_rate=1e-9", "training.guard.max_bad_steps=30"]
-    assert run(config, *easy, "checkpoint.every=10", "training.eval_every=100") == 0
-    logged = (tmp_path / "run" / "log.txt").read_text()
-    back = re.findall(r"back to step (\d+); batches (\d+) to (\d+) are left out", logged)
-    assert back
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 51))
-    with contextlib.closing(
-        Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
-    ) as checkpoints:
-        skipped = checkpoints.record(50)["skipped"]
-    left_out = sum(last - first for first, last in skipped)
-    assert left_out == sum(int(last) + 1 - int(first) for _, first, last in back)
-    assert lines[-1]["data/text/tokens"] == pytest.approx((50 + left_out) * 8 * 32, rel=0.01)
-
-
-def test_sigusr1_saves_and_goes_on(tmp_path, monkeypatch):
-    config = write_config(tmp_path)
-    signals = iter([signal.SIGUSR1])
-
-    def told(self, step, values):
-        for number in signals:
-            os.kill(os.getpid(), number)
-
-    monkeypatch.setattr(Display, "step", told)
-    assert run(config, "checkpoint.every=100") == 0
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
-
-
-def test_an_interrupted_evaluation_is_made_up_for(tmp_path, undisturbed, monkeypatch):
-    config = write_config(tmp_path)
-
-    def stopped(self, step, values):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Display, "step", stopped)
-        assert run(config, "checkpoint.every=100") == EXIT_RESUMABLE
-    lines, whole = (
-        read_lines(folder / "run" / "metrics.jsonl") for folder in (tmp_path, undisturbed)
-    )
-    assert lines[-1]["step"] == 4 and "eval_loss" not in lines[-1]
-    assert run(config) == 0
-    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [line.get("eval_loss") for line in lines] == [line.get("eval_loss") for line in whole]

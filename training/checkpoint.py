@@ -14,8 +14,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ import jax
 from orbax.checkpoint import v1
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
+from parallel.peers import Peers
 from training.fingerprint import fingerprints, leaf_name
 from training.metrics import log
 from training.step import TrainState
@@ -98,8 +100,19 @@ class _Best:
 class Checkpoints:
     """The checkpoints of one run directory."""
 
-    def __init__(self, directory: Path, config: CheckpointConfig, *, read_only: bool = False):
-        """read_only: another process may be saving here; nothing is cleaned up."""
+    def __init__(
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        *,
+        read_only: bool = False,
+        peers: Peers | None = None,
+    ):
+        """read_only: another process may be saving here; nothing is cleaned up.
+
+        peers: the processes that open, save and restore together.
+        """
+        self.peers = peers or Peers()
         # orbax prints tracebacks from its threads before it raises; what it raises, we report.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory, self.config, self._read_only = Path(directory), config, read_only
@@ -109,7 +122,7 @@ class Checkpoints:
             for step in self.steps:
                 with contextlib.suppress(CheckpointError):  # told when it is to be restored
                     self._remember(step, self.record(step)["metrics"])
-        self._pending: tuple[int, Any] | None = None
+        self._pending: tuple[int, Callable[[], Any]] | None = None
         self._failures = 0
         self._retry_at: int | None = None
 
@@ -175,10 +188,11 @@ class Checkpoints:
                 custom_metadata={"record": record, "sha256": _checksum(record)},
             )
         except Exception as error:
-            self._failed(step, error)
+            self._pending = step, partial(_raise, error)
+            self.poll()
         else:
             assert response is not None, "a forced save is never skipped"
-            self._pending = step, response
+            self._pending = step, response.result
         return time.perf_counter() - begin
 
     def _remember(self, step: int, metrics: dict[str, float]) -> None:
@@ -190,20 +204,25 @@ class Checkpoints:
         return self._retry_at is not None and step >= self._retry_at
 
     def poll(self) -> None:
-        """Tells of a save that has finished or failed since."""
-        if self._pending is not None and not self._saver.is_saving_in_progress():
+        """Tells of a save that has finished or failed since; not among several processes."""
+        alone = self.peers.num_processes == 1  # the others may not be that far
+        if alone and self._pending is not None and not self._saver.is_saving_in_progress():
             self.finish()
 
     def finish(self) -> None:
         """Waits for a save in progress, and tells how it ended."""
         if self._pending is None:
             return
-        (step, response), self._pending = self._pending, None
+        (step, result), self._pending = self._pending, None
+        problem = None
         try:
-            response.result()
+            result()
         except Exception as error:
-            self._failed(step, error)
-            return
+            problem = _reason(error)
+        for host, told in zip(self.peers.hosts, self.peers.gather("saved", problem), strict=True):
+            if told is not None:
+                self._failed(step, told if len(self.peers.hosts) == 1 else f"on {host}: {told}")
+                return
         self._failures, self._retry_at = 0, None
         log.info("saved step %d", step)
 
@@ -216,21 +235,22 @@ class Checkpoints:
                 f"{self.latest_step or 'none'}"
             )
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _failed(self, step: int, problem: str) -> None:
         self._failures += 1
         wait = min(2 ** (self._failures - 1), self.config.every)
         self._retry_at = step + wait
         log.warning(
             "checkpoint %d was not saved: %s; training goes on, next try after step %d",
             step,
-            _reason(error),
+            problem,
             self._retry_at,
         )
         # What is left of it would fill the disk, and its saver repeats the error for ever.
         with contextlib.suppress(Exception):
             self._saver.close()
-        for path in self._directory.glob(f"{step}.*tmp*"):
-            shutil.rmtree(path, ignore_errors=True)
+        if self.peers.is_first:
+            for path in self._directory.glob(f"{step}.*tmp*"):
+                shutil.rmtree(path, ignore_errors=True)
         self._saver = self._open()
 
     def record(self, step: int) -> dict[str, Any]:
@@ -318,6 +338,10 @@ class Checkpoints:
         self._saver.reload()
         return target
 
+    def reload(self) -> None:
+        """Looks again at what is on disk."""
+        self._saver.reload()
+
     def delete(self, step: int) -> None:
         """Removes a checkpoint; of a kill on the way the next run clears up what is left."""
         target = self._directory / f"{step}.orbax-checkpoint-tmp"
@@ -338,6 +362,10 @@ class Checkpoints:
         """Waits for a save in progress and lets go of the directory."""
         self.finish()
         self._saver.close()
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _shown(leaf: list[Any] | None) -> str:

@@ -2,9 +2,13 @@
 
 import contextlib
 import fcntl
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from parallel.peers import Peers
 
 
 @contextlib.contextmanager
@@ -37,6 +41,23 @@ def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
                 "give another run.dir"
             )
         yield
+
+
+def prove_shared(directory: Path, peers: Peers) -> None:
+    """Holds that all processes see the run directory that process 0 made.
+
+    Raises: ValueError in one that does not.
+    """
+    token = peers.from_first("directory", lambda: f"{time.time_ns()} {os.getpid()}")
+    shown = directory / ".shared"
+    if peers.is_first:
+        shown.write_text(token)
+    peers.gather("token", None)
+    if not shown.exists() or shown.read_text() != token:
+        raise ValueError(
+            f"run.dir={str(directory)!r} on {peers.hosts[peers.process_id]} is not that of process "
+            "0; give a directory that all hosts share"
+        )
 
 
 def move_aside(directory: Path) -> Path | None:

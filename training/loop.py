@@ -20,14 +20,18 @@ import jax
 import numpy as np
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from data.pipeline import Rows, eval_batches, train_batches
+from data.pipeline import Rows, train_batches
 from data.schedule import batch_number
 from parallel.distributed import StopRequest
+from parallel.peers import Peers
 from training.checkpoint import CheckpointConfig, Checkpoints
-from training.directory import locked_run, move_aside
+from training.directory import locked_run, move_aside, prove_shared
+from training.evaluation import evaluate
+from training.goodput import Goodput
 from training.guard import GuardConfig
 from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
-from training.metrics import Clock, Display, Metrics, log, logging_to
+from training.hosts import Hosts
+from training.metrics import Clock, Display, Metrics, Unwritten, last_goodput, log, logging_to
 from training.resume import (
     Origin,
     describe_process,
@@ -100,40 +104,48 @@ def open_run(
     checkpoint: CheckpointConfig,
     resolved_config: str,
     announce: Sequence[str],
+    stop: StopRequest,
+    peers: Peers,
 ) -> Iterator["Run"]:
     """Takes the run directory and finds where to go on; ready to train.
 
-    resolved_config: YAML, saved with the run. announce: lines to show first.
+    resolved_config: YAML, saved with the run. announce: lines to show first. Process 0 writes for
+    all; the others keep a log of their own.
     Raises: ValueError for what the user can mend; no device has worked until then.
     """
     if "://" in config.dir:
         raise ValueError(f"run.dir={config.dir!r} is a URL; give a directory of this machine")
     directory = Path(os.path.expanduser(config.dir))
-    stop = StopRequest().install()
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     # An old checkpoint goes only after the new one is whole: one more than are kept.
     existing = len(list(directory.glob("checkpoints/[0-9]*")))
     required_bytes = max(0, checkpoint.keep + 1 - existing) * state_bytes
+    is_first, silent = peers.is_first, not peers.is_first
     with contextlib.ExitStack() as stack:
-        stack.enter_context(locked_run(directory, required_bytes))
-        moved = move_aside(directory) if checkpoint.resume == "never" else None
-        display = stack.enter_context(Display(training.steps, training.log_every))
-        stack.enter_context(logging_to(directory / "log.txt", display.console))
+        if is_first:
+            stack.enter_context(locked_run(directory, required_bytes))
+        moved = move_aside(directory) if is_first and checkpoint.resume == "never" else None
+        prove_shared(directory, peers)
+        display = stack.enter_context(Display(training.steps, training.log_every, silent=silent))
+        log_file = "log.txt" if is_first else f"log.{peers.process_id}.txt"
+        stack.enter_context(logging_to(directory / log_file, display.console, silent=silent))
         # However a run ends, a save that has begun is brought to its end.
         checkpoints = stack.enter_context(
-            contextlib.closing(Checkpoints(directory / "checkpoints", checkpoint))
+            contextlib.closing(Checkpoints(directory / "checkpoints", checkpoint, peers=peers))
         )
         origin = find_origin(
             checkpoints, checkpoint, rows, program.abstract_state, steps=training.steps
         )
-        (directory / "config.yaml").write_text(resolved_config)
-        rows.tokenizer.save(directory / "tokenizer.json")
+        if is_first:
+            (directory / "config.yaml").write_text(resolved_config)
+            rows.tokenizer.save(directory / "tokenizer.json")
         for line in announce:
             log.info("%s", line)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
-        process = describe_process(resolved_config, program.tp.manager.mesh.shape)
+        mesh = program.tp.manager.mesh.shape
+        process = describe_process(resolved_config, mesh, peers.num_processes)
         yield Run(program, rows, training, directory, checkpoints, process, display, stop, origin)
 
 
@@ -158,8 +170,10 @@ class Run:
     stop: StopRequest
     origin: Origin
     metrics: Metrics = field(init=False)
+    goodput: Goodput = field(init=False)
     _rollbacks: Counter[int] = field(default_factory=Counter)
-    _saved: dict[str, float] = field(default_factory=dict)
+    _told: dict[str, float] = field(default_factory=dict)
+    """Of the last step, for the next line of metrics."""
 
     def train(self, sample: Callable[[Any, str, int], str]) -> int:
         """Trains to the last step, or to a signal. Returns the exit code.
@@ -170,15 +184,22 @@ class Run:
         self._sample = sample
         self._watch = HealthWatch(self._sparse_layers, self.training.health)
         self._clock = Clock(self.program)
+        self._peers = self.checkpoints.peers
+        self._hosts = Hosts(self._peers, self.training.log_every)
+        # With what the process before told after its last checkpoint.
+        ledgers = last_goodput(self.directory / "metrics.jsonl"), self.origin.goodput
+        self.goodput = Goodput(max(ledgers, key=lambda seconds: sum(seconds.values())))
         while True:
             state = self._first_state()
+            self.goodput.lose(self.goodput.seconds["step"] - self.origin.goodput.get("step", 0.0))
             self.display.begin(self.origin.step)
             try:
-                with Metrics(self.directory, self.origin.step) as self.metrics:
+                with self._open_metrics() as self.metrics:
                     self._make_up(state)
                     state, code = self._steps(state)
                     if code == EXIT_DONE:
                         self._show_sample(state, self.training.steps)
+                    log.info("%s", self.goodput.summary())
                     return code
             except _Rollback as spike:
                 del state
@@ -187,6 +208,11 @@ class Run:
     @property
     def _sparse_layers(self) -> list[int]:
         return [n for n, sparse in enumerate(self.program.config.sparse_layers) if sparse]
+
+    def _open_metrics(self) -> Metrics:
+        if not self._peers.is_first:
+            return Unwritten()
+        return Metrics(self.directory, self.origin.step)
 
     def _first_state(self) -> TrainState:
         """A fresh state, or that of the newest checkpoint that is what was written."""
@@ -252,9 +278,12 @@ class Run:
                     previous = None
                 train_step, shape = self._compile(state, batch), batch["tokens"].shape
                 clock.restart()
-            state, values = train_step(state, batch)
-            with clock.waiting():
+            self._peers.doing(f"step {step}")
+            with self.goodput.spend("step"):
+                state, values = train_step(state, batch)
+            with clock.waiting(), self.goodput.spend("data_wait"):
                 batch = next(batches, batch)
+            stop.agree(step)
             if previous is not None:
                 self._log(step - 1, previous)
             previous = values
@@ -277,16 +306,20 @@ class Run:
                 self._show_sample(state, step)
                 clock.restart()
             if stop.signal is not None and stopping and (step < steps or pending):
+                self._peers.doing(None)
                 self.checkpoints.finish_last()
                 log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
                 return state, EXIT_RESUMABLE
+        self._peers.doing(None)
         self.checkpoints.finish_last()
         return state, EXIT_DONE
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Any:
         """The step for batches of this shape."""
         begin = time.perf_counter()
-        train_step = self.program.train_step.lower(state, batch).compile()
+        self._peers.doing(None)
+        with self.goodput.spend("compile"):
+            train_step = self.program.train_step.lower(state, batch).compile()
         a, b, length = batch["tokens"].shape
         log.info(
             "compiled the step for %d rows of %d in %.1f s",
@@ -299,6 +332,8 @@ class Run:
     def _is_saving(self, step: int) -> bool:
         every = self.checkpoints.config.every
         asked, self.stop.save = self.stop.save, False
+        asked, told = self._hosts.exchange(step, asked)
+        self._told |= told
         return (
             asked
             or step == self.training.steps
@@ -309,13 +344,15 @@ class Run:
     def _save(
         self, state: TrainState, step: int, pending: tuple[str, ...], numbers: dict[str, float]
     ) -> None:
-        if not (self.directory / "config.yaml").exists():
+        if self._peers.is_first and not (self.directory / "config.yaml").exists():
             raise TrainingError(
                 f"run.dir={str(self.directory)!r} was removed under the run; nothing can be saved"
             )
         record = record_of(self.origin, self.process, self.rows, step, pending)
         metrics = {"eval_loss": numbers["eval_loss"]} if "eval_loss" in numbers else None
-        self._saved["save_blocked"] = self.checkpoints.save(state, step, record, metrics)
+        with self.goodput.spend("checkpoint"):
+            record["goodput"] = self.goodput.seconds
+            self._told["save_blocked"] = self.checkpoints.save(state, step, record, metrics)
 
     def _log(
         self, step: int, values: dict[str, jax.Array], evaluate: TrainState | None = None
@@ -325,12 +362,19 @@ class Run:
         Raises: _Rollback, TrainingError when its loss or gradients are not what they should be.
         """
         experts = values.get("experts")
-        scalars = {name: float(y) for name, y in values.items() if name != "experts"}
+        with self._clock.blocked(), self.goodput.spend("step"):
+            scalars = {name: float(y) for name, y in values.items() if name != "experts"}
         number = self.origin.batch(step - 1)
         phase = self.rows.plan.at(number)
-        numbers = scalars | self._clock.read(phase.batch_size, phase.length) | self._saved
+        numbers = scalars | self._clock.read(phase.batch_size, phase.length) | self._told
         numbers |= self.rows.progress(number + 1)
-        self._saved = {}
+        self._told = {}
+        self._hosts.add(numbers["step_time"], numbers["host_time"])
+        if step == self.origin.step + 1:
+            log.info("first step after %s", self.goodput.this_process())
+        if step % self.training.log_every == 0 or step == self.training.steps:
+            numbers["goodput"] = self.goodput.share
+            numbers |= {f"goodput/{label}": y for label, y in self.goodput.seconds.items()}
         self.display.step(step, numbers)
         self._answer(step, numbers)
         if experts is not None:
@@ -348,6 +392,8 @@ class Run:
         is_spike = z > guard.max_z and guard.on_spike != "off"
         if finite and not is_spike:
             return
+        if not finite or guard.on_spike != "warn":
+            self.goodput.lose(numbers["step_time"])
         what = f"{z:.1f} standard deviations above the mean" if finite else "not finite"
         log.warning(
             "step %d: loss %.4g, grad norm %.4g, %s: %s",
@@ -412,54 +458,23 @@ class Run:
     def _show_sample(self, state: TrainState, step: int) -> None:
         if self.training.sample_tokens:
             prompt, count = self.training.sample_prompt, self.training.sample_tokens
-            text = self._sample(state.params, prompt, count)
+            with self.goodput.spend("evaluation"):
+                text = self._sample(state.params, prompt, count)
             self.metrics.write_text(step, "sample", text)
             when = "" if step == self.training.steps else f" at step {step}"
             log.info("sample%s:\n%s", when, text)
 
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float]:
-        """Cross-entropy over held-out rows, in nats per token and bits per byte of text.
-
-        Of the mean of the parameters, if there is one.
-        """
-        params = state.params if state.ema is None else state.ema
-        numbers: dict[str, float] = {}
-        totals = np.zeros(3)
-        batch_size = max(self.rows.config.batch_sizes) // self.training.gradient_accumulation
-        for source in self.rows.sources:
-            batches = eval_batches(
-                source,
-                self.program.batch_sharding,
-                batch_size=batch_size,
-                limit=self.training.eval_batches * self.training.gradient_accumulation,
+        """Of the mean of the parameters, if there is one."""
+        with self.goodput.spend("evaluation"):
+            return evaluate(
+                self.program,
+                self.rows,
+                state.params if state.ema is None else state.ema,
+                step=step,
+                batches=self.training.eval_batches,
+                accumulation=self.training.gradient_accumulation,
             )
-            sums = [self.program.eval_step(params, batch) for batch in batches]
-            nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
-            if not count:
-                continue
-            num_bytes = source.eval_bytes(len(sums) * batch_size)
-            totals += nats, count, num_bytes
-            numbers[f"eval/{source.name}/loss"] = nats / count
-            numbers[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
-        if not numbers:
-            log.warning("step %d  no held-out row has a token to learn: no evaluation", step)
-            return {}
-        nats, count, num_bytes = totals
-        numbers["eval_loss"] = nats / count
-        numbers["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
-        parts = [
-            f"{source.name} {numbers[f'eval/{source.name}/loss']:.4f}"
-            for source in self.rows.sources
-            if len(self.rows.sources) > 1 and f"eval/{source.name}/loss" in numbers
-        ]
-        log.info(
-            "step %d  eval loss %.4f nats, %.3f bits per byte%s",
-            step,
-            numbers["eval_loss"],
-            numbers["eval_bits_per_byte"],
-            f" ({', '.join(parts)})" if parts else "",
-        )
-        return numbers
 
 
 def _pending(**left: bool) -> tuple[str, ...]:

@@ -23,8 +23,8 @@ log = logging.getLogger("torus")
 
 
 @contextlib.contextmanager
-def logging_to(path: Path, console: Console | None) -> Iterator[None]:
-    """Lines to the screen and, with times, to `path`, which keeps what it has.
+def logging_to(path: Path, console: Console | None, *, silent: bool = False) -> Iterator[None]:
+    """Lines to the screen, unless silent, and, with times, to `path`, which keeps what it has.
 
     `log.debug` is for what is too long for a screen: it goes to `path` alone.
     """
@@ -34,12 +34,13 @@ def logging_to(path: Path, console: Console | None) -> Iterator[None]:
     screen.setLevel(logging.INFO)
     log.setLevel(logging.DEBUG)
     log.propagate = False
-    for handler in (screen, file):
+    handlers = [file] if silent else [screen, file]
+    for handler in handlers:
         log.addHandler(handler)
     try:
         yield
     finally:
-        for handler in (screen, file):
+        for handler in handlers:
             log.removeHandler(handler)
             handler.close()
 
@@ -130,15 +131,48 @@ class Metrics:
         self._board.close()
 
 
+def last_goodput(path: Path) -> dict[str, float]:
+    """The ledger in the last line of a `metrics.jsonl` that has one; empty if none has."""
+    if not path.exists():
+        return {}
+    for line in reversed(path.read_text().splitlines(True)):
+        if line.endswith("\n") and '"goodput/' in line:
+            entries = json.loads(line).items()
+            return {k.removeprefix("goodput/"): y for k, y in entries if k.startswith("goodput/")}
+    return {}
+
+
+class Unwritten(Metrics):
+    """Of a process that does not write them: they are the same in all."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Nothing."""
+
+    def amend(self, step: int, values: dict[str, float]) -> None:
+        """Nothing."""
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Nothing."""
+
+    def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        """Nothing."""
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
 class Display:
     """A progress bar with ETA on a terminal, plain lines in a log."""
 
-    def __init__(self, stop: int, log_every: int):
+    def __init__(self, stop: int, log_every: int, *, silent: bool = False):
         self._start, self._stop, self._every = 0, stop, log_every
         self._times: list[float] = []
         self._console = Console(soft_wrap=True)
         self._progress: Progress | None = None
-        if self._console.is_terminal:
+        if self._console.is_terminal and not silent:
             self._progress = Progress(
                 TextColumn("[bold]training"),
                 BarColumn(),
@@ -201,7 +235,7 @@ class Clock:
         mesh = program.tp.manager.mesh
         chip = CHIPS.get(mesh.devices.flat[0].device_kind)
         self._peak = chip.peak_flops * mesh.size if chip else None
-        self._waited = 0.0
+        self._waited = self._blocked = 0.0
         self.restart()
 
     def restart(self) -> None:
@@ -215,17 +249,27 @@ class Clock:
         yield
         self._waited += time.perf_counter() - begin
 
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The host has nothing to do until the devices are done."""
+        begin = time.perf_counter()
+        yield
+        self._blocked += time.perf_counter() - begin
+
     def read(self, rows: int, length: int) -> dict[str, float]:
         """Seconds since the last reading, tokens per second, the share of the time that went by
-        waiting for data, and MFU where the peak is known; of a step of `rows` x `length` tokens."""
+        waiting for data, the seconds in which the devices were not awaited, and MFU where the peak
+        is known; of a step of `rows` x `length` tokens."""
         now = time.perf_counter()
         step_time, self._time = now - self._time, now
         waited, self._waited = self._waited, 0.0
+        blocked, self._blocked = self._blocked, 0.0
         tokens = rows * length
         values = {
             "step_time": step_time,
             "tokens_per_second": tokens / step_time,
             "data_wait": waited / step_time,
+            "host_time": max(0.0, step_time - blocked),
         }
         if self._peak is not None:
             flops = self._program.config.flops_per_token(length) * tokens

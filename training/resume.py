@@ -4,12 +4,13 @@ import hashlib
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
 from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
+from parallel.peers import PeerError
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
 from training.metrics import log
 from training.step import TrainState
@@ -29,6 +30,8 @@ class Origin:
     """What belonged to the step and was interrupted: evaluation, sample."""
     lineage: tuple[dict[str, Any], ...] = ()
     """One entry per process before this one: what it was, and the step it began at."""
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Seconds by label until then."""
 
     def batch(self, step: int) -> int:
         """The number of the batch that a zero-based step takes."""
@@ -46,14 +49,22 @@ class Origin:
         return replace(self, skipped=tuple(merged))
 
 
-def describe_process(resolved_config: str, mesh: Mapping[str, int]) -> dict[str, Any]:
+def library_versions() -> dict[str, str]:
+    """Of Python and of what decides numbers and files."""
+    found = {name: version(name) for name in _LIBRARIES}
+    return {"python": platform.python_version(), **found}
+
+
+def describe_process(
+    resolved_config: str, mesh: Mapping[str, int], num_processes: int
+) -> dict[str, Any]:
     """What a checkpoint tells of the process that wrote it, as JSON values."""
     return {
         "config": resolved_config,
         "config_hash": hashlib.sha256(resolved_config.encode()).hexdigest(),
         "mesh": dict(mesh),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in _LIBRARIES},
+        "processes": num_processes,
+        "versions": library_versions(),
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -72,7 +83,30 @@ def find_origin(
     steps: of the whole run. damaged: those that were set aside before.
     Raises: ValueError when it does not fit this run, or none is whole.
     """
-    damaged = list(damaged)
+    peers = checkpoints.peers
+    found = peers.from_first(
+        "origin",
+        lambda: asdict(_search(checkpoints, config, rows, abstract_state, steps, list(damaged))),
+    )
+    if not peers.is_first:
+        checkpoints.reload()
+    return Origin(
+        step=found["step"],
+        skipped=tuple((first, last) for first, last in found["skipped"]),
+        pending=tuple(found["pending"]),
+        lineage=tuple(found["lineage"]),
+        goodput=found["goodput"],
+    )
+
+
+def _search(
+    checkpoints: Checkpoints,
+    config: CheckpointConfig,
+    rows: Rows,
+    abstract_state: TrainState,
+    steps: int,
+    damaged: list[int],
+) -> Origin:
     while (step := checkpoints.latest_step) is not None:
         try:
             record = checkpoints.record(step)
@@ -105,7 +139,8 @@ def restore_newest(
 ) -> tuple[Origin, TrainState]:
     """The state of an origin, or of the newest one before it that is what was written.
 
-    Raises: CheckpointError when none is left.
+    Raises: CheckpointError when none is left. Among several processes, PeerError after a damaged
+    one: the others may wait in the restore for ever, so all start again, from the one before.
     """
     damaged: list[int] = []
     while True:
@@ -114,6 +149,8 @@ def restore_newest(
         except CheckpointError as error:
             damaged.append(origin.step)
             leave_out(checkpoints, origin.step, error)
+            if checkpoints.peers.num_processes > 1:
+                raise PeerError(f"{error}; it was set aside, start all processes again") from error
         origin = find_again(checkpoints, rows, abstract_state, steps=steps, damaged=damaged)
 
 
@@ -136,7 +173,11 @@ def find_again(
 
 def leave_out(checkpoints: Checkpoints, step: int, error: CheckpointError) -> None:
     """Sets a damaged checkpoint aside, loudly."""
-    target = checkpoints.set_aside(step)
+    try:
+        target = checkpoints.set_aside(step)
+    except FileNotFoundError:  # another process was first
+        log.error("%s; it was set aside", error)
+        return
     newest = checkpoints.latest_step
     log.error(
         "%s; it is now %s, %s",
@@ -147,12 +188,14 @@ def leave_out(checkpoints: Checkpoints, step: int, error: CheckpointError) -> No
 
 
 def _origin(record: Mapping[str, Any], step: int) -> Origin:
-    entry = {key: record[key] for key in ("config_hash", "mesh", "versions", "began", "from_step")}
+    keys = ("config_hash", "mesh", "processes", "versions", "began", "from_step")
+    entry = {key: record[key] for key in keys if key in record}
     return Origin(
         step,
         tuple((first, last) for first, last in record["skipped"]),
         tuple(record["pending"]),
         (*record["lineage"], entry),
+        record.get("goodput", {}),
     )
 
 

@@ -200,8 +200,7 @@ def assert_is_oracle(got, expected, gradient) -> None:
     names = "load_E", "probs_E", "tokens", "z_sum", "entropy_sum"
     for name, value in zip(names, sums, strict=True):
         np.testing.assert_allclose(getattr(health, name), value, rtol=2e-6, err_msg=name)
-    got_losses = balance_loss(health), z_loss(health)
-    np.testing.assert_allclose(got_losses, expected_losses, rtol=2e-6)
+    np.testing.assert_allclose((balance_loss(health), z_loss(health)), expected_losses, rtol=2e-6)
     np.testing.assert_allclose(total, expected_total, rtol=0, atol=OBJECTIVE_BOUND)
     np.testing.assert_allclose(got_gradient, gradient, rtol=0, atol=2e-6)
     assert routing.experts_TK.dtype == np.int32 and routing.weights_TK.dtype == np.float32
@@ -365,10 +364,9 @@ def test_every_valid_token_gets_top_k_distinct_experts(name, drawn) -> None:
 def test_every_expert_takes_its_share_of_every_row_or_all_that_is_there(drawn) -> None:
     logits, bias, valid = drawn
     routing, _ = checked(CHOICE, logits, bias, valid)
-    there = valid.reshape(B, S).sum(1)
     taken = (routing.experts_TK >= 0).reshape(B, S, E).sum(1)
-    capacity = 2  # 4 tokens * 3 / 8 experts, rounded up
-    np.testing.assert_array_equal(taken, np.minimum(there, capacity)[:, None] + np.zeros((B, E)))
+    share = np.minimum(valid.reshape(B, S).sum(1), 2)  # 4 tokens * 3 / 8 experts, rounded up
+    np.testing.assert_array_equal(taken, share[:, None] + np.zeros((B, E)))
 
 
 @rule_of_every_router
@@ -387,10 +385,9 @@ def test_of_equal_tokens_the_first_are_taken() -> None:
 @pytest.mark.parametrize("value", [-1e4, 0.0, 1e4])
 @pytest.mark.parametrize("name", [*RULES, "expert_choice"])
 def test_huge_and_equal_logits_have_finite_gradients(name, value) -> None:
-    rule = RULES.get(name, CHOICE)
     equal = np.full((T, E), value, np.float32)
     for logits in (equal, equal * np.resize([1, -1], E).astype(np.float32)):
-        checked(rule, logits, BIAS, VALID)
+        checked(RULES.get(name, CHOICE), logits, BIAS, VALID)
 
 
 @pytest.mark.parametrize("shift", [20, 40, 60])

@@ -294,7 +294,7 @@ def test_replica_groups_are_counted_in_every_printed_form(groups: str, size: int
 
 
 def test_an_unknown_form_of_replica_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"r has replica_groups='<new>.*teach parallel.schedule"):
+    with pytest.raises(ValueError, match=r"r has replica_groups='<new>.*teach parallel.hlo"):
         time_of(f"%r = {MB} all-reduce(%x), replica_groups=<new>")
 
 

@@ -1,0 +1,29 @@
+# The image of a run. ACCELERATOR is tpu, cuda or cpu; EXTRAS are more of pyproject.toml: data,gcs.
+#
+#   docker build --build-arg ACCELERATOR=cpu --tag torus .
+#   docker run --rm torus --config configs/tp8.yaml
+FROM python:3.12-slim
+
+ARG ACCELERATOR=tpu
+ARG EXTRAS=""
+
+# The user writes .cache/ and runs/ here when they are not mounted.
+RUN useradd --create-home --uid 1000 torus && install --directory --owner=torus /app
+WORKDIR /app
+
+# Before the code, so that a change of it does not fetch the libraries again: the packages may be
+# empty here, since train.py imports them from its own folder.
+COPY pyproject.toml README.md ./
+RUN case "$ACCELERATOR" in \
+        cpu) extras="$EXTRAS" ;; \
+        tpu|cuda) extras="$ACCELERATOR${EXTRAS:+,$EXTRAS}" ;; \
+        *) echo "ACCELERATOR=$ACCELERATOR is none of tpu, cuda, cpu" >&2; exit 2 ;; \
+    esac \
+    && mkdir -p configs data model/attention parallel training \
+    && pip install --no-cache-dir --editable ".${extras:+[$extras]}"
+COPY . .
+
+# Logs of a pod appear line by line.
+ENV PYTHONUNBUFFERED=1
+USER torus
+ENTRYPOINT ["python", "train.py"]

