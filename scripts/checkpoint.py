@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import math
 import os
-import re
 import resource
 import shutil
 import sys
@@ -212,9 +211,10 @@ def show_step(args: argparse.Namespace) -> int:
         print(f"pending   {', '.join(record['pending'])}: the next process makes up for it")
     print("processes")
     for process in (*record["lineage"], record):
+        many = f" over {process['processes']} hosts" if process.get("processes", 1) > 1 else ""
         print(
             f"  from step {process['from_step']}, began {process['began']}, "
-            f"{mesh_text(process['mesh'])}, config {process['config_hash'][:8]}, "
+            f"{mesh_text(process['mesh'])}{many}, config {process['config_hash'][:8]}, "
             f"jax {process['versions']['jax']}"
         )
     print(f"order     {record['order_hash'][:12]}")
@@ -285,7 +285,7 @@ def find_damage(checkpoints: Checkpoints, step: int, device: NamedSharding) -> l
     try:
         leaves = checkpoints.record(step)["leaves"]
     except CheckpointError as error:
-        return [_short(error)]
+        return [str(error)]
     found, done, total = [], 0, sum(map(bytes_of, leaves.values()))
     with Status("", console=Console(stderr=True)) as status:
         for name, leaf in leaves.items():
@@ -293,15 +293,10 @@ def find_damage(checkpoints: Checkpoints, step: int, device: NamedSharding) -> l
             try:
                 checkpoints.read(step, name, device)
             except CheckpointError as error:
-                line = _short(error).removeprefix(f"checkpoint {step}").lstrip(": ")
+                line = str(error).removeprefix(f"checkpoint {step}").lstrip(": ")
                 found.append(line if line.startswith(name) else f"{name}: {line}")
             done += bytes_of(leaf)
     return found
-
-
-def _short(error: Exception) -> str:
-    """Without what tensorstore tells of itself."""
-    return re.sub(r" \[(source locations|tensorstore_spec).*", "", str(error))
 
 
 def _is_gone(folder: Path) -> bool:
@@ -490,7 +485,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return args.run_command(args)
     except (CheckpointError, ValueError, OSError) as error:
-        print(f"error: {_short(error)}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return EXIT_DAMAGED if isinstance(error, CheckpointError) else EXIT_BAD_INPUT
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -117,7 +118,7 @@ class Checkpoints:
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory, self.config, self._read_only = Path(directory), config, read_only
         self._losses: dict[int, float] = {}
-        self._saver = self._open()
+        self._saver = self._open_read_only() if read_only else self._open()
         if config.keep_best:
             for step in self.steps:
                 with contextlib.suppress(CheckpointError):  # told when it is to be restored
@@ -138,6 +139,15 @@ class Checkpoints:
             cleanup_tmp_directories=not self._read_only,
             preservation_policy=policies.AnyPreservationPolicy(kept),
         )
+
+    def _open_read_only(self) -> Any:
+        """As `_open`: a checkpoint that its run removes meanwhile is there when orbax lists them,
+        and gone when it looks inside."""
+        for _ in range(9):
+            with contextlib.suppress(FileNotFoundError):
+                return self._open()
+            time.sleep(0.01)
+        return self._open()
 
     @property
     def steps(self) -> list[int]:
@@ -196,7 +206,7 @@ class Checkpoints:
         return time.perf_counter() - begin
 
     def _remember(self, step: int, metrics: dict[str, float]) -> None:
-        if "eval_loss" in metrics:
+        if math.isfinite(metrics.get("eval_loss", math.nan)):
             self._losses[step] = metrics["eval_loss"]
 
     def is_owed(self, step: int) -> bool:
