@@ -1,12 +1,11 @@
 """Trains with several processes on this machine: the code path of a pod, over the loopback.
 
 `python scripts/launch_local.py --processes 2 --devices-per-process 4 -- --config configs/tp8.yaml`
-starts `train.py` that often, in the repository root, with what follows `--`. Process 0 has the
-console; lines of the others come to stderr behind `[1] `. SIGTERM or Ctrl-C stops all of them, a
-second one kills them, SIGUSR1 goes to process 0. When one fails the rest have `--peer-grace`
-seconds to end by themselves. Exit codes: 0 all are done, 75 all were stopped and can resume, else
-that of the process that failed first: 128 + number after a signal, 1 if the launcher had to kill.
-It imports no jax, and starts at once.
+starts `train.py` that often, with what follows `--`. Process 0 has the console; lines of the others
+come to stderr behind `[1] `. SIGTERM or Ctrl-C stops all of them, a second one kills them, SIGUSR1
+goes to process 0. When one fails the rest have `--peer-grace` seconds to end by themselves. Exit
+codes: 0 all are done, 75 all were stopped and can resume, else that of the process that failed
+first: 128 + number after a signal, 1 if the launcher had to kill.
 """
 
 import argparse
@@ -101,7 +100,6 @@ class _Child:
             environment = {**environment, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             command,
-            cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -295,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     try:
         return launch(
-            [sys.executable, "train.py"],
+            [sys.executable, str(ROOT / "train.py")],
             arguments,
             processes=args.processes,
             devices=args.devices_per_process,

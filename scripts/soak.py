@@ -2,7 +2,8 @@
 
 Each drives processes of `train.py` on simulated devices, in a temporary folder that is deleted at
 the end, and kept and named after a failure. `kills`: SIGKILL at random moments, then every step as
-in a run that nobody disturbed. `corruptions`: damage to the newest checkpoint is noticed, or has
+in a run that nobody disturbed; of several processes mostly one is killed, and the others have to
+end by themselves. `corruptions`: damage to the newest checkpoint is noticed, or has
 no effect. `disk`: full, read-only, deleted under a run. `overhead`: what saving costs a step. The
 last line of stdout is one JSON object; the exit code is 0 if all of it is as it should be, else 1.
 """
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from soak_corruptions import serve_restores, soak_corruptions
 from soak_disk import soak_disk
 from soak_run import (
     CLOSE_BOUND,
+    DEVICES,
     MESHES,
     SoakError,
     Trainer,
@@ -42,7 +44,11 @@ from soak_run import (
     write_config,
 )
 
+from parallel.peers import EXIT_PEER
+
 PLANS = ("start", "restore", "steps", "save")
+KILL_ALL = 0.2  # of the kills of several processes
+PEER_SECONDS = 60.0  # that a process may outlive another; configuration: 30 before all have met
 
 
 def is_state_there(trainer: Trainer) -> bool:
@@ -68,6 +74,16 @@ def phase_of(trainer: Trainer) -> str:
     return "save" if is_saving(trainer) else "steps"
 
 
+def survivor_problems(trainer: Trainer, number: int, victims: Sequence[int]) -> list[str]:
+    """Of a process that lost others: its exit code, and a line that names one of them."""
+    code, said = trainer.codes[number], trainer.errors[number]
+    names = "|".join(map(str, victims))
+    if code == EXIT_PEER and re.search(rf"^error: .*(process|missing:) ({names})\b", said, re.M):
+        return []
+    told = f"process {number} outlived {names}: exit {code}: {said[-500:]}"
+    return [f"{trainer.directory.name}: {told}"]
+
+
 @dataclass
 class Kills:
     """A count of what was done, and of what was wrong."""
@@ -77,14 +93,30 @@ class Kills:
     steps: int
     rng: random.Random
     change_mesh: bool
+    processes: int
     phases: Counter[str] = field(default_factory=Counter)
+    victims: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
     # Seconds to the first line of a process, and from there to its parameters; measured on the way.
     start: float = 8.0
     restore: float = 1.0
+    # The longest time that a process took to end by itself after another was killed.
+    outlived: float = 0.0
+
+    def start_run(self, directory: Path) -> Trainer:
+        """Starts it, on any mesh and with any number of processes if they change."""
+        counts = [n for n in range(1, self.processes + 1) if not DEVICES % n]
+        mesh = self.rng.choice(MESHES) if self.change_mesh else MESHES[0]
+        return Trainer(
+            self.config,
+            directory,
+            f"training.steps={self.steps}",
+            *(f"mesh.{axis}={size}" for axis, size in mesh.items()),
+            processes=self.rng.choice(counts) if self.change_mesh else self.processes,
+        )
 
     def await_moment(self, trainer: Trainer, plan: str) -> bool:
-        """Until the process is to be killed; False if it ended before."""
+        """Until a process is to be killed; False if one ended before."""
         rng, begin = self.rng, time.monotonic()
         if plan == "start":
             return trainer.sleep(rng.uniform(0, 1.2 * self.start))
@@ -106,16 +138,27 @@ class Kills:
             return trainer.until(lambda: is_saving(trainer)) and trainer.sleep(rng.uniform(0, 0.15))
         return trainer.sleep(rng.uniform(0, 0.02))
 
+    def kill(self, trainer: Trainer) -> str:
+        """Kills one process or all; those that are left must end soon, and name it. Who it was."""
+        everyone = range(len(trainer.processes))
+        one = [self.rng.choice(everyone)]
+        victims = everyone if self.rng.random() < KILL_ALL else one
+        begin = time.monotonic()
+        trainer.kill(*victims)
+        trainer.finish(PEER_SECONDS)
+        self.outlived = max(self.outlived, time.monotonic() - begin)
+        who = f"{' and '.join(map(str, victims))} of {len(everyone)}"
+        self.victims[who] += 1
+        for number in set(everyone) - set(victims):
+            self.mismatches += survivor_problems(trainer, number, victims)
+        return who
+
     def one_run(self, directory: Path) -> None:
         """Starts a run again and again, until it ends."""
         is_over = False
         while not is_over:
-            mesh = self.rng.choice(MESHES) if self.change_mesh else MESHES[0]
             plan = self.rng.choice(PLANS) if self.phases.total() < self.times else None
-            overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
-            with Trainer(
-                self.config, directory, f"training.steps={self.steps}", *overrides
-            ) as trainer:
+            with self.start_run(directory) as trainer:
                 is_over = plan is None or not self.await_moment(trainer, plan)
                 if is_over:
                     code = trainer.finish()
@@ -124,20 +167,21 @@ class Kills:
                             f"{directory.name}: exit {code}: {trainer.err[-500:]}"
                         )
                     continue
-                trainer.kill()
+                victims = self.kill(trainer)
             phase = phase_of(trainer)
             self.phases[phase] += 1
             tell(
-                f"kill {self.phases.total()}/{self.times}: {directory.name}, {phase} "
-                f"(planned: {plan}), at step {trainer.step}"
+                f"kill {self.phases.total()}/{self.times}: {directory.name}, process {victims}, "
+                f"{phase} (planned: {plan}), at step {trainer.step}"
             )
 
 
 def soak_kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Kills, restarts, and compares with a run that nobody disturbed."""
     config, reference = write_config(folder), folder / "undisturbed"
-    run_undisturbed(config, reference, f"training.steps={args.steps}")
-    kills = Kills(config, args.times, args.steps, random.Random(args.seed), args.change_mesh)
+    run_undisturbed(config, reference, f"training.steps={args.steps}", processes=args.processes)
+    rng = random.Random(args.seed)
+    kills = Kills(config, args.times, args.steps, rng, args.change_mesh, args.processes)
     bound, greatest, runs = CLOSE_BOUND if args.change_mesh else 0.0, 0.0, 0
     while kills.phases.total() < args.times:
         runs += 1
@@ -155,6 +199,8 @@ def soak_kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "ok": not kills.mismatches,
         "kills": kills.phases.total(),
         "by_phase": dict(kills.phases),
+        "by_victim": dict(kills.victims),
+        "longest_outlived": kills.outlived,
         "runs": runs,
         "restarts": kills.phases.total(),
         "bound": bound,
@@ -214,7 +260,14 @@ def main(argv: list[str] | None = None) -> int:
     kills = commands.add_parser("kills", help="SIGKILL at random moments")
     kills.add_argument("--times", type=int, default=100)
     kills.add_argument("--steps", type=int, default=300)
-    kills.add_argument("--change-mesh", action="store_true", help="another mesh at each restart")
+    kills.add_argument(
+        "--processes", type=int, choices=(1, 2, 4), default=1, help="that share the devices"
+    )
+    kills.add_argument(
+        "--change-mesh",
+        action="store_true",
+        help="another mesh, and another number of processes up to that, at each restart",
+    )
     corruptions = commands.add_parser("corruptions", help="damage to the newest checkpoint")
     corruptions.add_argument("--times", type=int, default=200)
     commands.add_parser("disk", help="full, read-only, deleted")

@@ -124,8 +124,7 @@ def no_room(
 def report(trainer: Trainer, problems: list[str], since: int = 0) -> dict[str, Any]:
     """What a scenario came to. since: characters of stdout before it was disturbed."""
     said = unusual(trainer, since) + trainer.err.splitlines()
-    code = trainer.process.returncode
-    return {"ok": not problems, "exit": code, "said": said[:4], "problems": problems}
+    return {"ok": not problems, "exit": trainer.codes[0], "said": said[:4], "problems": problems}
 
 
 def unusual(trainer: Trainer, since: int) -> list[str]:
@@ -139,7 +138,7 @@ def file_limit(config: Path) -> dict[str, Any]:
 
     def limit(trainer: Trainer, size: int) -> None:
         number = resource.RLIMIT_FSIZE
-        resource.prlimit(trainer.process.pid, number, (size, resource.RLIM_INFINITY))
+        resource.prlimit(trainer.processes[0].pid, number, (size, resource.RLIM_INFINITY))
 
     return no_room(
         config,

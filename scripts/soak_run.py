@@ -4,12 +4,13 @@ import contextlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ EXACT = ("loss", "grad_norm", "learning_rate", "loss_z", "grad_z", "skipped_step
 CLOSE = ("loss", "eval_loss")
 # Of losses on different meshes, relative: sixteen roundings of float32.
 CLOSE_BOUND = 16 * 2.0**-24
+DEVICES = 4
 MESHES = [
     {"dp": 2, "fsdp": 1, "tp": 2},
     {"dp": 4, "fsdp": 1, "tp": 1},
@@ -59,6 +61,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
         "optimizer": {"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-3},
         "training": {"steps": 300, "eval_every": 50, "eval_batches": 2, "sample_tokens": 0},
         "checkpoint": {"every": 20},
+        "cluster": {"start_timeout": 30},
     }
     for name, value in changes.items():
         section, _, key = name.partition("__")
@@ -78,18 +81,43 @@ def read_metrics(directory: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-class Trainer:
-    """A process of train.py, and what it tells."""
+def free_port() -> int:
+    """A port of the loopback that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
-    def __init__(self, config: Path, directory: Path, *overrides: str):
+
+class Trainer:
+    """train.py in one process, or in several that share the devices, and what it tells."""
+
+    def __init__(self, config: Path, directory: Path, *overrides: str, processes: int = 1):
         self.directory = directory
         self._folder = Path(tempfile.mkdtemp(prefix=f"{directory.name}-", dir=config.parent))
         arguments = ["--config", str(config), f"run.dir={directory}", *overrides]
-        with open(self._folder / "out", "w") as out, open(self._folder / "err", "w") as err:
-            self.process = subprocess.Popen(
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        identities: list[list[str]] = [[]]
+        if processes > 1:
+            environment["JAX_NUM_CPU_DEVICES"] = str(DEVICES // processes)
+            arguments += ["--coordinator", f"127.0.0.1:{free_port()}"]
+            arguments += ["--num-processes", str(processes)]
+            identities = [["--process-id", str(number)] for number in range(processes)]
+        self.processes = [
+            self._start(number, [*arguments, *identity], environment)
+            for number, identity in enumerate(identities)
+        ]
+
+    def _start(
+        self, number: int, arguments: list[str], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        with (
+            open(self._folder / f"out.{number}", "w") as out,
+            open(self._folder / f"err.{number}", "w") as err,
+        ):
+            return subprocess.Popen(
                 [sys.executable, "train.py", *arguments],
                 cwd=ROOT,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -97,13 +125,18 @@ class Trainer:
 
     @property
     def out(self) -> str:
-        """What it wrote to stdout so far."""
-        return (self._folder / "out").read_text()
+        """What process 0, which talks for all, wrote to stdout so far."""
+        return (self._folder / "out.0").read_text()
+
+    @property
+    def errors(self) -> list[str]:
+        """What each process wrote to stderr so far."""
+        return [(self._folder / f"err.{n}").read_text() for n in range(len(self.processes))]
 
     @property
     def err(self) -> str:
-        """What it wrote to stderr so far."""
-        return (self._folder / "err").read_text()
+        """What all of them wrote to stderr so far."""
+        return "".join(self.errors)
 
     @property
     def step(self) -> int:
@@ -118,31 +151,47 @@ class Trainer:
         return int(found[-1]) if found else 0
 
     def until(self, condition: Callable[[], bool], seconds: float = SECONDS) -> bool:
-        """Waits for it; False if the process ended before. Raises: SoakError if it hangs."""
+        """Waits for it; False if a process ended before. Raises: SoakError if it hangs."""
         limit = time.monotonic() + seconds
         while not condition():
-            if self.process.poll() is not None:
+            if self._has_ended(any):
                 return False
-            if time.monotonic() > limit:
-                self.kill()
-                raise SoakError(f"nothing happened for {seconds:.0f} s; {self._folder}")
-            time.sleep(0.002)
-        return self.process.poll() is None
+            self._check_time(limit, seconds)
+        return not self._has_ended(any)
 
     def sleep(self, seconds: float) -> bool:
-        """False if the process ended meanwhile."""
+        """False if a process ended meanwhile."""
         end = time.monotonic() + seconds
         return self.until(lambda: time.monotonic() >= end)
 
-    def kill(self) -> None:
-        """SIGKILL, and the end of it."""
-        self.process.kill()
-        self.process.wait()
+    def kill(self, *numbers: int) -> None:
+        """SIGKILL of these processes, or of all, and their end."""
+        killed = [self.processes[n] for n in numbers or range(len(self.processes))]
+        for process in killed:
+            process.kill()
+        for process in killed:
+            process.wait()
 
     def finish(self, seconds: float = SECONDS) -> int:
-        """Waits for its exit code."""
-        self.until(lambda: False, seconds)
-        return self.process.wait()
+        """Waits for the end of all: 0, or the first other exit code. Raises: SoakError."""
+        limit = time.monotonic() + seconds
+        while not self._has_ended(all):
+            self._check_time(limit, seconds)
+        return next((code for code in self.codes if code), 0)
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The exit codes of the processes that have ended."""
+        return [process.poll() for process in self.processes]
+
+    def _has_ended(self, quantifier: Callable[[Iterable[bool]], bool]) -> bool:
+        return quantifier(code is not None for code in self.codes)
+
+    def _check_time(self, limit: float, seconds: float) -> None:
+        if time.monotonic() > limit:
+            self.kill()
+            raise SoakError(f"nothing happened for {seconds:.0f} s; {self._folder}")
+        time.sleep(0.002)
 
     def __enter__(self) -> "Trainer":
         return self
@@ -152,10 +201,10 @@ class Trainer:
 
 
 def run_undisturbed(
-    config: Path, directory: Path, *overrides: str, seconds: float = SECONDS
+    config: Path, directory: Path, *overrides: str, processes: int = 1, seconds: float = SECONDS
 ) -> None:
     """A whole run. Raises: SoakError if it fails."""
-    with Trainer(config, directory, *overrides) as trainer:
+    with Trainer(config, directory, *overrides, processes=processes) as trainer:
         if trainer.finish(seconds):
             raise SoakError(f"an undisturbed run failed: {trainer.err[-2000:]}")
 

@@ -142,7 +142,7 @@ note(str(index), json.dumps([sys.argv[1:-1], environment, os.getcwd(), leads]))
             *("--config", "a b.yaml", "x=[1, 2]"),
         ]
         assert environment == ["cpu", "4"]
-        assert Path(folder) == ROOT
+        assert Path(folder) == Path.cwd()
         assert leads_session
     assert len(ports) == 1
 
@@ -439,7 +439,7 @@ def test_what_follows_the_dashes_goes_to_train_py_untouched(monkeypatch):
     given = ["--processes", "2", "--devices-per-process", "4", "--restarts", "5", "--grace", "7"]
     assert launch_local.main([*given, "--", *rest]) == 76
     options = {"processes": 2, "devices": 4, "restarts": 5, "grace": 7.0, "peer_grace": 60.0}
-    assert calls == [(([sys.executable, "train.py"], rest), options)]
+    assert calls == [(([sys.executable, str(ROOT / "train.py")], rest), options)]
 
 
 def test_the_launcher_starts_at_once_without_jax():
