@@ -44,6 +44,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _code_hash() -> str:
     """Of the names and the text of every source file."""
     digest = hashlib.sha256()
-    for path in sorted(path for room in _ROOMS for path in (_ROOT / room).rglob("*.py")):
+    files = [*_ROOT.glob("train.py"), *(p for room in _ROOMS for p in (_ROOT / room).rglob("*.py"))]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -11,7 +11,7 @@ import jax
 from jax._src import clusters
 from jax.experimental import multihost_utils
 
-from parallel.peers import EXIT_DISAGREE, ClusterConfig, PeerError, Peers
+from parallel.peers import ClusterConfig, Peers
 
 MAX_SKEW = 30.0
 """Seconds by which clocks may differ: logs and lineages are read side by side."""
@@ -66,6 +66,7 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
     num_devices: of the whole mesh; without accelerators each process simulates its share.
     Raises: PeerError with who is missing; ValueError.
     """
+    _check(cluster)
     if num_devices % cluster.num_processes:
         raise ValueError(
             f"mesh.* multiplies to {num_devices} devices, which {cluster.num_processes} processes "
@@ -74,6 +75,10 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
     peers = Peers(cluster.num_processes, cluster.process_id, config)
     facts = {"port": _free_port()} if peers.is_first else {}
     port = peers.join(cluster.coordinator, facts)[0]["port"]
+    ahead = {n: skew for n, skew in enumerate(peers.skews) if abs(skew) > MAX_SKEW}
+    if ahead:
+        told = ", ".join(f"process {n} on {peers.hosts[n]} by {s:.0f} s" for n, s in ahead.items())
+        peers.disagree(f"clocks differ from that of process 0: {told}; set them (NTP)")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", num_devices // cluster.num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -88,13 +93,22 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
         shutdown_timeout_seconds=config.peer_timeout,
         cluster_detection_method="deactivate",
     )
-    ahead = {n: skew for n, skew in enumerate(peers.skews) if abs(skew) > MAX_SKEW}
-    if ahead:
-        told = ", ".join(f"process {n} on {peers.hosts[n]} by {s:.0f} s" for n, s in ahead.items())
-        raise PeerError(
-            f"clocks differ from that of process 0: {told}; set them (NTP)", EXIT_DISAGREE
-        )
     return peers
+
+
+def _check(cluster: Cluster) -> None:
+    """The laws of what the command line may say."""
+    count, number = cluster.num_processes, cluster.process_id
+    _, colon, port = cluster.coordinator.rpartition(":")
+    if not (colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(f"--coordinator={cluster.coordinator} is not HOST:PORT; name the port")
+    if count < 1:
+        raise ValueError(f"--num-processes={count} is none; give 1 or more")
+    if not 0 <= number < count:
+        raise ValueError(
+            f"--process-id={number} is none of --num-processes={count}; they begin at 0, give 0 "
+            f"to {count - 1}"
+        )
 
 
 def _free_port() -> int:
@@ -114,7 +128,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.save = False
-        self._interrupted = False
+        self._interrupted = self._is_agreed = False
 
     def install(self) -> "StopRequest":
         """Takes over SIGTERM, SIGINT and SIGUSR1 of this process."""
@@ -125,8 +139,13 @@ class StopRequest:
 
     def agree(self, step: int) -> None:
         """Called once per step by every process: from some step on all of them know of a signal."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.signal = signal.SIGTERM
+        if not jax.distributed.is_initialized():
+            return
+        if self.signal is not None and not self._is_agreed:  # it came before jax listened
+            self.signal = None
+            os.kill(os.getpid(), signal.SIGTERM)
+        if multihost_utils.reached_preemption_sync_point(step):
+            self.signal, self._is_agreed = signal.SIGTERM, True
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = True

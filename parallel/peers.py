@@ -105,7 +105,7 @@ class Peers:
         host, _, port = address.rpartition(":")
         deadline = time.monotonic() + self._config.start_timeout
         hello = {"hello": self.process_id, "of": self.num_processes, "host": self.hosts[0]}
-        hello |= {"clock": time.time(), "facts": facts or {}}
+        hello["facts"] = facts or {}
         serve = self._listen if self.is_first else self._call
         welcome = serve(host, int(port), hello, deadline)
         self.hosts = [entry["host"] for entry in welcome]
@@ -158,23 +158,36 @@ class Peers:
                     if value != usual
                     for n in numbers
                 )
-                raise PeerError(
+                self.disagree(
                     f"{topic}: {key}: {odd}, where {_count(said[usual])} {usual}; "
-                    "give all processes the same",
-                    EXIT_DISAGREE,
+                    "give all processes the same"
                 )
 
+    def disagree(self, reason: str) -> None:
+        """What all of them find: it ends all, with the same code whoever is first.
+
+        Raises: PeerError.
+        """
+        self.leave(EXIT_DISAGREE, reason)
+        raise PeerError(reason, EXIT_DISAGREE)
+
     def leave(self, code: int, reason: str = "") -> None:
-        """The end of this process; if it is not the end that all come to, it ends the others."""
+        """The end of this process; if it is not the end that all come to, it ends the others.
+
+        Does nothing the second time.
+        """
         if self._thread is None:
             return
         if reason:
+            # A collective fails when a process is lost: the watch, which knows whom, goes first.
+            self._thread.join(_TICK)
             who = f"process {self.process_id} on {self.hosts[self.process_id]}"
             self._broadcast({"end": f"{who} ended: {reason}", "code": code})
         else:
             self.gather(_LEAVE, code)
         self._closing = True
         self._thread.join()
+        self._thread = None
         for peer in self._peers.values():
             if peer.connection is not None:
                 peer.connection.close()
@@ -191,14 +204,13 @@ class Peers:
             raise PeerError(f"port {port} cannot be opened: {error.strerror}") from error
         with listener:
             while len(came) < self.num_processes:
-                listener.settimeout(max(0.0, deadline - time.monotonic()))
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
                     connection, _ = listener.accept()
                 except TimeoutError:
                     break
                 try:
-                    connection.settimeout(5 * _TICK)
-                    entry = json.loads(_read_line(connection))
+                    entry = json.loads(_read_line(connection, time.monotonic() + _TICK))
                     number, skew = entry["hello"], entry["clock"] - time.time()
                 except (OSError, ValueError, KeyError, TypeError):
                     connection.close()  # not one of ours
@@ -240,20 +252,23 @@ class Peers:
         deadline += 5 * _TICK
         problem = "no answer"
         while (left := deadline - time.monotonic()) > 0:
-            try:
-                connection = socket.create_connection((host, port), timeout=left)
-                connection.settimeout(left)
-                connection.sendall(_line(hello))
-                reply = json.loads(_read_line(connection))
-            except (OSError, ValueError) as error:
-                problem = str(error) or type(error).__name__
-                time.sleep(0.1)
-                continue
-            if "end" in reply:
-                raise PeerError(reply["end"], reply["code"])
+            with contextlib.ExitStack() as stack:
+                try:
+                    connection = socket.create_connection((host, port), timeout=left)
+                    stack.enter_context(connection)
+                    connection.sendall(_line({**hello, "clock": time.time()}))
+                    reply = json.loads(_read_line(connection, deadline))
+                    if "end" in reply:
+                        raise PeerError(reply["end"], reply["code"])
+                    welcome = reply["welcome"]
+                except (OSError, ValueError, KeyError, TypeError) as error:  # not process 0 yet
+                    problem = str(error) or type(error).__name__
+                    time.sleep(0.1)
+                    continue
+                stack.pop_all()
             _settle(connection)
-            self._peers[0] = _Peer(reply["welcome"][0]["host"], connection, heard=time.monotonic())
-            return reply["welcome"]
+            self._peers[0] = _Peer(welcome[0]["host"], connection, heard=time.monotonic())
+            return welcome
         raise PeerError(
             f"process 0 at {host}:{port} did not come within {self._config.start_timeout} s: "
             f"{problem}; look at its log, or check the address"
@@ -389,10 +404,16 @@ def _line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    """The first line, and nothing after it. Raises: ValueError if the connection ends before."""
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    """The first line, and nothing after it.
+
+    Raises: ValueError if the connection ends before, TimeoutError.
+    """
     line = b""
     while not line.endswith(b"\n"):
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
         byte = connection.recv(1)
         if not byte:
             raise ValueError("the connection closed")

@@ -373,6 +373,16 @@ class Checkpoints:
         self.finish()
         self._saver.close()
 
+    def on_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Closes it at the end of a context. After an error the other processes may not come here:
+        nobody is asked how their part of a save went."""
+        if kind is not None and self._pending is not None and self.peers.num_processes > 1:
+            (step, result), self._pending = self._pending, None
+            with contextlib.suppress(Exception):
+                result()
+                log.info("saved step %d", step)
+        self.close()
+
 
 def _raise(error: Exception) -> None:
     raise error

@@ -22,7 +22,8 @@ class Hosts:
 
     def add(self, step_time: float, host_time: float) -> None:
         """A step of this process: its seconds, and those in which its devices were not awaited."""
-        self._times.append((step_time, host_time))
+        if self._peers.num_processes > 1:
+            self._times.append((step_time, host_time))
 
     def exchange(self, step: int, asked: bool) -> tuple[bool, dict[str, float]]:
         """Called after every step, by all. asked: this process wants a save.

@@ -130,10 +130,9 @@ def open_run(
         display = stack.enter_context(Display(training.steps, training.log_every, silent=silent))
         log_file = "log.txt" if is_first else f"log.{peers.process_id}.txt"
         stack.enter_context(logging_to(directory / log_file, display.console, silent=silent))
+        checkpoints = Checkpoints(directory / "checkpoints", checkpoint, peers=peers)
         # However a run ends, a save that has begun is brought to its end.
-        checkpoints = stack.enter_context(
-            contextlib.closing(Checkpoints(directory / "checkpoints", checkpoint, peers=peers))
-        )
+        stack.push(checkpoints.on_exit)
         origin = find_origin(
             checkpoints, checkpoint, rows, program.abstract_state, steps=training.steps
         )

@@ -123,6 +123,80 @@ def test_a_hiccup_does_not_count_and_what_every_turn_has_does():
     assert soak.usual_seconds(turns) == 5.0
 
 
+LOST = "error: process 1 on here is gone: its connection closed; start all processes again\n"
+MISSING = "error: 1 of 2 processes came within 30 s: 0 (here); missing: 1; look at their logs\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "is_fine"),
+    [
+        (76, LOST, True),
+        (76, MISSING, True),
+        (76, f"a warning before it\n{LOST}", True),
+        (1, LOST, False),
+        (0, "", False),
+        (-6, LOST, False),
+        (76, "", False),
+        (76, LOST.replace("process 1", "process 10"), False),
+        (76, LOST.replace("process 1", "process 0"), False),
+        (76, LOST.removeprefix("error: "), False),
+    ],
+)
+def test_who_outlives_a_killed_process_ends_with_76_and_names_it(code, said, is_fine):
+    trainer = SimpleNamespace(codes=[code, -9], errors=[said, ""], directory=Path("run"))
+    problems = soak.survivor_problems(trainer, 0, [1])
+    assert not problems if is_fine else f"process 0 outlived 1: exit {code}" in problems[0]
+
+
+@pytest.fixture
+def trainer_of(tmp_path, monkeypatch):
+    """Two processes of a train.py of these lines, which know their `number`."""
+
+    def start(lines: str) -> soak_run.Trainer:
+        first = "import sys, time; number = int(sys.argv[sys.argv.index('--process-id') + 1])\n"
+        (tmp_path / "train.py").write_text(first + lines)
+        monkeypatch.setattr(soak_run, "ROOT", tmp_path)
+        return soak_run.Trainer(tmp_path / "soak.yaml", tmp_path / "run", processes=2)
+
+    return start
+
+
+def test_several_processes_have_ended_with_the_last_and_well_if_all_did(trainer_of, tmp_path):
+    wait = "import os\nwhile number and not os.path.exists('go'): time.sleep(0.01)\n"
+    with trainer_of(f"{wait}print(number, file=sys.stderr); sys.exit(number)") as trainer:
+        assert trainer.sleep(60) is False  # one is enough
+        assert trainer.codes == [0, None]
+        (tmp_path / "go").touch()
+        assert trainer.finish() == 1
+        assert trainer.errors == ["0\n", "1\n"] and trainer.err == "0\n1\n"
+
+
+def test_a_process_that_outlives_a_killed_one_for_too_long_ends_the_soak(trainer_of, monkeypatch):
+    kills = soak.Kills(Path(), 1, 9, random.Random(0), change_mesh=False, processes=2)
+    monkeypatch.setattr(soak, "KILL_ALL", 0.0)
+    monkeypatch.setattr(soak, "PEER_SECONDS", 0.2)
+    with trainer_of("time.sleep(60)") as trainer:
+        with pytest.raises(soak_run.SoakError, match=r"for 0 s"):
+            kills.kill(trainer)
+        assert trainer.codes == [-9, -9]  # nothing stays
+
+
+@pytest.mark.parametrize(
+    ("share", "victims"), [(0.0, {"0 of 2", "1 of 2"}), (1.0, {"0 and 1 of 2"})]
+)
+def test_either_process_is_killed_or_both(trainer_of, monkeypatch, share, victims):
+    kills = soak.Kills(Path(), 1, 9, random.Random(0), change_mesh=False, processes=2)
+    monkeypatch.setattr(soak, "KILL_ALL", share)
+    while set(kills.victims) != victims:
+        assert kills.victims.total() < 9
+        # Its end must not depend on the other: it waits for nobody.
+        with trainer_of(
+            "time.sleep(0.2); sys.exit(f'error: process {1 - number} is gone')"
+        ) as trainer:
+            kills.kill(trainer)
+    assert len(kills.mismatches) == (0 if share else kills.victims.total())  # 1, not 76
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, Path]:
     """The configuration and the directory of a run with three checkpoints."""
@@ -183,7 +257,7 @@ def test_damage_that_restoring_does_not_notice_is_silently_wrong(run, tmp_path, 
 def test_an_altered_loss_is_a_mismatch_of_a_killed_run(run, tmp_path, monkeypatch):
     _, undisturbed = run
 
-    def copy(config, directory, *overrides):
+    def copy(config, directory, *overrides, processes=1):
         shutil.copytree(undisturbed, directory)
 
     def altered(self, directory):
@@ -196,7 +270,7 @@ def test_an_altered_loss_is_a_mismatch_of_a_killed_run(run, tmp_path, monkeypatc
 
     monkeypatch.setattr(soak, "run_undisturbed", copy)
     monkeypatch.setattr(soak.Kills, "one_run", altered)
-    args = SimpleNamespace(times=1, steps=30, seed=0, change_mesh=False)
+    args = SimpleNamespace(times=1, steps=30, seed=0, change_mesh=False, processes=1)
     result = soak.soak_kills(tmp_path, args)
     assert not result["ok"] and len(result["mismatches"]) == 1
     assert "run-1: step 17: loss" in result["mismatches"][0]
@@ -219,6 +293,14 @@ def run_soak(*arguments: str) -> dict:
 def test_a_run_that_is_killed_three_times_is_as_if_nothing_had_happened():
     result = run_soak("kills", "--times", "3", "--steps", "120")
     assert result["kills"] == 3 and result["greatest_difference"] == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [(), ("--change-mesh",)])
+def test_two_processes_of_which_one_is_killed_go_on_as_if_nothing_had_happened(changes):
+    result = run_soak("kills", "--times", "3", "--steps", "80", "--processes", "2", *changes)
+    assert result["kills"] == 3 and sum(result["by_victim"].values()) == 3
+    assert bool(changes) or result["greatest_difference"] == 0.0
 
 
 @pytest.mark.slow
