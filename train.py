@@ -32,7 +32,7 @@ from model.moe import choose_experts
 from model.sampling import SamplingConfig
 from parallel.choice import Choice
 from parallel.distributed import Cluster, StopRequest, find_cluster, is_cluster, start
-from parallel.peers import PeerError, Peers
+from parallel.peers import EXIT_PEER, PeerError, Peers
 from parallel.sharding_table import render, summary
 from training.checkpoint import CheckpointError
 from training.loop import EXIT_RESUMABLE, TrainingError, open_run
@@ -109,11 +109,12 @@ def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Ca
             training=config.training,
             checkpoint=config.checkpoint,
             resolved_config=dump_config(config),
-            announce=announce,
             stop=stop,
             peers=peers,
         ) as session,
     ):
+        for line in announce:
+            log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
         yield lambda: session.train(sample)
 
@@ -192,13 +193,15 @@ def train(config: Config, args: argparse.Namespace) -> int:
         if peers.num_processes == 1:
             raise
         traceback.print_exc()
-        # The others would wait for this process.
-        peers.leave(EXIT_FAILED, f"{type(error).__name__}: {error}".partition("\n")[0])
-        return EXIT_FAILED
+        # The others would wait. What the runtime throws may be the loss of another.
+        is_lost = isinstance(error, jax.errors.JaxRuntimeError)
+        code = EXIT_PEER if is_lost and "RESOURCE_EXHAUSTED" not in str(error) else EXIT_FAILED
+        peers.leave(code, f"{type(error).__name__}: {error}".partition("\n")[0])
+        return code
 
 
 def _end(peers: Peers, code: int, error: Exception) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    sys.stderr.write(f"error: {error}\n")  # at once: other processes may write there too
     peers.leave(code, str(error))
     return code
 

@@ -1,6 +1,7 @@
 """What all processes of a run must have in common, as flat facts that are told to each other."""
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from data.pipeline import Rows
 from training.resume import library_versions
 
 _ROOT = Path(__file__).resolve().parent.parent
+# What decides how a program is compiled.
+_ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 _ROOMS = ("configs", "data", "model", "parallel", "training")
 
 
@@ -18,6 +21,7 @@ def describe_program(config: Config) -> dict[str, Any]:
     """Code, libraries and every value of the configuration; no jax backend is started."""
     return {
         "code": _code_hash(),
+        **{name: os.environ.get(name, "") for name in _ENVIRONMENT},
         **{f"version of {name}": version for name, version in library_versions().items()},
         **flatten(config.model_dump(mode="json")),
     }
@@ -26,19 +30,19 @@ def describe_program(config: Config) -> dict[str, Any]:
 def describe_machine(rows: Rows, devices: list[jax.Device]) -> dict[str, Any]:
     """Its devices, and what the text comes to."""
     return {
+        "runtime": devices[0].client.platform_version,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         **{f"text of source {source.name}": source.store.digest for source in rows.sources},
         "order of the data": rows.order_hash(0),
     }
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted path."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        found |= flatten(value, f"{path}.") if isinstance(value, dict) else {path: value}
-    return found
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A tree of values by dotted keys."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.removesuffix("."): tree}
+    parts = (flatten(value, f"{prefix}{key}.") for key, value in tree.items())
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _code_hash() -> str:

@@ -83,7 +83,7 @@ def load_library(module: str, extra: str = "data") -> ModuleType:
     except ImportError as error:
         raise DataError(
             f"this data needs the library {module.split('.')[0]} ({error}); "
-            f"pip install 'torus[{extra}]'"
+            f'pip install -e ".[{extra}]"'
         ) from error
 
 
@@ -182,7 +182,7 @@ def _open_system(path: str) -> tuple[Any, str]:
         return url_to_fs(path)
     except ImportError as error:
         extra = _EXTRAS.get(path.split("://")[0])
-        remedy = f"pip install 'torus[{extra}]'" if extra else "install it"
+        remedy = f'pip install -e ".[{extra}]"' if extra else "install it"
         raise DataError(f"{path} needs a library ({error}); {remedy}") from error
     except OSError:
         raise

@@ -146,6 +146,8 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)
         if multihost_utils.reached_preemption_sync_point(step):
             self.signal, self._is_agreed = signal.SIGTERM, True
+            self._interrupted = True
+            signal.signal(signal.SIGTERM, self._on_signal)  # no longer jax's: the next one ends it
 
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = True

@@ -80,7 +80,7 @@ class Peers:
         """Host name of every process."""
         self.skews: list[float] = [0.0]
         """By how many seconds the clock of each is ahead of that of process 0."""
-        self._config = config or ClusterConfig()
+        self.config = config or ClusterConfig()
         self._end = end or _exit
         self._peers: dict[int, _Peer] = {}
         self._posts: dict[str, dict[int, Any]] = {}
@@ -103,7 +103,7 @@ class Peers:
         facts: told to all; returns those of every process. Raises: PeerError with who is missing.
         """
         host, _, port = address.rpartition(":")
-        deadline = time.monotonic() + self._config.start_timeout
+        deadline = time.monotonic() + self.config.start_timeout
         hello = {"hello": self.process_id, "of": self.num_processes, "host": self.hosts[0]}
         hello["facts"] = facts or {}
         serve = self._listen if self.is_first else self._call
@@ -188,6 +188,9 @@ class Peers:
         self._closing = True
         self._thread.join()
         self._thread = None
+        self._close()
+
+    def _close(self) -> None:
         for peer in self._peers.values():
             if peer.connection is not None:
                 peer.connection.close()
@@ -215,34 +218,38 @@ class Peers:
                 except (OSError, ValueError, KeyError, TypeError):
                     connection.close()  # not one of ours
                     continue
-                if entry["of"] != self.num_processes or number in came:
-                    reason = (
+                self._peers[number if number not in came else -1] = _Peer(
+                    entry["host"], connection, heard=time.monotonic()
+                )
+                if entry["of"] != self.num_processes:
+                    self._refuse(
                         f"process {number} on {entry['host']} came as one of {entry['of']}; "
-                        f"process 0 on {hello['host']} waits for {self.num_processes}"
-                        if entry["of"] != self.num_processes
-                        else f"process {number} came twice: from {came[number]['host']} and from "
+                        f"process 0 on {hello['host']} waits for {self.num_processes}",
+                        EXIT_DISAGREE,
+                    )
+                if number in came:
+                    self._refuse(
+                        f"process {number} came twice: from {came[number]['host']} and from "
                         f"{entry['host']}; give each an id of its own"
                     )
-                    self._peers[-1] = _Peer(entry["host"], connection)
-                    self._refuse(reason)
                 came[number] = {**entry, "skew": skew}
                 _settle(connection)
-                self._peers[number] = _Peer(entry["host"], connection, heard=time.monotonic())
         if len(came) < self.num_processes:
             missing = [str(n) for n in range(self.num_processes) if n not in came]
             here = ", ".join(f"{n} ({entry['host']})" for n, entry in sorted(came.items()))
             self._refuse(
                 f"{len(came)} of {self.num_processes} processes came within "
-                f"{self._config.start_timeout} s: {here}; missing: {', '.join(missing)}; look at "
+                f"{self.config.start_timeout} s: {here}; missing: {', '.join(missing)}; look at "
                 "their logs, or raise cluster.start_timeout"
             )
         welcome = [came[n] for n in range(self.num_processes)]
         self._broadcast({"welcome": welcome})
         return welcome
 
-    def _refuse(self, reason: str) -> None:
-        self._broadcast({"end": reason, "code": EXIT_PEER})
-        raise PeerError(reason)
+    def _refuse(self, reason: str, code: int = EXIT_PEER) -> None:
+        self._broadcast({"end": reason, "code": code})
+        self._close()
+        raise PeerError(reason, code)
 
     def _call(
         self, host: str, port: int, hello: dict[str, Any], deadline: float
@@ -270,7 +277,7 @@ class Peers:
             self._peers[0] = _Peer(welcome[0]["host"], connection, heard=time.monotonic())
             return welcome
         raise PeerError(
-            f"process 0 at {host}:{port} did not come within {self._config.start_timeout} s: "
+            f"process 0 at {host}:{port} did not come within {self.config.start_timeout} s: "
             f"{problem}; look at its log, or check the address"
         )
 
@@ -345,24 +352,21 @@ class Peers:
     def _look(self, now: float) -> None:
         """Whether all are alive, and get on."""
         for number, peer in self._peers.items():
-            if now - peer.heard > self._config.peer_timeout:
-                self._lose(number, f"has been silent for {self._config.peer_timeout} s")
+            if now - peer.heard > self.config.peer_timeout:
+                self._lose(number, f"has been silent for {self.config.peer_timeout} s")
                 return
         if not self.is_first:
             return
+        limit = self.config.stall_timeout
         known = {0: _Peer(self.hosts[0], doing=self._doing[0], since=self._doing[1])} | self._peers
-        stalled = [n for n, p in known.items() if p.doing and now - p.since > self._limit]
+        stalled = [n for n, p in known.items() if p.doing and now - p.since > limit]
         if stalled:
             told = ", ".join(
                 f"process {n} on {p.host}: {p.doing or 'nothing'} for {now - p.since:.0f} s"
                 for n, p in sorted(known.items(), key=lambda item: item[1].since)
             )
-            reason = f"no step has ended for {self._limit} s (cluster.stall_timeout); {told}"
+            reason = f"nothing has got on for {limit} s (cluster.stall_timeout); {told}"
             self._finish(reason, EXIT_PEER)
-
-    @property
-    def _limit(self) -> int:
-        return self._config.stall_timeout
 
     def _lose(self, number: int, how: str) -> None:
         peer = self._peers[number]
@@ -423,8 +427,16 @@ def _read_line(connection: socket.socket, deadline: float) -> bytes:
 
 def _exit(reason: str, code: int) -> None:
     """Ends this process at once: others may wait for it in a collective that never ends."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
+    # Whoever hangs in a write to the log holds its lock: that must not keep this process.
+    teller = threading.Thread(target=_tell, args=(reason,), daemon=True)
+    teller.start()
+    teller.join(5 * _TICK)
+    os._exit(code)
+
+
+def _tell(reason: str) -> None:
+    sys.stderr.write(f"error: {reason}\n")  # at once: other processes may write there too
+    sys.stderr.flush()
     _LOG.debug("error: %s", reason)
     for handler in _LOG.handlers:
         handler.flush()
-    os._exit(code)

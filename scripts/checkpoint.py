@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import math
 import os
-import resource
 import shutil
 import sys
 import time
@@ -31,10 +30,12 @@ from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from configs.preflight import flatten
 from data.pipeline import explain_change
 from parallel.mesh import MeshConfig, build_mesh
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
 from training.directory import locked_run
+from training.metrics import peak_memory
 
 EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
 NAMED = 4  # damaged arrays of a checkpoint
@@ -211,14 +212,14 @@ def show_step(args: argparse.Namespace) -> int:
         print(f"pending   {', '.join(record['pending'])}: the next process makes up for it")
     print("processes")
     for process in (*record["lineage"], record):
-        many = f" over {process['processes']} hosts" if process.get("processes", 1) > 1 else ""
+        many = f" over {process['processes']} processes" if process.get("processes", 1) > 1 else ""
         print(
             f"  from step {process['from_step']}, began {process['began']}, "
             f"{mesh_text(process['mesh'])}{many}, config {process['config_hash'][:8]}, "
             f"jax {process['versions']['jax']}"
         )
     print(f"order     {record['order_hash'][:12]}")
-    for key, value in _flat(record["order"]).items():
+    for key, value in flatten(record["order"]).items():
         is_digest = isinstance(value, str) and len(value) == 64
         print(f"  {key}: {value[:12] if is_digest else value}")
     _show_arrays(record, args.fingerprints)
@@ -246,7 +247,7 @@ def _show_arrays(record: Mapping[str, Any], with_fingerprints: bool) -> None:
 def verify_run(args: argparse.Namespace) -> int:
     """Reads every array of every step, or of the given ones, and says what is damaged."""
     run, device = find_run(args.run), one_device()
-    memory, largest, counts = _peak_memory(), 0, Counter[str]()
+    memory, largest, counts = peak_memory(), 0, Counter[str]()
     with opened(run) as checkpoints:
         for wanted in args.steps or [None]:
             choose(checkpoints, run, wanted)
@@ -266,18 +267,13 @@ def verify_run(args: argparse.Namespace) -> int:
                 largest = max(largest, *sizes)
                 took = f"{size(sum(sizes))} in {time.perf_counter() - begin:.1f} s"
                 print(f"step {step}: whole, {len(sizes)} arrays, {took}", flush=True)
-    rose = size(_peak_memory() - memory)
+    rose = size(peak_memory() - memory)
     print(", ".join(f"{count} {what}" for what, count in counts.items()), end="; ")
-    print(f"host memory rose by {rose} at most, the largest array has {size(largest)}")
+    of = f", the largest array has {size(largest)}" if largest else ""
+    print(f"host memory rose by {rose} at most{of}")
     if set(counts) == {"gone"}:
         raise ValueError(f"{run}: every checkpoint went while it was read; verify the newest again")
     return EXIT_DAMAGED if counts["damaged"] else 0
-
-
-def _peak_memory() -> int:
-    """Bytes of host memory of this process at its peak."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def find_damage(checkpoints: Checkpoints, step: int, device: NamedSharding) -> list[str]:
@@ -315,7 +311,7 @@ def diff_steps(args: argparse.Namespace) -> int:
         before, after = a.record(step_a), b.record(step_b)
         print(f"{run_a} step {step_a} -> {run_b} step {step_b}")
         configs = [YAML(typ="safe", pure=True).load(side["config"]) for side in (before, after)]
-        _tell_changes("config", *map(_flat, configs))
+        _tell_changes("config", *map(flatten, configs))
         _tell_changes("versions", before["versions"], after["versions"])
         _tell_changes("mesh", before["mesh"], after["mesh"])
         change = explain_change(before["order"], after["order"]) or "differs"
@@ -364,13 +360,6 @@ def difference(a: jax.Array, b: jax.Array) -> tuple[float, float]:
 
 def _leaf(leaf: Sequence[Any] | None) -> str:
     return "nothing" if leaf is None else f"{'x'.join(map(str, leaf[0])) or 'scalar'} {leaf[1]}"
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree of values by dotted keys."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.removesuffix("."): tree}
-    return {key: value for k, v in tree.items() for key, value in _flat(v, f"{prefix}{k}.").items()}
 
 
 def _tell_changes(what: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -422,7 +411,8 @@ def kept_steps(records: Mapping[int, Mapping[str, Any]], args: argparse.Namespac
     kept = set(sorted(records)[-args.keep :])
     if args.keep_every is not None:
         kept |= {step for step in records if step % args.keep_every == 0}
-    losses = {s: r["metrics"]["eval_loss"] for s, r in records.items() if r["metrics"]}
+    told = {step: record["metrics"].get("eval_loss", math.nan) for step, record in records.items()}
+    losses = {step: loss for step, loss in told.items() if math.isfinite(loss)}
     return kept | set(sorted(losses, key=lambda step: losses[step])[: args.keep_best])
 
 

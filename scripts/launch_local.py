@@ -291,6 +291,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         example = "-- --config configs/tp8.yaml"
         print(f"error: no arguments for train.py; put them after --: {example}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    if args.restarts and any("resume=never" in argument for argument in arguments):
+        print(
+            "error: checkpoint.resume=never with --restarts begins anew each time", file=sys.stderr
+        )
+        return EXIT_BAD_INPUT
     try:
         return launch(
             [sys.executable, str(ROOT / "train.py")],

@@ -7,6 +7,7 @@ and can be set aside. A failed restore is never a silent start from scratch.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -31,6 +32,7 @@ from training.metrics import log
 from training.step import TrainState
 
 _ocp = v1.training
+_READ_BYTES = 2**31
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -52,11 +54,33 @@ class CheckpointError(Exception):
     """A checkpoint could not be written or read; the message says which and why, on one line."""
 
 
+class DamageError(CheckpointError):
+    """A checkpoint is not what was written."""
+
+
+def _unread(what: str, error: BaseException) -> CheckpointError:
+    """Damage, unless it is the fault of who reads: memory, rights, a storage that is away."""
+    cause = _cause(error)
+    is_here = isinstance(cause, MemoryError) or _NOT_DAMAGE.search(str(cause)) is not None
+    is_here |= isinstance(cause, OSError) and cause.errno in _NOT_DAMAGE_ERRNO
+    return (CheckpointError if is_here else DamageError)(f"{what}: {_reason(error)}")
+
+
+_NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
+_NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What lies beneath orbax's own error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def _reason(error: BaseException) -> str:
-    """The first line of what lies beneath orbax's own error."""
-    cause = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
+    """Its first line."""
+    cause = _cause(error)
     line = str(cause).strip().partition("\n")[0]
     # Its storage library adds a page of its own settings.
     line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
@@ -213,10 +237,19 @@ class Checkpoints:
         """Whether a save failed and is to be tried again at this step."""
         return self._retry_at is not None and step >= self._retry_at
 
-    def poll(self) -> None:
-        """Tells of a save that has finished or failed since; not among several processes."""
-        alone = self.peers.num_processes == 1  # the others may not be that far
-        if alone and self._pending is not None and not self._saver.is_saving_in_progress():
+    @property
+    def ended(self) -> int | None:
+        """The step whose save has finished or failed in this process, and was not told yet."""
+        if self._pending is None or self._saver.is_saving_in_progress():
+            return None
+        return self._pending[0]
+
+    def poll(self, all_ended: int | None = None) -> None:
+        """Tells of a save that has ended; among several processes when all know that it has.
+
+        all_ended: a step that is that of `ended` in all of them.
+        """
+        if self.ended is not None and (self.peers.num_processes == 1 or self.ended == all_ended):
             self.finish()
 
     def finish(self) -> None:
@@ -274,9 +307,9 @@ class Checkpoints:
             metadata = json.loads(file.read_bytes())["custom_metadata"]
             record, checksum = metadata["record"], metadata["sha256"]
         except Exception as error:
-            raise CheckpointError(f"checkpoint {step} has no record: {_reason(error)}") from error
+            raise _unread(f"checkpoint {step} has no record", error) from error
         if checksum != _checksum(record) or record["step"] != step:
-            raise CheckpointError(f"checkpoint {step}: its record is not what was written")
+            raise DamageError(f"checkpoint {step}: its record is not what was written")
         return record
 
     def check(self, step: int, abstract_state: TrainState) -> None:
@@ -324,17 +357,22 @@ class Checkpoints:
         """Arrays by name."""
         written = self.record(step)["fingerprints"]
         loading = v1.options.PyTreeOptions.Loading(partial_load=True)
+        # Beside the arrays themselves: what is read at a time, at least the largest of them.
+        largest = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values())
+        memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, largest))
         try:
-            with v1.Context(pytree_options=v1.options.PyTreeOptions(loading=loading)):
+            with v1.Context(
+                pytree_options=v1.options.PyTreeOptions(loading=loading), memory_options=memory
+            ):
                 arrays = self._saver.load_checkpointables(step, {"state": abstract})["state"]
         except Exception as error:
-            raise CheckpointError(f"checkpoint {step} cannot be read: {_reason(error)}") from error
+            raise _unread(f"checkpoint {step} cannot be read", error) from error
         if absent := [n for n, x in arrays.items() if not isinstance(x, jax.Array)]:
             # A partial load leaves what it does not find as it was given.
-            raise CheckpointError(f"checkpoint {step}: {absent[0]} is not there")
+            raise DamageError(f"checkpoint {step}: {absent[0]} is not there")
         for name, found in fingerprints(arrays).items():
             if found != written[name]:
-                raise CheckpointError(f"checkpoint {step}: {name} is not what was written")
+                raise DamageError(f"checkpoint {step}: {name} is not what was written")
         return arrays
 
     def set_aside(self, step: int) -> Path:

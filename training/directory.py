@@ -7,16 +7,19 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from parallel.peers import Peers
+from parallel.peers import PeerError, Peers
 
 
 @contextlib.contextmanager
-def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
+def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None) -> Iterator[None]:
     """Makes the run directory, and holds it alone for as long as the context lasts.
 
-    required_bytes: what the checkpoints to come will take.
-    Raises: ValueError if it cannot be written, has too little room, or another run holds it.
+    required_bytes: what the checkpoints to come will take. Among several processes it waits for the
+    lock: a file server keeps that of a host that was lost for a while.
+    Raises: ValueError if it cannot be written, has too little room, or another run holds it;
+    PeerError if that is so for `cluster.start_timeout`.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -27,12 +30,14 @@ def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
             "give a directory that you own"
         ) from error
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"run.dir={str(directory)!r} is in use by another process; give another run.dir"
-            ) from error
+        in_use = f"run.dir={str(directory)!r} is in use by another process"
+        begin = time.monotonic()
+        while not _lock(lock):
+            if peers is None or peers.num_processes == 1:
+                raise ValueError(f"{in_use}; give another run.dir")
+            if time.monotonic() - begin > (wait := peers.config.start_timeout):
+                raise PeerError(f"{in_use}, for {wait} s; end that one")
+            time.sleep(1.0)
         free = shutil.disk_usage(directory).free
         if free < required_bytes:
             raise ValueError(
@@ -41,6 +46,14 @@ def locked_run(directory: Path, required_bytes: int) -> Iterator[None]:
                 "give another run.dir"
             )
         yield
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def prove_shared(directory: Path, peers: Peers) -> None:

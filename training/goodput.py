@@ -78,8 +78,11 @@ class Goodput:
         Back to a checkpoint, that is `seconds["step"]` of now less that of its record.
         """
         seconds = min(max(seconds, 0.0), self.seconds["step"])
-        self._seconds["step"] -= seconds
-        self._seconds["lost"] += seconds
+        # First what this process did, then what those before it did.
+        earlier = max(0.0, seconds - (self._seconds["step"] - self._before["step"]))
+        for ledger, lost in ((self._seconds, seconds), (self._before, earlier)):
+            ledger["step"] -= lost
+            ledger["lost"] += lost
 
     @property
     def seconds(self) -> dict[str, float]:

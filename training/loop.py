@@ -8,10 +8,9 @@ signal saves and stops; what was interrupted is made up for by the next process.
 import contextlib
 import math
 import os
-import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,16 @@ from training.goodput import Goodput
 from training.guard import GuardConfig
 from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
 from training.hosts import Hosts
-from training.metrics import Clock, Display, Metrics, Unwritten, last_goodput, log, logging_to
+from training.metrics import (
+    Clock,
+    Display,
+    Metrics,
+    Unwritten,
+    last_goodput,
+    log,
+    logging_to,
+    peak_memory,
+)
 from training.resume import (
     Origin,
     describe_process,
@@ -103,14 +111,13 @@ def open_run(
     training: TrainingConfig,
     checkpoint: CheckpointConfig,
     resolved_config: str,
-    announce: Sequence[str],
     stop: StopRequest,
     peers: Peers,
 ) -> Iterator["Run"]:
     """Takes the run directory and finds where to go on; ready to train.
 
-    resolved_config: YAML, saved with the run. announce: lines to show first. Process 0 writes for
-    all; the others keep a log of their own.
+    resolved_config: YAML, saved with the run. Process 0 writes for all; the others keep a log of
+    their own. Raises PeerError if another process of the run still holds the directory.
     Raises: ValueError for what the user can mend; no device has worked until then.
     """
     if "://" in config.dir:
@@ -124,7 +131,7 @@ def open_run(
     is_first, silent = peers.is_first, not peers.is_first
     with contextlib.ExitStack() as stack:
         if is_first:
-            stack.enter_context(locked_run(directory, required_bytes))
+            stack.enter_context(locked_run(directory, required_bytes, peers))
         moved = move_aside(directory) if is_first and checkpoint.resume == "never" else None
         prove_shared(directory, peers)
         display = stack.enter_context(Display(training.steps, training.log_every, silent=silent))
@@ -139,8 +146,6 @@ def open_run(
         if is_first:
             (directory / "config.yaml").write_text(resolved_config)
             rows.tokenizer.save(directory / "tokenizer.json")
-        for line in announce:
-            log.info("%s", line)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         mesh = program.tp.manager.mesh.shape
@@ -198,6 +203,8 @@ class Run:
                     state, code = self._steps(state)
                     if code == EXIT_DONE:
                         self._show_sample(state, self.training.steps)
+                    if among := self._hosts.summary():
+                        log.info("%s", among)
                     log.info("%s", self.goodput.summary())
                     return code
             except _Rollback as spike:
@@ -216,11 +223,12 @@ class Run:
     def _first_state(self) -> TrainState:
         """A fresh state, or that of the newest checkpoint that is what was written."""
         begin = time.perf_counter()
+        self._peers.doing("the first state")
         if not self.origin.step:
             state = jax.block_until_ready(self.program.init())
             log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
             return state
-        before = _peak_memory()
+        before = peak_memory()
         self.origin, state = restore_newest(
             self.checkpoints,
             self.origin,
@@ -232,7 +240,7 @@ class Run:
             "resumed from step %d in %.1f s, host memory %.0f MiB higher at its peak",
             self.origin.step,
             time.perf_counter() - begin,
-            (_peak_memory() - before) / 2**20,
+            (peak_memory() - before) / 2**20,
         )
         return state
 
@@ -300,23 +308,23 @@ class Run:
                 evaluated = not evaluating or params is not None
                 pending = _pending(evaluation=not evaluated, sample=sampling and stopping)
                 self._save(state, step, pending, numbers)
-            self.checkpoints.poll()
+            self.checkpoints.poll(self._hosts.all_ended)
             if sampling and not stopping:
                 self._show_sample(state, step)
                 clock.restart()
             if stop.signal is not None and stopping and (step < steps or pending):
-                self._peers.doing(None)
+                self._peers.doing("the last save")
                 self.checkpoints.finish_last()
                 log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
                 return state, EXIT_RESUMABLE
-        self._peers.doing(None)
+        self._peers.doing("the last save")
         self.checkpoints.finish_last()
         return state, EXIT_DONE
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Any:
         """The step for batches of this shape."""
         begin = time.perf_counter()
-        self._peers.doing(None)
+        self._peers.doing("compiling")
         with self.goodput.spend("compile"):
             train_step = self.program.train_step.lower(state, batch).compile()
         a, b, length = batch["tokens"].shape
@@ -331,7 +339,7 @@ class Run:
     def _is_saving(self, step: int) -> bool:
         every = self.checkpoints.config.every
         asked, self.stop.save = self.stop.save, False
-        asked, told = self._hosts.exchange(step, asked)
+        asked, told = self._hosts.exchange(step, asked, self.checkpoints.ended)
         self._told |= told
         return (
             asked
@@ -369,7 +377,7 @@ class Run:
         numbers |= self.rows.progress(number + 1)
         self._told = {}
         self._hosts.add(numbers["step_time"], numbers["host_time"])
-        if step == self.origin.step + 1:
+        if step == self.origin.step + 1 and not self._rollbacks:
             log.info("first step after %s", self.goodput.this_process())
         if step % self.training.log_every == 0 or step == self.training.steps:
             numbers["goodput"] = self.goodput.share
@@ -478,8 +486,3 @@ class Run:
 
 def _pending(**left: bool) -> tuple[str, ...]:
     return tuple(name for name, is_left in left.items() if is_left)
-
-
-def _peak_memory() -> int:
-    """Bytes of host memory of this process at its peak."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -93,9 +94,12 @@ class Metrics:
     def amend(self, step: int, values: dict[str, float]) -> None:
         """Adds to the line of the last step, which another process wrote."""
         lines = self._path.read_text().splitlines(True)
-        last = json.loads(lines[-1])
-        assert last["step"] == step, (last["step"], step)
-        self._replace("".join([*lines[:-1], json.dumps({**last, **values}) + "\n"]))
+        last = json.loads(lines[-1]) if lines else {}
+        if last.get("step") == step:
+            lines.pop()
+        else:  # a full disk did not take it, or somebody removed it
+            last = {"step": step}
+        self._replace("".join([*lines, json.dumps({**last, **values}) + "\n"]))
         for name, value in values.items():
             self._board.add(step, summary.scalar(name, value))
 
@@ -129,6 +133,12 @@ class Metrics:
     def __exit__(self, *_: Any) -> None:
         self._append("")
         self._board.close()
+
+
+def peak_memory() -> int:
+    """Bytes of host memory of this process at its peak."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
 def last_goodput(path: Path) -> dict[str, float]:

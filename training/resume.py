@@ -3,7 +3,7 @@
 import hashlib
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
 from parallel.peers import PeerError
-from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, DamageError
 from training.metrics import log
 from training.step import TrainState
 
@@ -76,17 +76,15 @@ def find_origin(
     abstract_state: TrainState,
     *,
     steps: int,
-    damaged: Sequence[int] = (),
 ) -> Origin:
     """The newest checkpoint with a whole record; damaged ones are set aside, and that is told.
 
-    steps: of the whole run. damaged: those that were set aside before.
-    Raises: ValueError when it does not fit this run, or none is whole.
+    steps: of the whole run. Raises: ValueError when it does not fit this run, or none is whole.
     """
     peers = checkpoints.peers
     found = peers.from_first(
         "origin",
-        lambda: asdict(_search(checkpoints, config, rows, abstract_state, steps, list(damaged))),
+        lambda: asdict(_search(checkpoints, config, rows, abstract_state, steps)),
     )
     if not peers.is_first:
         checkpoints.reload()
@@ -105,7 +103,6 @@ def _search(
     rows: Rows,
     abstract_state: TrainState,
     steps: int,
-    damaged: list[int],
 ) -> Origin:
     while (step := checkpoints.latest_step) is not None:
         try:
@@ -113,13 +110,13 @@ def _search(
             _check(record, step, rows, steps)
             checkpoints.check(step, abstract_state)
             return _origin(record, step)
-        except CheckpointError as error:
-            damaged.append(step)
+        except DamageError as error:
             leave_out(checkpoints, step, error)
-    if damaged:
+    # This process may have set them aside, or one before it.
+    if damaged := checkpoints.leftovers()[0]:
         raise ValueError(
-            f"no whole checkpoint is left, {', '.join(map(str, damaged))} were damaged; bring one "
-            "back from a copy, or begin anew with checkpoint.resume=never"
+            f"no whole checkpoint is left beside {', '.join(path.name for path in damaged)}; bring "
+            "one back from a copy, or begin anew with checkpoint.resume=never"
         )
     if config.resume == "must":
         raise ValueError(
@@ -142,16 +139,14 @@ def restore_newest(
     Raises: CheckpointError when none is left. Among several processes, PeerError after a damaged
     one: the others may wait in the restore for ever, so all start again, from the one before.
     """
-    damaged: list[int] = []
     while True:
         try:
             return origin, checkpoints.restore(origin.step, abstract_state)
-        except CheckpointError as error:
-            damaged.append(origin.step)
+        except DamageError as error:
             leave_out(checkpoints, origin.step, error)
             if checkpoints.peers.num_processes > 1:
                 raise PeerError(f"{error}; it was set aside, start all processes again") from error
-        origin = find_again(checkpoints, rows, abstract_state, steps=steps, damaged=damaged)
+        origin = find_again(checkpoints, rows, abstract_state, steps=steps)
 
 
 def find_again(
@@ -160,13 +155,10 @@ def find_again(
     abstract_state: TrainState,
     *,
     steps: int,
-    damaged: Sequence[int] = (),
 ) -> Origin:
     """As `find_origin`, for a run that has begun. Raises: CheckpointError when none is left."""
     try:
-        return find_origin(
-            checkpoints, checkpoints.config, rows, abstract_state, steps=steps, damaged=damaged
-        )
+        return find_origin(checkpoints, checkpoints.config, rows, abstract_state, steps=steps)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
 

@@ -165,8 +165,8 @@ def test_a_missing_file_system_is_named_with_its_extra(monkeypatch, protocol, li
         raise ImportError(f"Install {library}")
 
     monkeypatch.setattr(source, "url_to_fs", missing)
-    message = rf"{protocol}://b/\*\.txt needs a library \(Install {library}\); pip install 'torus\["
-    with pytest.raises(DataError, match=rf"{message}{extra}\]'"):
+    message = rf"{protocol}://b/\*\.txt needs a library \(Install {library}\); pip install -e .\.\["
+    with pytest.raises(DataError, match=rf"{message}{extra}\]"):
         find_files(f"{protocol}://b/*.txt")
 
 
@@ -177,7 +177,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError, match=r"needs the library pyarrow .*; pip install 'torus\[data"):
+    with pytest.raises(DataError, match=r"needs the library pyarrow .*; pip install -e .\.\[data"):
         plan_units(paths)
 
 

@@ -65,10 +65,10 @@ def test_without_a_whole_checkpoint_nothing_starts_from_scratch(half, tmp_path, 
         for path in (tmp_path / "run" / "checkpoints" / str(step)).rglob("*METADATA*"):
             path.write_text("{}")
     before = losses(tmp_path / "run")
-    law = (
-        "no whole checkpoint is left, 3, 2 were damaged; bring one back from a copy, or begin anew"
-    )
-    assert law in refusal(capsys, half)
+    law = "no whole checkpoint is left beside 2.damaged, 3.damaged; bring one back from a copy"
+    # A restart policy may well try again.
+    for _ in range(2):
+        assert law in refusal(capsys, half)
     assert losses(tmp_path / "run") == before
     assert run(half, "checkpoint.resume=never", "training.steps=1") == 0
 

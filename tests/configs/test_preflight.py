@@ -1,0 +1,99 @@
+"""What processes must have in common: a change of one byte or value is a change of a fact."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from runs import write_config
+
+from configs import preflight
+from configs.preflight import describe_machine, describe_program, flatten
+from configs.schema import Config, load_config
+from data.pipeline import Rows
+
+
+def changed(config: Config, *overrides: str, folder: Path) -> dict[str, tuple]:
+    """The facts that are others with these overrides."""
+    one = describe_program(config)
+    other = describe_program(load_config(folder / "tiny.yaml", overrides))
+    return {
+        key: (one.get(key), other.get(key))
+        for key in one.keys() | other.keys()
+        if one.get(key) != other.get(key)
+    }
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return load_config(write_config(tmp_path))
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch) -> Path:
+    """A small program in place of ours."""
+    root = tmp_path / "program"
+    for name in ("train.py", "model/layers.py", "model/attention/ring.py", "data/rows.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\n")
+    monkeypatch.setattr(preflight, "_ROOT", root)
+    return root
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "train.py").write_text("# train.px\n"),
+        lambda root: (root / "model/attention/ring.py").write_text("# model/attention/ring.py\n "),
+        lambda root: (root / "data/rows.py").rename(root / "data/row.py"),
+        lambda root: (root / "data/more.py").touch(),
+        lambda root: (root / "model/layers.py").unlink(),
+    ],
+)
+def test_the_code_is_another_after_one_byte_a_name_or_a_file(config, sources, change):
+    before = describe_program(config)["code"]
+    assert describe_program(config)["code"] == before
+    change(sources)
+    assert describe_program(config)["code"] != before
+
+
+def test_what_is_no_source_does_not_matter(config, sources):
+    before = describe_program(config)["code"]
+    (sources / "model" / "__pycache__").mkdir()
+    (sources / "model" / "__pycache__" / "layers.pyc").write_text("x")
+    (sources / "notes.md").write_text("x")
+    assert describe_program(config)["code"] == before
+
+
+def test_two_configurations_differ_by_the_path_of_the_key(config, tmp_path):
+    overrides = ["optimizer.learning_rate=3e-3", "training.guard.max_bad_steps=7"]
+    assert changed(config, *overrides, folder=tmp_path) == {
+        "optimizer.learning_rate": (1e-2, 3e-3),
+        "training.guard.max_bad_steps": (config.training.guard.max_bad_steps, 7),
+    }
+
+
+def test_every_value_of_the_configuration_is_a_fact_that_can_be_told(config):
+    facts = describe_program(config)
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["mesh.tp"] == 2 and facts["cluster.peer_timeout"] == 60
+    assert facts["version of jax"] == jax.__version__ and "version of python" in facts
+    assert not any(isinstance(value, dict) and value for value in facts.values())
+
+
+def test_flatten_names_leaves_by_their_path():
+    tree = {"a": 1, "b": {"c": [2, {"d": 3}], "e": {"f": None}}, "g": {}}
+    assert flatten(tree) == {"a": 1, "b.c": [2, {"d": 3}], "b.e.f": None, "g": {}}
+
+
+def test_the_machine_is_its_devices_and_its_text(config, tmp_path):
+    facts = describe_machine(Rows(config.data), jax.local_devices())
+    assert facts["devices"] == "8 x cpu"
+    other = describe_machine(Rows(config.data), jax.local_devices()[:4])
+    assert {key for key in facts if facts[key] != other[key]} == {"devices"}
+    (tmp_path / "a.txt").write_text("def g(x): return x\n" * 300)
+    other = describe_machine(Rows(config.data), jax.local_devices())
+    assert {key for key in facts if facts[key] != other[key]} == {
+        "text of source text",
+        "order of the data",
+    }

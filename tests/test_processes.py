@@ -1,0 +1,343 @@
+"""Real processes of train.py over the loopback: the numbers of one process, and how they end."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from runs import kept_signals, run
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import soak_run
+
+from configs.schema import load_config
+from data.pipeline import Rows
+
+# Of losses where the same devices are in other processes, or elsewhere: relative, sixteen
+# roundings of float32. Of equal processes all is equal to the bit.
+CLOSE = soak_run.CLOSE_BOUND
+SECONDS = 300.0  # that anything may take on a busy machine
+HOST = socket.gethostname()
+STEPS = 60
+# Each on eight devices; sparse: with experts.
+MESHES = {"tp8": {"tp": 8}, "fsdp8": {"fsdp": 8}, "dp2-tp4": {"dp": 2, "tp": 4}}
+MESHES |= {"ep8": {"ep": 8}, "sp2-tp4": {"sp": 2, "tp": 4}}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class Command:
+    """A program of ours that runs, and what it tells."""
+
+    def __init__(self, folder: Path, *arguments: Any, **environment: str):
+        number = len(list(folder.glob("*.err")))
+        self._files = folder / f"{number}.out", folder / f"{number}.err"
+        with open(self._files[0], "w") as out, open(self._files[1], "w") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, *map(str, arguments)],
+                cwd=ROOT,
+                env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+
+    @property
+    def out(self) -> str:
+        return self._files[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self._files[1].read_text()
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        """Waits for it, while this runs."""
+        limit = time.monotonic() + SECONDS
+        while not condition():
+            assert self.process.poll() is None, f"it ended: {self.out}\n{self.err}"
+            assert time.monotonic() < limit, f"nothing happened: {self.out}\n{self.err}"
+            time.sleep(0.002)
+
+    def finish(self) -> int:
+        return self.process.wait(SECONDS)
+
+    def worker(self, number: int) -> int:
+        """The id of process `number` of a launcher."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                arguments = (folder / "cmdline").read_text().split("\0")
+                parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            except OSError:  # it has ended
+                continue
+            if int(parent) == self.process.pid and "--process-id" in arguments:
+                if arguments[arguments.index("--process-id") + 1] == str(number):
+                    return int(folder.name)
+        raise AssertionError(f"no process {number}")
+
+
+class Lab:
+    """A folder with a configuration for four devices and its text, and what is started there."""
+
+    def __init__(self, folder: Path, **changes: Any):
+        self.folder, self._commands = folder, list[Command]()
+        settings = {"training__steps": STEPS, "training__eval_every": 20, "checkpoint__every": 10}
+        self.config = soak_run.write_config(folder, **(settings | changes))
+        Rows(load_config(self.config).data)  # as every run finds it
+
+    def launch(
+        self,
+        name: str,
+        *overrides: str,
+        processes: int = 2,
+        devices: int = 2,
+        options: tuple[str, ...] = (),
+    ) -> Command:
+        """A launcher of run `name`."""
+        given = ["--processes", processes, "--devices-per-process", devices, *options]
+        rest = ["--config", self.config, f"run.dir={self.folder / name}", *overrides]
+        return self._start("scripts/launch_local.py", *given, "--", *rest)
+
+    def train(self, name: str, number: int, port: int, *overrides: str) -> Command:
+        """Process `number` of two."""
+        cluster = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", 2]
+        rest = ["--config", self.config, f"run.dir={self.folder / name}", *overrides]
+        return self._start("train.py", *cluster, "--process-id", number, *rest)
+
+    def _start(self, *arguments: Any) -> Command:
+        self._commands.append(Command(self.folder, *arguments))
+        return self._commands[-1]
+
+    def step(self, name: str) -> int:
+        """The last one in its metrics."""
+        lines = soak_run.read_metrics(self.folder / name)
+        return int(lines[-1]["step"]) if lines else 0
+
+    def differences(self, wanted: str, found: str, bound: float = 0.0) -> list[str]:
+        return soak_run.differences(self.folder / wanted, self.folder / found, bound)[0]
+
+    def log(self, name: str, number: int = 0) -> str:
+        return (self.folder / name / ("log.txt" if not number else f"log.{number}.txt")).read_text()
+
+    def record(self, name: str, step: int) -> dict[str, Any]:
+        """Of a checkpoint."""
+        file = self.folder / name / "checkpoints" / str(step) / "_CHECKPOINT_METADATA"
+        return json.loads(file.read_bytes())["custom_metadata"]["record"]
+
+    def close(self) -> None:
+        """What is left of the launchers dies with them."""
+        for command in self._commands:
+            command.process.kill()
+            command.process.wait()
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """With a run `undisturbed` of two processes, and `half` of one, up to the middle."""
+    found = Lab(tmp_path_factory.mktemp("processes"))
+    for name, steps in (("undisturbed", STEPS), ("half", STEPS // 2)):
+        command = found.launch(name, f"training.steps={steps}")
+        assert command.finish() == 0, command.err
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def compare_with_one_process(lab: Lab, devices: int, cache: Path) -> Command:
+    """Runs `one` here and `two` as two processes; they must tell the same numbers."""
+    overrides = [f"run.compilation_cache={cache}"]
+    with kept_signals():
+        assert run(str(lab.config), f"run.dir={lab.folder / 'one'}", *overrides) == 0
+    command = lab.launch("two", *overrides, devices=devices // 2)
+    assert command.finish() == 0, command.err
+    assert lab.differences("one", "two", CLOSE) == []
+    last = int(load_config(lab.config).training.steps)
+    one, two = (lab.record(name, last) for name in ("one", "two"))
+    assert one["order_hash"] == two["order_hash"] and (one["processes"], two["processes"]) == (1, 2)
+    return command
+
+
+def test_two_processes_train_as_one_does_and_only_process_0_speaks(tmp_path):
+    lab = Lab(tmp_path, training__steps=4, training__eval_every=4, checkpoint__every=4)
+    command = compare_with_one_process(lab, 4, ROOT / ".cache" / "xla-tests")
+    assert "step 4  eval loss" in command.out and command.out.count("saved step 4") == 1
+    assert command.err == ""
+    for number in range(2):
+        assert "saved step 4" in lab.log("two", number)
+    assert len(soak_run.read_metrics(tmp_path / "two")) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_processes_of_four_devices_train_as_one_of_eight(tmp_path, mesh):
+    model = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    changes = {f"model__{key}": value for key, value in model.items()}
+    if mesh == "ep8":
+        changes["model__moe"] = EXPERTS
+    lab = Lab(tmp_path, mesh=MESHES[mesh], training__steps=8, training__eval_every=4, **changes)
+    compare_with_one_process(lab, 8, ROOT / ".cache" / "xla-tests")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_checkpoint_of_two_is_continued_by_any_number_with_the_same_data(lab, processes):
+    name = f"on-{processes}"
+    shutil.copytree(lab.folder / "half", lab.folder / name)
+    command = lab.launch(name, processes=processes, devices=4 // processes)
+    assert command.finish() == 0, command.err
+    assert f"resumed from step {STEPS // 2}" in lab.log(name)
+    assert lab.differences("undisturbed", name, CLOSE) == []
+    record, wanted = lab.record(name, STEPS), lab.record("undisturbed", STEPS)
+    assert record["order_hash"] == wanted["order_hash"]
+    assert [entry["processes"] for entry in record["lineage"]] == [2]
+    assert record["processes"] == processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_process_ends_the_other_which_names_it_and_all_go_on(lab, number):
+    name = f"killed-{number}"
+    command = lab.launch(name, options=("--restarts", "1"))
+    command.until(lambda: lab.step(name) >= 25)
+    os.kill(command.worker(number), signal.SIGKILL)
+    began = time.monotonic()
+    command.until(lambda: "restart 1 of 1" in command.err)
+    assert time.monotonic() - began < 60
+    lines = command.err.splitlines()
+    assert f"launch_local: process {number} was killed by SIGKILL" in lines
+    assert f"launch_local: process {1 - number} ended with exit code 76" in lines
+    assert f"error: process {number} on {HOST} is gone: its connection closed" in command.err
+    assert command.finish() == 0, command.err
+    assert lab.differences("undisturbed", name) == []
+
+
+@pytest.mark.slow
+def test_a_frozen_process_ends_the_other_which_names_it(lab):
+    command = lab.launch("frozen", "cluster.peer_timeout=6", options=("--peer-grace", "1"))
+    command.until(lambda: lab.step("frozen") >= 5)
+    began = time.monotonic()
+    os.kill(command.worker(1), signal.SIGSTOP)
+    assert command.finish() == 76, command.err
+    assert 5 < time.monotonic() - began < 60
+    assert f"error: process 1 on {HOST} has been silent for 6 s; its last word was" in command.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_to_the_launcher_stops_all_after_the_same_step_and_they_go_on(lab, processes):
+    name = f"stopped-{processes}"
+    command = lab.launch(name, processes=processes, devices=4 // processes)
+    command.until(lambda: lab.step(name) >= 15)
+    command.process.terminate()
+    assert command.finish() == 75, command.err
+    check_stopped(lab, name, processes)
+    command = lab.launch(name)
+    assert command.finish() == 0, command.err
+    assert lab.differences("undisturbed", name, 0.0 if processes == 2 else CLOSE) == []
+
+
+def check_stopped(lab: Lab, name: str, processes: int) -> None:
+    """All say after which step, and it is saved."""
+    steps = [
+        re.findall(r"stopped by SIGTERM after step (\d+)", lab.log(name, number))
+        for number in range(processes)
+    ]
+    assert len(steps[0]) == 1 and steps == steps[:1] * processes
+    assert lab.step(name) == int(steps[0][0]) < STEPS
+    assert lab.record(name, int(steps[0][0]))
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_that_waits_for_the_others_stops_all_after_the_same_step(lab, port):
+    early = lab.train("early", 1, port)
+
+    def waits() -> bool:
+        """Whether it has its handler of SIGTERM."""
+        status = Path(f"/proc/{early.process.pid}/status").read_text()
+        caught = int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16)
+        return bool(caught & 1 << (signal.SIGTERM - 1))
+
+    early.until(waits)
+    early.process.terminate()
+    first = lab.train("early", 0, port)
+    assert [early.finish(), first.finish()] == [75, 75], early.err + first.err
+    check_stopped(lab, "early", 2)
+
+
+@pytest.mark.slow
+def test_sigusr1_saves_at_the_same_step_in_all_and_changes_nothing(lab):
+    command = lab.launch("saved", "checkpoint.every=1000", "checkpoint.keep=9")
+    command.until(lambda: lab.step("saved") >= 5)
+    command.process.send_signal(signal.SIGUSR1)
+    assert command.finish() == 0, command.err
+    saved = [re.findall(r"saved step (\d+)", lab.log("saved", number)) for number in range(2)]
+    assert saved[0] == saved[1] and len(saved[0]) == 2 and 5 <= int(saved[0][0]) < STEPS
+    assert lab.record("saved", int(saved[0][0]))
+    assert lab.differences("undisturbed", "saved") == []
+
+
+@pytest.mark.slow
+def test_another_configuration_on_one_host_is_named_by_all(lab, port):
+    commands = [lab.train("other", n, port, f"training.seed={7 * n}") for n in range(2)]
+    assert [command.finish() for command in commands] == [2, 2]
+    told = f"preflight: training.seed: process 1 on {HOST} has 7, where process 0 has 0"
+    for command in commands:
+        assert told in command.err and "Traceback" not in command.err
+    assert not (lab.folder / "other").exists()
+
+
+@pytest.mark.slow
+def test_a_missing_host_is_named_by_those_that_came(lab, port):
+    command = lab.train("missing", 0, port, "cluster.start_timeout=5")
+    assert command.finish() == 76
+    assert command.err == (
+        f"error: 1 of 2 processes came within 5 s: 0 ({HOST}); missing: 1; look at their logs, or "
+        "raise cluster.start_timeout\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_set_aside_and_all_start_again_from_the_one_before(lab):
+    name, newest = "damaged", STEPS // 2
+    shutil.copytree(lab.folder / "half", lab.folder / name)
+    checkpoints = lab.folder / name / "checkpoints"
+    files = [path for path in (checkpoints / f"{newest}" / "state").rglob("d/*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    command = lab.launch(name, options=("--restarts", "1"))
+    assert command.finish() == 0, command.err
+    assert f"error: checkpoint {newest}" in command.err and "it was set aside" in command.err
+    assert re.search(r"process \d ended with exit code 76", command.err)
+    assert (checkpoints / f"{newest}.damaged").is_dir()
+    assert f"resumed from step {newest - 10}" in lab.log(name)
+    assert lab.differences("undisturbed", name) == []
+
+
+@pytest.mark.slow
+def test_who_fails_alone_ends_all_with_its_reason(lab):
+    command = lab.launch("removed")
+    command.until(lambda: lab.step("removed") >= 11)
+    (lab.folder / "removed" / "config.yaml").unlink()
+    began = time.monotonic()
+    assert command.finish() == 1
+    assert time.monotonic() - began < 60
+    assert f"[1] error: process 0 on {HOST} ended: run.dir=" in command.err
+    assert "was removed under the run; nothing can be saved" in command.err
