@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -82,6 +83,8 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", num_devices // cluster.num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if jax.config.values["jax_platforms"] == "cpu":
+        _silence_gloo()
     # Our own watch is quicker, and says more: jax's comes after it.
     jax.distributed.initialize(
         f"{cluster.coordinator.rpartition(':')[0]}:{port}",
@@ -115,6 +118,15 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+def _silence_gloo() -> None:
+    """It tells of every connection on C's standard output; Python's stays where it was."""
+    sys.stdout.flush()
+    encoding, errors = sys.stdout.encoding, sys.stdout.errors
+    sys.stdout = open(os.dup(1), "w", buffering=1, encoding=encoding, errors=errors)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
 
 
 class StopRequest:

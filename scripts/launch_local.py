@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import math
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -28,11 +27,6 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PEER = 1, 2, 75, 76  # of train.py
-# What gloo writes to stdout. Its threads cut into each other's lines, so any mixture of the pieces.
-NOISE = re.compile(
-    r"\d*((\[Gloo\] Rank | is connected to | peer ranks\. |"
-    r"Expected number of connected peer ranks is : )\d*)+\s*"
-)
 
 _POLL_SECONDS = 0.02
 _RELAY_SECONDS = 5.0  # for the last lines of a process that has ended
@@ -76,14 +70,13 @@ def _die_with(parent: int) -> None:
             os._exit(EXIT_FAILED)
 
 
-def _relay(index: int, pipe: IO[str], noise: re.Pattern[str] | None) -> None:
+def _relay(index: int, pipe: IO[str]) -> None:
     """Lines of a process to stderr, behind its number."""
     with pipe:
         for line in pipe:
-            if noise is None or not noise.fullmatch(line):
-                ending = "" if line.endswith("\n") else "\n"
-                sys.stderr.write(f"[{index}] {line}{ending}")
-                sys.stderr.flush()
+            ending = "" if line.endswith("\n") else "\n"
+            sys.stderr.write(f"[{index}] {line}{ending}")
+            sys.stderr.flush()
 
 
 class _Child:
@@ -112,9 +105,9 @@ class _Child:
 
     def start_relays(self) -> None:
         """Begins to read what it prints; not before every process was forked."""
-        for pipe, noise in ((self.process.stdout, NOISE), (self.process.stderr, None)):
+        for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
-                arguments = (self._index, pipe, noise)
+                arguments = (self._index, pipe)
                 self._relays.append(threading.Thread(target=_relay, args=arguments, daemon=True))
                 self._relays[-1].start()
 
