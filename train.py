@@ -182,8 +182,8 @@ def train(config: Config, args: argparse.Namespace) -> int:
                 return _end(peers, EXIT_BAD_INPUT, error)
             code = run()
             if peers.num_processes > 1:
+                jax.distributed.shutdown()  # watched still
                 peers.leave(code)
-                jax.distributed.shutdown()
             return code
     except PeerError as error:
         return _end(peers, error.code, error)
