@@ -1,11 +1,9 @@
 """The process among others: where they meet, signals that ask it to stop, or to save."""
 
-import contextlib
 import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -87,10 +85,10 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":
         _silence_gloo()
-    service = cluster.coordinator.rpartition(":")[0], port
-    # Our own watch is quicker, and says more: jax's comes after it.
+    # Our own watch says more, and is quicker but for the loss of process 0: when the main thread
+    # holds the interpreter then, jax's abort (exit code 134) may be first.
     jax.distributed.initialize(
-        "{}:{}".format(*(service if peers.is_first else _relayed(service))),
+        f"{cluster.coordinator.rpartition(':')[0]}:{port}",
         cluster.num_processes,
         cluster.process_id,
         local_device_ids=cluster.local_device_ids,
@@ -115,35 +113,6 @@ def _check(cluster: Cluster) -> None:
             f"--process-id={number} is none of --num-processes={count}; they begin at 0, give 0 "
             f"to {count - 1}"
         )
-
-
-def _relayed(service: tuple[str, int]) -> tuple[str, int]:
-    """An address here that leads to this one, and stays open when that one closes.
-
-    jax aborts in a thread of its own as soon as its connection to process 0 closes, without a word
-    of who that was, and before our watch if the main thread holds the interpreter.
-    """
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        while True:
-            near, _ = listener.accept()
-            try:
-                far = socket.create_connection(service)
-            except OSError:  # it does not listen yet: jax tries again
-                near.close()
-                continue
-            for pair in ((near, far), (far, near)):
-                threading.Thread(target=_copy, args=pair, daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    return "127.0.0.1", listener.getsockname()[1]
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # it is gone, which the watch tells
-        while data := source.recv(1 << 16):
-            target.sendall(data)
 
 
 def _free_port() -> int:

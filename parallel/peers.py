@@ -110,7 +110,7 @@ class Peers:
         welcome = serve(host, int(port), hello, deadline)
         self.hosts = [entry["host"] for entry in welcome]
         self.skews = [entry["skew"] for entry in welcome]
-        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread = threading.Thread(target=self._watch_all, name="peers", daemon=True)
         self._thread.start()
         return [entry["facts"] for entry in welcome]
 
@@ -280,6 +280,14 @@ class Peers:
             f"process 0 at {host}:{port} did not come within {self.config.start_timeout} s: "
             f"{problem}; look at its log, or check the address"
         )
+
+    def _watch_all(self) -> None:
+        """`_watch`, whose failure ends this process: unwatched it could wait for ever."""
+        try:
+            self._watch()
+        except Exception as error:
+            who = f"process {self.process_id} on {self.hosts[self.process_id]}"
+            self._finish(f"{who} cannot watch: {type(error).__name__}: {error}", EXIT_PEER)
 
     def _watch(self) -> None:
         """Reads what the others say, tells that this process lives, and notices who does not."""

@@ -29,7 +29,7 @@ CLOSE = soak_run.CLOSE_BOUND
 SECONDS = 300.0  # that anything may take on a busy machine
 HOST = socket.gethostname()
 STEPS = 60
-# Each on eight devices; sparse: with experts.
+# Each of eight devices; on ep8 the layers are sparse.
 MESHES = {"tp8": {"tp": 8}, "fsdp8": {"fsdp": 8}, "dp2-tp4": {"dp": 2, "tp": 4}}
 MESHES |= {"ep8": {"ep": 8}, "sp2-tp4": {"sp": 2, "tp": 4}}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -91,7 +91,7 @@ class Lab:
 
     def __init__(self, folder: Path, **changes: Any):
         self.folder, self._commands = folder, list[Command]()
-        settings = {"training__steps": STEPS, "training__eval_every": 20, "checkpoint__every": 10}
+        settings = {"training__steps": STEPS, "training__eval_every": 10, "checkpoint__every": 10}
         self.config = soak_run.write_config(folder, **(settings | changes))
         Rows(load_config(self.config).data)  # as every run finds it
 
@@ -221,8 +221,12 @@ def test_a_killed_process_ends_the_other_which_names_it_and_all_go_on(lab, numbe
     assert time.monotonic() - began < 60
     lines = command.err.splitlines()
     assert f"launch_local: process {number} was killed by SIGKILL" in lines
-    assert f"launch_local: process {1 - number} ended with exit code 76" in lines
-    assert f"error: process {number} on {HOST} is gone: its connection closed" in command.err
+    if "launch_local: process 1 was killed by SIGABRT" in lines:
+        # jax's own end of the loss of process 0, if our thread does not get the interpreter in time
+        assert number == 0 and "coordination service" in command.err
+    else:
+        assert f"launch_local: process {1 - number} ended with exit code 76" in lines
+        assert f"error: process {number} on {HOST} is gone: its connection closed" in command.err
     assert command.finish() == 0, command.err
     assert lab.differences("undisturbed", name) == []
 

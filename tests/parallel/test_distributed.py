@@ -96,6 +96,7 @@ def start_calls(monkeypatch) -> list[Any]:
         raise Started
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(distributed, "_silence_gloo", lambda: None)
     monkeypatch.setattr(jax.config, "update", lambda name, value: calls.append((name, value)))
     return calls
 

@@ -137,7 +137,7 @@ def test_another_number_of_processes_ends_all(company):
     company.add(0, of=3)
     company.add(1, of=2)
     reason = f"process 1 on {HOST} came as one of 2; process 0 on {HOST} waits for 3"
-    assert [str(error) for error in company.join()] == [reason] * 2
+    assert [(str(error), error.code) for error in company.join()] == [(reason, EXIT_DISAGREE)] * 2
 
 
 def test_strangers_do_not_disturb_the_roll_call(company):
@@ -297,6 +297,21 @@ def test_who_gives_no_sign_of_life_ends_all_others(company, monkeypatch, silent)
     monkeypatch.setattr(company.all[silent], "_send", lambda *_: None)
     reason = f"process {silent} on {HOST} has been silent for 1.0 s; start all processes again"
     assert company.wait_end(1 - silent) == (reason, EXIT_PEER)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_cannot_watch_ends_rather_than_waits_for_ever(company, monkeypatch, number):
+    company.add(0, 1, of=2)
+    company.join()
+
+    def fail(now: float) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(company.all[number], "_look", fail)
+    reason = f"process {number} on {HOST} cannot watch: RuntimeError: a bug"
+    assert company.wait_end(number) == (reason, EXIT_PEER)
+    company.all[number]._close()  # as the end of a process does
+    assert company.wait_end(1 - number)[1] == EXIT_PEER
 
 
 def test_signs_of_life_keep_all_going_that_say_nothing_else(company):

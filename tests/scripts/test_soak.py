@@ -148,6 +148,13 @@ def test_who_outlives_a_killed_process_ends_with_76_and_names_it(code, said, is_
     assert not problems if is_fine else f"process 0 outlived 1: exit {code}" in problems[0]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_jax_may_be_the_one_that_ends_who_lost_process_0_but_no_other(victim):
+    said = "Terminating process ... Failed to send RPC to coordination service."
+    trainer = SimpleNamespace(codes=[-6, -6], errors=[said, said], directory=Path("run"))
+    assert bool(soak.survivor_problems(trainer, 1 - victim, [victim])) == (victim == 1)
+
+
 @pytest.fixture
 def trainer_of(tmp_path, monkeypatch):
     """Two processes of a train.py of these lines, which know their `number`."""

@@ -125,6 +125,33 @@ def test_the_slowest_is_named_only_if_it_is_worth_it(warnings, slow, step_time, 
     assert warnings() == [line] * 3 if told else warnings() == []
 
 
+def test_a_save_has_ended_when_it_has_on_all():
+    board = Board(2)
+    hosts = [Hosts(board.peers(n), 2) for n in range(2)]
+    known = []
+    for step in range(1, 10):
+        for number, host in enumerate(hosts):
+            host.add(1.0, 0.1)
+            host.exchange(step, False, 2 if step > (2, 5)[number] else None)
+        known.append([host.all_ended for host in hosts])
+    assert known == [[step, step] for step in [None] * 6 + [2, None, 2]]
+
+
+def test_the_summary_counts_who_was_slowest_how_often():
+    board = Board(3)
+    hosts = [Hosts(board.peers(n), 1) for n in range(3)]
+    assert hosts[0].summary() is None
+    for step, (slow, step_time) in enumerate([(2, 1.1), (1, 1.2), (2, 1.4), (0, 9.0)]):
+        for number, host in enumerate(hosts):
+            host.add(step_time if number == slow else 1.0, 0.5 if number == slow else 0.1)
+            host.exchange(step, False)
+    told = (
+        "step times of hosts differ by 20.0%; the slowest by its own work was host-2 (process 2) "
+        "in 2 of 3 reports"  # the last one was told, and nobody has heard it yet
+    )
+    assert [host.summary() for host in hosts] == [told] * 3
+
+
 def test_one_process_alone_saves_when_asked_and_tells_nothing():
     hosts = Hosts(Peers(), 2)
     for step in range(1, 6):

@@ -1,0 +1,75 @@
+"""The directory of a run among several processes: shared by all, held by one run."""
+
+import fcntl
+import threading
+from pathlib import Path
+
+import pytest
+
+from parallel.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
+from training.directory import locked_run, prove_shared
+
+
+def one_of_two(number: int, start_timeout: float = 60.0) -> Peers:
+    """A process whose peers say nothing, but that the first has the token `1`."""
+    found = Peers(2, number, ClusterConfig.model_construct(start_timeout=start_timeout))
+    found.hosts = ["host-0", "host-1"]
+    found.from_first = lambda topic, make: "1"  # type: ignore[method-assign]
+    found.gather = lambda topic, value: [value, value]  # type: ignore[method-assign]
+    return found
+
+
+def test_a_directory_that_both_see_is_shared(tmp_path):
+    for number in range(2):
+        prove_shared(tmp_path, one_of_two(number))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_a_directory_of_the_same_name_on_another_disk_is_not(tmp_path, before):
+    here, there = tmp_path / "host-0", tmp_path / "host-1"
+    for directory in (here, there):
+        directory.mkdir()
+        if before is not None:
+            (directory / ".shared").write_text(before)  # both were shared once
+    prove_shared(here, one_of_two(0))
+    with pytest.raises(ValueError) as refused:
+        prove_shared(there, one_of_two(1))
+    assert str(refused.value) == (
+        f"run.dir={str(there)!r} on host-1 is not that of process 0; give a directory that all "
+        "hosts share"
+    )
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A run directory that somebody else holds; calling it lets go."""
+    lock = open(tmp_path / ".lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield tmp_path, lock.close
+    lock.close()
+
+
+def test_a_held_directory_is_refused_at_once_if_alone(held):
+    directory, _ = held
+    with pytest.raises(ValueError, match="is in use by another process; give another run.dir"):
+        enter(directory, None)
+
+
+def test_a_held_directory_ends_several_processes_after_their_time(held):
+    directory, _ = held
+    with pytest.raises(PeerError, match="is in use by another process, for 0.1 s") as ended:
+        enter(directory, one_of_two(0, start_timeout=0.1))
+    assert ended.value.code == EXIT_PEER
+
+
+def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
+    directory, release = held
+    timer = threading.Timer(0.3, release)
+    timer.start()
+    enter(directory, one_of_two(0))
+    timer.join()
+
+
+def enter(directory: Path, peers: Peers | None) -> None:
+    with locked_run(directory, 0, peers):
+        pass
