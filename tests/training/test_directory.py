@@ -51,13 +51,13 @@ def held(tmp_path):
 
 def test_a_held_directory_is_refused_at_once_if_alone(held):
     directory, _ = held
-    with pytest.raises(ValueError, match="is in use by another process; give another run.dir"):
+    with pytest.raises(ValueError, match=r"is in use by another process; give another run\.dir"):
         enter(directory, None)
 
 
 def test_a_held_directory_ends_several_processes_after_their_time(held):
     directory, _ = held
-    with pytest.raises(PeerError, match="is in use by another process, for 0.1 s") as ended:
+    with pytest.raises(PeerError, match=r"is in use by another process, for 0\.1 s") as ended:
         enter(directory, one_of_two(0, start_timeout=0.1))
     assert ended.value.code == EXIT_PEER
 
