@@ -181,6 +181,7 @@ class Peers:
         if reason:
             # A collective fails when a process is lost: the watch, which knows whom, goes first.
             self._thread.join(_TICK)
+            self._closing = True  # process 0 tells it to all, this one too
             who = f"process {self.process_id} on {self.hosts[self.process_id]}"
             self._broadcast({"end": f"{who} ended: {reason}", "code": code})
         else:
