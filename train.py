@@ -6,6 +6,7 @@ start all of them again, 1 anything else.
 
 import argparse
 import contextlib
+import logging
 import os
 import sys
 import traceback
@@ -166,6 +167,10 @@ def open_cluster(config: Config, args: argparse.Namespace) -> Peers:
     else:
         return Peers()
     peers = start(cluster, config.cluster, config.mesh.num_devices)
+    if not peers.is_first:
+        log.addHandler(
+            logging.NullHandler()
+        )  # no log file is open yet, and the console is not ours
     peers.compare("preflight", describe_program(config))
     return peers
 
