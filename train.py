@@ -170,7 +170,7 @@ def open_cluster(config: Config, args: argparse.Namespace) -> Peers:
     if not peers.is_first:
         log.addHandler(
             logging.NullHandler()
-        )  # no log file is open yet, and the console is not ours
+        )  # until its log is open
     peers.compare("preflight", describe_program(config))
     return peers
 
