@@ -168,9 +168,7 @@ def open_cluster(config: Config, args: argparse.Namespace) -> Peers:
         return Peers()
     peers = start(cluster, config.cluster, config.mesh.num_devices)
     if not peers.is_first:
-        log.addHandler(
-            logging.NullHandler()
-        )  # until its log is open
+        log.addHandler(logging.NullHandler())  # until its log is open
     peers.compare("preflight", describe_program(config))
     return peers
 
