@@ -60,6 +60,20 @@ on_all() {
   queued ssh "$name" --node=all --worker=all --command="$1"
 }
 
+# Prints what a question is answered. Over days one in a while gets no answer: that ends no run.
+ask() {
+  local answer seconds
+  for seconds in 10 30 60 120 300; do
+    if answer=$("$@"); then
+      printf '%s\n' "$answer"
+      return
+    fi
+    say "no answer; asked again in $seconds s"
+    sleep "$seconds"
+  done
+  "$@"
+}
+
 # Sets state: what the queue says, NONE, or LOST when a slice is gone behind its back.
 look() {
   local queue=(gcloud compute tpus queued-resources list "${where[@]}"
@@ -72,10 +86,10 @@ look() {
     [[ $state != ACTIVE ]] || show "${nodes[@]}"
     return
   fi
-  state=$("${queue[@]}")
+  state=$(ask "${queue[@]}")
   state=${state:-NONE}
   if [[ $state == ACTIVE ]]; then
-    states=$("${nodes[@]}")
+    states=$(ask "${nodes[@]}")
     [[ ! $states =~ PREEMPTED|TERMINATED ]] || state=LOST
   fi
 }

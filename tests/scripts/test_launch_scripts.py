@@ -290,6 +290,7 @@ def test_a_batch_job_goes_back_into_the_queue(checkout, code, restarted, requeue
 GCLOUD = """
 cd "$STAND_INS"
 echo "$4" >> calls
+if [[ $4 == list && -s deaf ]]; then sed -i 1d deaf; echo 'ERROR: 503' >&2; exit 1; fi
 case "$3 $4" in
   "tpu-vm list") cat nodes ;;
   *list) [[ ! -e queue ]] || cat queue ;;
@@ -392,6 +393,14 @@ def test_a_connection_that_breaks_does_not_start_the_run_twice(pod) -> None:
     assert go(pod, "watched", "0", restarts=1)[0] == 0
     assert calls(pod) == "create scp ssh ssh scp ssh ssh"
     assert (pod / "started").read_text().count("\n") == 1
+
+
+@pytest.mark.parametrize(("times", "code"), [(5, 0), (6, 1)])
+def test_a_question_without_an_answer_is_asked_again(pod, times, code) -> None:
+    (pod / "deaf").write_text("\n" * times)
+    ended, _, err = go(pod, "0")
+    assert (ended, err.count("ERROR: 503")) == (code, times)
+    assert calls(pod) == ("create scp ssh ssh" if code == 0 else "")
 
 
 def test_stop_ends_the_run_with_75_and_no_restart(pod) -> None:
