@@ -9,7 +9,7 @@ import jax
 
 from configs.schema import Config
 from data.pipeline import Rows
-from training.resume import library_versions
+from training.resume import flatten, library_versions
 
 _ROOT = Path(__file__).resolve().parent.parent
 # What decides how a program is compiled.
@@ -35,14 +35,6 @@ def describe_machine(rows: Rows, devices: list[jax.Device]) -> dict[str, Any]:
         **{f"text of source {source.name}": source.store.digest for source in rows.sources},
         "order of the data": rows.order_hash(0),
     }
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree of values by dotted keys."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.removesuffix("."): tree}
-    parts = (flatten(value, f"{prefix}{key}.") for key, value in tree.items())
-    return {key: value for part in parts for key, value in part.items()}
 
 
 def _code_hash() -> str:

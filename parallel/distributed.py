@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -12,7 +13,7 @@ import jax
 from jax._src import clusters
 from jax.experimental import multihost_utils
 
-from parallel.peers import ClusterConfig, Peers
+from parallel.peers import ClusterConfig, PeerError, Peers
 
 MAX_SKEW = 30.0
 """Seconds by which clocks may differ: logs and lineages are read side by side."""
@@ -85,10 +86,15 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":
         _silence_gloo()
+    host = cluster.coordinator.rpartition(":")[0]
+    if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        os.environ["no_grpc_proxy"] = host  # jax's service is not on the web
+    if not peers.is_first:
+        _reach(host, port, cluster, config.start_timeout)
     # Our own watch says more, and is quicker but for the loss of process 0: when the main thread
     # holds the interpreter then, jax's abort (exit code 134) may be first.
     jax.distributed.initialize(
-        f"{cluster.coordinator.rpartition(':')[0]}:{port}",
+        f"{host}:{port}",
         cluster.num_processes,
         cluster.process_id,
         local_device_ids=cluster.local_device_ids,
@@ -103,9 +109,12 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
 def _check(cluster: Cluster) -> None:
     """The laws of what the command line may say."""
     count, number = cluster.num_processes, cluster.process_id
-    _, colon, port = cluster.coordinator.rpartition(":")
-    if not (colon and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ValueError(f"--coordinator={cluster.coordinator} is not HOST:PORT; name the port")
+    host, _, port = cluster.coordinator.rpartition(":")
+    if not (host and ":" not in host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"--coordinator={cluster.coordinator} is not HOST:PORT; give a name or an IPv4 "
+            "address, and a port"
+        )
     if count < 1:
         raise ValueError(f"--num-processes={count} is none; give 1 or more")
     if not 0 <= number < count:
@@ -113,6 +122,26 @@ def _check(cluster: Cluster) -> None:
             f"--process-id={number} is none of --num-processes={count}; they begin at 0, give 0 "
             f"to {count - 1}"
         )
+
+
+def _reach(host: str, port: int, cluster: Cluster, seconds: float) -> None:
+    """Waits for jax's service in process 0: where it cannot be reached, jax only aborts.
+
+    Raises: PeerError.
+    """
+    deadline, problem = time.monotonic() + seconds, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=left).close()
+        except OSError as error:
+            problem = error.strerror or str(error)
+            time.sleep(0.1)
+        else:
+            return
+    raise PeerError(
+        f"process {cluster.process_id} met process 0 at {cluster.coordinator}, but did not reach "
+        f"its port {port} within {seconds} s: {problem}; let hosts reach each other on all ports"
+    )
 
 
 def _free_port() -> int:

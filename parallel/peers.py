@@ -61,6 +61,22 @@ class _Peer:
     doing: str | None = None
     since: float = 0.0
 
+    def close(self) -> None:
+        """Ends the connection, if there is one."""
+        if self.connection is not None:
+            self.connection.close()
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has closed its connection."""
+        assert self.connection is not None
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
 
 class Peers:
     """All processes of a run, seen from one. Of a single process it costs nothing."""
@@ -125,10 +141,14 @@ class Peers:
         else:
             self._send(self._peers[0], {"post": topic, "value": value})
 
-    def collect(self, topic: str) -> list[Any]:
-        """What each process posted, in their order; waits for the last of them."""
+    def collect(self, topic: str, seconds: float | None = None) -> list[Any]:
+        """What each process posted, in their order; waits for the last of them.
+
+        Raises: TimeoutError after so many seconds.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: topic in self._results)
+            if not self._changed.wait_for(lambda: topic in self._results, seconds):
+                raise TimeoutError(topic)
             return self._results.pop(topic)
 
     def gather(self, topic: str, value: Any) -> list[Any]:
@@ -193,8 +213,7 @@ class Peers:
 
     def _close(self) -> None:
         for peer in self._peers.values():
-            if peer.connection is not None:
-                peer.connection.close()
+            peer.close()
 
     def _listen(
         self, host: str, port: int, hello: dict[str, Any], deadline: float
@@ -205,9 +224,13 @@ class Peers:
         try:
             listener = socket.create_server((here, port), backlog=self.num_processes)
         except OSError as error:
-            raise PeerError(f"port {port} cannot be opened: {error.strerror}") from error
+            raise PeerError(
+                f"process 0 on {hello['host']} cannot open port {port}: "
+                f"{os.strerror(error.errno or 0)}; end who holds it, or name another"
+            ) from error
         with listener:
-            while len(came) < self.num_processes:
+            # Who was killed while it waited may come again.
+            while len(came := self._living(came)) < self.num_processes:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
                     connection, _ = listener.accept()
@@ -219,7 +242,10 @@ class Peers:
                 except (OSError, ValueError, KeyError, TypeError):
                     connection.close()  # not one of ours
                     continue
-                self._peers[number if number not in came else -1] = _Peer(
+                came_twice = number in self._living(came)
+                if not came_twice and number in self._peers:
+                    self._peers[number].close()
+                self._peers[-1 if came_twice else number] = _Peer(
                     entry["host"], connection, heard=time.monotonic()
                 )
                 if entry["of"] != self.num_processes:
@@ -228,14 +254,14 @@ class Peers:
                         f"process 0 on {hello['host']} waits for {self.num_processes}",
                         EXIT_DISAGREE,
                     )
-                if number in came:
+                if came_twice:
                     self._refuse(
                         f"process {number} came twice: from {came[number]['host']} and from "
                         f"{entry['host']}; give each an id of its own"
                     )
                 came[number] = {**entry, "skew": skew}
                 _settle(connection)
-        if len(came) < self.num_processes:
+        if len(came := self._living(came)) < self.num_processes:
             missing = [str(n) for n in range(self.num_processes) if n not in came]
             here = ", ".join(f"{n} ({entry['host']})" for n, entry in sorted(came.items()))
             self._refuse(
@@ -246,6 +272,9 @@ class Peers:
         welcome = [came[n] for n in range(self.num_processes)]
         self._broadcast({"welcome": welcome})
         return welcome
+
+    def _living(self, came: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        return {n: came[n] for n in came if n == 0 or not self._peers[n].is_gone}
 
     def _refuse(self, reason: str, code: int = EXIT_PEER) -> None:
         self._broadcast({"end": reason, "code": code})
@@ -296,13 +325,16 @@ class Peers:
             for number, peer in self._peers.items():
                 assert peer.connection is not None
                 selector.register(peer.connection, selectors.EVENT_READ, number)
-            beat = 0.0
+            beat = time.monotonic() - _TICK
             while not self._closing:
                 for key, _ in selector.select(timeout=_TICK / 4):
                     if not self._read(key.data):
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
                 if now - beat >= _TICK:
+                    if now - beat > 5 * _TICK:  # it was this process that stood still
+                        for peer in self._peers.values():
+                            peer.heard += now - beat
                     beat = now
                     what, since = self._doing
                     self._broadcast({"beat": what, "seconds": now - since})

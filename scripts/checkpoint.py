@@ -30,12 +30,12 @@ from ruamel.yaml import YAML
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from configs.preflight import flatten
 from data.pipeline import explain_change
 from parallel.mesh import MeshConfig, build_mesh
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
 from training.directory import locked_run
 from training.metrics import peak_memory
+from training.resume import flatten
 
 EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
 NAMED = 4  # damaged arrays of a checkpoint

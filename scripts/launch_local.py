@@ -50,8 +50,8 @@ class _Asked:
     save: bool = False
 
     def install(self) -> None:
-        """Takes over SIGTERM, SIGINT and SIGUSR1 of this process."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Takes over the signals of this process; SIGHUP comes when its terminal is closed."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_save)
 
@@ -75,8 +75,9 @@ def _relay(index: int, pipe: IO[str]) -> None:
     with pipe:
         for line in pipe:
             ending = "" if line.endswith("\n") else "\n"
-            sys.stderr.write(f"[{index}] {line}{ending}")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more; read on
+                sys.stderr.write(f"[{index}] {line}{ending}")
+                sys.stderr.flush()
 
 
 class _Child:

@@ -6,10 +6,13 @@ from pathlib import Path
 
 # Tests compile much and run little: LLVM's optimisations would double their time, and the newer
 # of two code generators, the only one since jax 0.11, adds a fifth.
-FLAGS = [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0"]
-if version("jax").startswith("0.10."):
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join(FLAGS)
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_backend_optimization_level=0",
+        *["--xla_cpu_use_fusion_emitters=false"][: version("jax").startswith("0.10.")],
+    ]
+)
 
 import hypothesis
 import jax

@@ -26,7 +26,7 @@ import jax
 from orbax.checkpoint import v1
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
-from parallel.peers import Peers
+from parallel.peers import PeerError, Peers
 from training.fingerprint import fingerprints, leaf_name
 from training.metrics import log
 from training.step import TrainState
@@ -146,7 +146,7 @@ class Checkpoints:
         if config.keep_best:
             for step in self.steps:
                 with contextlib.suppress(CheckpointError):  # told when it is to be restored
-                    self._remember(step, self.record(step)["metrics"])
+                    self.remember(step, self.record(step)["metrics"])
         self._pending: tuple[int, Callable[[], Any]] | None = None
         self._failures = 0
         self._retry_at: int | None = None
@@ -213,7 +213,7 @@ class Checkpoints:
             "leaves": _leaves(arrays),
             "fingerprints": fingerprints(arrays),
         }
-        self._remember(step, record["metrics"])
+        self.remember(step, record["metrics"])
         try:
             response = self._saver.save_checkpointables_async(
                 step,
@@ -229,7 +229,8 @@ class Checkpoints:
             self._pending = step, response.result
         return time.perf_counter() - begin
 
-    def _remember(self, step: int, metrics: dict[str, float]) -> None:
+    def remember(self, step: int, metrics: dict[str, float]) -> None:
+        """The eval_loss of a step, by which the best are kept; it may come after the save."""
         if math.isfinite(metrics.get("eval_loss", math.nan)):
             self._losses[step] = metrics["eval_loss"]
 
@@ -253,7 +254,10 @@ class Checkpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for a save in progress, and tells how it ended."""
+        """Waits for a save in progress, and tells how it ended.
+
+        Raises: PeerError when it failed in this process, and the others still wait for its part.
+        """
         if self._pending is None:
             return
         (step, result), self._pending = self._pending, None
@@ -262,7 +266,17 @@ class Checkpoints:
             result()
         except Exception as error:
             problem = _reason(error)
-        for host, told in zip(self.peers.hosts, self.peers.gather("saved", problem), strict=True):
+        self.peers.post("saved", problem)
+        try:
+            # Orbax waits for the part of every process: who has failed is not told of the others.
+            limit = None if problem is None else self.peers.config.peer_timeout
+            ends = self.peers.collect("saved", limit)
+        except TimeoutError as error:
+            raise PeerError(
+                f"checkpoint {step} was not saved: {problem}; the others wait for it: start all "
+                "processes again"
+            ) from error
+        for host, told in zip(self.peers.hosts, ends, strict=True):
             if told is not None:
                 self._failed(step, told if len(self.peers.hosts) == 1 else f"on {host}: {told}")
                 return
@@ -400,7 +414,7 @@ class Checkpoints:
 
     def leftovers(self) -> tuple[list[Path], list[Path]]:
         """(damaged checkpoints that were set aside, saves that were never finished)."""
-        found = sorted(self._directory.iterdir())
+        found = sorted(path for path in self._directory.iterdir() if path.is_dir())
         return (
             [path for path in found if ".damaged" in path.name],
             [path for path in found if ".orbax-checkpoint-tmp" in path.name],

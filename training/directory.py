@@ -4,12 +4,24 @@ import contextlib
 import fcntl
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from parallel.peers import PeerError, Peers
+
+
+def run_directory(given: str) -> Path:
+    """The directory that `run.dir` means. Raises: ValueError if no run can be there."""
+    if "://" in given:
+        raise ValueError(f"run.dir={given!r} is a URL; give a directory of this machine")
+    directory = Path(os.path.expanduser(given))
+    if set("[]*?") & set(path := os.path.abspath(directory)):
+        # Saves there would end without an index of their arrays, and without an error.
+        raise ValueError(f"run.dir={path!r}: orbax takes [ ] * ? for a pattern; give another")
+    return directory
 
 
 @contextlib.contextmanager
@@ -31,11 +43,15 @@ def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None)
         ) from error
     with lock:
         in_use = f"run.dir={str(directory)!r} is in use by another process"
-        begin = time.monotonic()
+        begin, told = time.monotonic(), False
         while not _lock(lock):
             if peers is None or peers.num_processes == 1:
                 raise ValueError(f"{in_use}; give another run.dir")
-            if time.monotonic() - begin > (wait := peers.config.start_timeout):
+            wait = peers.config.start_timeout
+            if not told:
+                sys.stderr.write(f"{in_use}; waiting for it, up to {wait} s\n")
+                told = True
+            if time.monotonic() - begin > wait:
                 raise PeerError(f"{in_use}, for {wait} s; end that one")
             time.sleep(1.0)
         free = shutil.disk_usage(directory).free
@@ -76,17 +92,30 @@ def prove_shared(directory: Path, peers: Peers) -> None:
 def move_aside(directory: Path) -> Path | None:
     """Renames an old run directory to `NAME.old-K`; returns the new name, None if there was none.
 
-    The lock file stays behind, with whoever holds it.
+    The lock file stays behind, with whoever holds it. Raises: ValueError if it is no run, or cannot
+    be moved.
     """
+    directory = directory.resolve()
     old = (
         [path for path in directory.iterdir() if path.name != ".lock"] if directory.exists() else []
     )
     if not old:
         return None
+    if not any((directory / name).exists() for name in ("config.yaml", "checkpoints")):
+        raise ValueError(
+            f"checkpoint.resume=never would move {str(directory)!r} aside, but it has files and "
+            "holds no run; give another run.dir"
+        )
     number = 1
     while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
         number += 1
     target.mkdir()
-    for path in old:
-        path.rename(target / path.name)
+    try:
+        for path in old:
+            path.rename(target / path.name)
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={str(directory)!r} cannot be moved to {str(target)!r}: {error.strerror}; "
+            "move it by hand, or give another run.dir"
+        ) from error
     return target

@@ -29,7 +29,8 @@ class GuardConfig(
 
     on_spike: Literal["off", "warn", "skip", "rollback"] = "warn"
     """off: nothing; warn: a line in the log; skip: the step updates nothing; rollback: nor does it,
-    and the run goes back to the checkpoint before and leaves these rows out."""
+    and the run goes back to the newest checkpoint, that of a stop included, and leaves these rows
+    out."""
     max_z: PositiveFloat = 6.0
     """Standard deviations above the mean of the last steps that are a spike. Of normal noise,
     judged by 128 steps, one step in a hundred million is beyond 6; real spikes reach tens."""

@@ -7,7 +7,6 @@ signal saves and stops; what was interrupted is made up for by the next process.
 
 import contextlib
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from data.schedule import batch_number
 from parallel.distributed import StopRequest
 from parallel.peers import Peers
 from training.checkpoint import CheckpointConfig, Checkpoints
-from training.directory import locked_run, move_aside, prove_shared
+from training.directory import locked_run, move_aside, prove_shared, run_directory
 from training.evaluation import evaluate
 from training.goodput import Goodput
 from training.guard import GuardConfig
@@ -35,10 +34,12 @@ from training.metrics import (
     Display,
     Metrics,
     Unwritten,
+    evaluations,
     last_goodput,
     log,
     logging_to,
     peak_memory,
+    replace_text,
 )
 from training.resume import (
     Origin,
@@ -47,6 +48,7 @@ from training.resume import (
     find_origin,
     record_of,
     restore_newest,
+    tell_changes,
 )
 from training.step import Program, TrainState
 
@@ -60,7 +62,7 @@ class TrainingError(Exception):
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Where a run leaves its traces."""
 
-    dir: str = "runs/default"
+    dir: str = Field(default="runs/default", min_length=1)
     """Holds config.yaml, metrics.jsonl, log.txt, tensorboard/ and checkpoints/."""
     compilation_cache: str | None = ".cache/xla"
     """Folder for compiled programs, shared by runs; null: compile every time."""
@@ -120,9 +122,7 @@ def open_run(
     their own. Raises PeerError if another process of the run still holds the directory.
     Raises: ValueError for what the user can mend; no device has worked until then.
     """
-    if "://" in config.dir:
-        raise ValueError(f"run.dir={config.dir!r} is a URL; give a directory of this machine")
-    directory = Path(os.path.expanduser(config.dir))
+    directory = run_directory(config.dir)
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     # An old checkpoint goes only after the new one is whole: one more than are kept.
@@ -140,14 +140,18 @@ def open_run(
         checkpoints = Checkpoints(directory / "checkpoints", checkpoint, peers=peers)
         # However a run ends, a save that has begun is brought to its end.
         stack.push(checkpoints.on_exit)
+        for step, loss in evaluations(directory / "metrics.jsonl").items():
+            checkpoints.remember(step, {"eval_loss": loss})
         origin = find_origin(
             checkpoints, checkpoint, rows, program.abstract_state, steps=training.steps
         )
         if is_first:
-            (directory / "config.yaml").write_text(resolved_config)
+            replace_text(directory / "config.yaml", resolved_config)
             rows.tokenizer.save(directory / "tokenizer.json")
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
+        if origin.step:
+            tell_changes(checkpoints.record(origin.step), resolved_config)
         mesh = program.tp.manager.mesh.shape
         process = describe_process(resolved_config, mesh, peers.num_processes)
         yield Run(program, rows, training, directory, checkpoints, process, display, stop, origin)
@@ -248,7 +252,9 @@ class Run:
         """What belonged to the last step of the process before, and was interrupted."""
         step = self.origin.step
         if "evaluation" in self.origin.pending:
-            self.metrics.amend(step, self._evaluate(step, state))
+            evaluated = self._evaluate(step, state)
+            self.checkpoints.remember(step, evaluated)
+            self.metrics.amend(step, evaluated)
         if "sample" in self.origin.pending and step < self.training.steps:
             self._show_sample(state, step)
 
@@ -351,7 +357,7 @@ class Run:
     def _save(
         self, state: TrainState, step: int, pending: tuple[str, ...], numbers: dict[str, float]
     ) -> None:
-        if self._peers.is_first and not (self.directory / "config.yaml").exists():
+        if self._peers.is_first and not (self.directory / ".lock").exists():
             raise TrainingError(
                 f"run.dir={str(self.directory)!r} was removed under the run; nothing can be saved"
             )
@@ -412,6 +418,7 @@ class Run:
             if finite and guard.on_spike == "warn"
             else "the update was left out",
         )
+        self.checkpoints.finish()  # what is being saved may fail yet
         newest = self.checkpoints.latest_step
         if numbers["bad_steps"] >= guard.max_bad_steps:
             raise TrainingError(

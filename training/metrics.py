@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -29,7 +29,7 @@ def logging_to(path: Path, console: Console | None, *, silent: bool = False) -> 
 
     `log.debug` is for what is too long for a screen: it goes to `path` alone.
     """
-    screen = _RichHandler(console) if console is not None else logging.StreamHandler(sys.stdout)
+    screen = _RichHandler(console) if console is not None else _ScreenHandler(sys.stdout)
     file = _FileHandler(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     screen.setLevel(logging.INFO)
@@ -44,6 +44,17 @@ def logging_to(path: Path, console: Console | None, *, silent: bool = False) -> 
         for handler in handlers:
             log.removeHandler(handler)
             handler.close()
+
+
+class _ScreenHandler(logging.StreamHandler[TextIO]):
+    """Goes on without a reader that has had enough, such as `head`: all lines are in the file."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+            return
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 class _FileHandler(logging.FileHandler):
@@ -76,12 +87,17 @@ class Metrics:
 
     def __init__(self, directory: Path, resumed_step: int):
         self._path = directory / "metrics.jsonl"
-        kept = []
-        if self._path.exists():
-            kept = [line for line in self._path.read_text().splitlines(True) if line.endswith("\n")]
-            kept = [line for line in kept if line.strip()]
-            kept = [line for line in kept if json.loads(line)["step"] <= resumed_step]
-        self._replace("".join(kept))
+        kept, steps, last = [], set[int](), 0
+        for line, entry in _read(self._path):
+            last = entry["step"]
+            if 0 < last <= resumed_step:
+                kept.append(line)
+                steps.add(last)
+        if missing := resumed_step - len(steps):
+            log.warning("%s lacks %d of %d steps", self._path, missing, resumed_step)
+        if last and not resumed_step:
+            log.warning("no checkpoint is left of steps 1 to %d: they are trained again", last)
+        replace_text(self._path, "".join(kept))
         self._unwritten = b""
         self._board = Board(directory / "tensorboard", resumed_step)
 
@@ -99,7 +115,8 @@ class Metrics:
             lines.pop()
         else:  # a full disk did not take it, or somebody removed it
             last = {"step": step}
-        self._replace("".join([*lines, json.dumps({**last, **values}) + "\n"]))
+        text = "".join([*lines, json.dumps({**last, **values}) + "\n"])
+        replace_text(self._path, text)
         for name, value in values.items():
             self._board.add(step, summary.scalar(name, value))
 
@@ -113,11 +130,6 @@ class Metrics:
         except OSError as error:
             if not told:
                 log.warning("%s cannot be written: %s; its lines wait", self._path, error.strerror)
-
-    def _replace(self, text: str) -> None:
-        replacement = self._path.with_suffix(".tmp")
-        replacement.write_text(text)
-        os.replace(replacement, self._path)
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Shows a text in tensorboard."""
@@ -143,13 +155,36 @@ def peak_memory() -> int:
 
 def last_goodput(path: Path) -> dict[str, float]:
     """The ledger in the last line of a `metrics.jsonl` that has one; empty if none has."""
+    found: dict[str, float] = {}
+    for line, entry in _read(path):
+        if '"goodput/' in line:
+            ledger = {k: y for k, y in entry.items() if k.startswith("goodput/")}
+            found = {k.removeprefix("goodput/"): y for k, y in ledger.items()}
+    return found
+
+
+def evaluations(path: Path) -> dict[int, float]:
+    """The evaluation losses of a `metrics.jsonl`, by step."""
+    return {entry["step"]: entry["eval_loss"] for _, entry in _read(path) if "eval_loss" in entry}
+
+
+def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole lines of a `metrics.jsonl`, and what they say; what a crash left of others is not."""
     if not path.exists():
-        return {}
-    for line in reversed(path.read_text().splitlines(True)):
-        if line.endswith("\n") and '"goodput/' in line:
-            entries = json.loads(line).items()
-            return {k.removeprefix("goodput/"): y for k, y in entries if k.startswith("goodput/")}
-    return {}
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict) and type(entry.get("step")) is int and line[-1] == "\n":
+                    yield line, entry
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file anew: whoever reads it, and whatever happens, it is the old or the new one."""
+    replacement = path.with_suffix(".tmp")
+    replacement.write_text(text)
+    os.replace(replacement, path)
 
 
 class Unwritten(Metrics):

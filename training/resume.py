@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
+from ruamel.yaml import YAML
+
 from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
 from parallel.peers import PeerError
@@ -204,6 +206,27 @@ def _check(record: Mapping[str, Any], step: int, rows: Rows, steps: int) -> None
             f"checkpoint {step} was trained on other data: "
             f"{explain_change(record['order'], now)}; restore it, or give another run.dir"
         )
+
+
+def tell_changes(record: Mapping[str, Any], resolved_config: str) -> None:
+    """Says on one line what the config has that the one of a checkpoint had not."""
+    yaml = YAML(typ="safe", pure=True)
+    before, now = (flatten(yaml.load(text)) for text in (record["config"], resolved_config))
+    changed = [
+        f"{key} {before.get(key)!r} -> {value!r}"
+        for key, value in now.items()
+        if before.get(key) != value
+    ]
+    if changed:
+        log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
+
+
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """A tree of values by dotted keys."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.removesuffix("."): tree}
+    parts = (flatten(value, f"{prefix}{key}.") for key, value in tree.items())
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def record_of(

@@ -8,9 +8,10 @@ import pytest
 from runs import write_config
 
 from configs import preflight
-from configs.preflight import describe_machine, describe_program, flatten
+from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, load_config
 from data.pipeline import Rows
+from training.resume import flatten
 
 
 def changed(config: Config, *overrides: str, folder: Path) -> dict[str, tuple]:

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from typing import Any
+import socket
+from typing import Any, ClassVar
 
 import jax
 import pytest
@@ -65,7 +66,9 @@ def test_no_cluster_is_refused_with_what_to_give(nowhere):
 @pytest.mark.parametrize(
     ("cluster", "law"),
     [
-        (("host", 2, 0), "--coordinator=host is not HOST:PORT; name the port"),
+        (("host", 2, 0), "--coordinator=host is not HOST:PORT; give a name or an"),
+        ((":1", 2, 0), "--coordinator=:1 is not HOST:PORT"),
+        (("[::1]:1", 2, 0), "--coordinator=[::1]:1 is not HOST:PORT; give a name or an IPv4"),
         (("host:x", 2, 0), "--coordinator=host:x is not HOST:PORT"),
         (("host:65536", 2, 0), "--coordinator=host:65536 is not HOST:PORT"),
         (("host:0", 2, 0), "--coordinator=host:0 is not HOST:PORT"),
@@ -101,14 +104,20 @@ def start_calls(monkeypatch) -> list[Any]:
     return calls
 
 
+class Joined(Peers):
+    """Peers that have come."""
+
+    clocks: ClassVar[list[float]]
+    port: ClassVar[int] = 1234
+
+    def join(self, address: str, facts: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        self.hosts, self.skews = [f"host-{n}" for n in range(len(self.clocks))], self.clocks
+        return [{"port": self.port}, *[{}] * (len(self.clocks) - 1)]
+
+
 def joined(skews: list[float]) -> type[Peers]:
-    """Peers that have come, with these clocks."""
-
-    class Joined(Peers):
-        def join(self, address: str, facts: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-            self.hosts, self.skews = [f"host-{n}" for n in range(len(skews))], skews
-            return [{"port": 1234}, *[{}] * (len(skews) - 1)]
-
+    """With these clocks."""
+    Joined.clocks = skews
     return Joined
 
 
@@ -130,12 +139,33 @@ def test_jax_meets_at_the_port_of_process_0_and_waits_longer_than_we_do(
 ):
     monkeypatch.setattr(distributed, "Peers", joined([0.0, MAX_SKEW - 1]))
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.setattr(distributed, "_reach", lambda *_: None)
     with pytest.raises(Started):
         start(Cluster("host:1", 2, number), ClusterConfig(peer_timeout=7), 8)
     *settings, (arguments, options) = start_calls
     assert ("jax_num_cpu_devices", 4) in settings
     assert arguments == ("host:1234", 2, number)
     assert options["heartbeat_timeout_seconds"] > 7
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_port_of_jax_that_cannot_be_reached_is_named(monkeypatch, start_calls, is_open):
+    monkeypatch.setattr(distributed, "Peers", joined([0.0, 0.0]))
+    monkeypatch.setenv("http_proxy", "http://nowhere")
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setattr(Joined, "port", port)
+        if not is_open:
+            server.close()
+        with pytest.raises(Started if is_open else PeerError) as ended:
+            start(Cluster("127.0.0.1:1", 2, 1), ClusterConfig(start_timeout=1), 8)
+    assert os.environ["no_grpc_proxy"] == "127.0.0.1"
+    if not is_open:
+        assert str(ended.value) == (
+            f"process 1 met process 0 at 127.0.0.1:1, but did not reach its port {port} within 1 "
+            "s: Connection refused; let hosts reach each other on all ports"
+        )
 
 
 def test_the_environment_may_say_how_many_devices_to_simulate(monkeypatch, start_calls):

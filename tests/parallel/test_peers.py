@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,7 +125,61 @@ def test_a_port_that_is_taken_is_named(company):
         company.address = f"127.0.0.1:{taken.getsockname()[1]}"
         (error,) = company.join()
     port = company.address.partition(":")[2]
-    assert str(error).startswith(f"port {port} cannot be opened: Address already in use")
+    assert str(error) == (
+        f"process 0 on {HOST} cannot open port {port}: Address already in use; end who holds it, "
+        "or name another"
+    )
+
+
+def come_and_die(company: Company, said: bytes) -> None:
+    """A process that is killed in the roll call."""
+    host, _, port = company.address.partition(":")
+    with socket.socket() as killed:
+        until(lambda: killed.connect_ex((host, int(port))) == 0)
+        killed.sendall(said)
+
+
+def test_who_was_killed_while_it_waited_may_come_again(company):
+    company.add(0, 2, 1, of=3)
+    first, two, one = company.all
+    with ThreadPoolExecutor(3) as pool:
+        came = [pool.submit(first.join, company.address)]
+        come_and_die(company, b'{"hello": 1, "of": 3, "host": "h", "clock": 0.0}\n')
+        come_and_die(company, b'{"hello": 2')
+        came += [pool.submit(peers.join, company.address) for peers in (two, one)]
+        assert [len(found.result(10)) for found in came] == [3, 3, 3]
+    assert first.hosts == [HOST] * 3
+
+
+def test_who_was_killed_while_it_waited_is_missing(company):
+    company.add(0, of=3, config=seconds(start=0.6))
+    with ThreadPoolExecutor(1) as pool:
+        came = pool.submit(company.all[0].join, company.address)
+        come_and_die(company, b'{"hello": 1, "of": 3, "host": "h", "clock": 0.0}\n')
+        with pytest.raises(PeerError, match=r"^1 of 3 processes came .* missing: 1, 2; "):
+            came.result(10)
+
+
+def test_who_stood_still_gives_the_others_their_time_again(company, monkeypatch):
+    """All of a machine that is suspended: nobody was silent for longer than oneself."""
+    company.add(0, 1, of=2, config=seconds(peer=1.0))
+    company.join()
+    suspended = [0.0]
+    clock = {"monotonic": lambda: time.monotonic() + suspended[0], "time": time.time}
+    monkeypatch.setattr(module, "time", SimpleNamespace(**clock))
+    for _ in range(10):
+        suspended[0] += 9.0
+        time.sleep(0.2)
+    assert company.ends == [[], []]
+
+
+def test_collect_ends_after_its_time_and_the_word_still_comes(three):
+    three.all[0].post("late", 0)
+    with pytest.raises(TimeoutError, match="late"):
+        three.all[0].collect("late", 0.1)
+    for number in (1, 2):
+        three.all[number].post("late", number)
+    assert three.all[0].collect("late") == [0, 1, 2]
 
 
 def test_an_id_that_comes_twice_ends_all_with_its_number(company):

@@ -1,5 +1,6 @@
 """Saving on one mesh and restoring on another, and the run directory that is held alone."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from conftest import MESHES, ROOT
 from configs.build import build_program
 from configs.schema import load_config
 from parallel.mesh import MeshConfig
+from parallel.peers import ClusterConfig, PeerError, Peers
 from training.checkpoint import (
     CheckpointConfig,
     Checkpoints,
@@ -244,6 +246,22 @@ def test_another_process_holds_the_directory_until_it_is_killed(tmp_path):
         other.wait()
     with locked_run(tmp_path, 0):
         pass
+
+
+class Alone(Peers):
+    """The first of two, of which the other says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 0, ClusterConfig(peer_timeout=1))
+
+
+def test_a_save_that_fails_in_one_process_alone_ends_all_with_its_reason(tmp_path):
+    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), peers=Alone())) as saver:
+        saver._pending = 7, partial(os.mkdir, tmp_path)
+        with pytest.raises(
+            PeerError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
+        ):
+            saver.finish()
 
 
 @pytest.mark.parametrize("below", ["", "deeper/run"])

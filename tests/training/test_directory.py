@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
-from training.directory import locked_run, prove_shared
+from training.directory import locked_run, move_aside, prove_shared
 
 
 def one_of_two(number: int, start_timeout: float = 60.0) -> Peers:
@@ -73,3 +73,16 @@ def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
 def enter(directory: Path, peers: Peers | None) -> None:
     with locked_run(directory, 0, peers):
         pass
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
+def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "thesis.txt").touch()
+    with pytest.raises(ValueError, match=r"holds no run; give another run\.dir"):
+        move_aside(tmp_path / "link")
+    (tmp_path / "there" / name).touch()
+    assert move_aside(tmp_path / "link") == tmp_path / "there.old-1"
+    assert list((tmp_path / "there").iterdir()) == []
+    assert (tmp_path / "there.old-1" / "thesis.txt").exists()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,55 @@ def test_a_spike_rolls_back_and_leaves_its_batches_out(tmp_path):
     left_out = sum(last - first for first, last in skipped)
     assert left_out == sum(int(last) + 1 - int(first) for _, first, last in back)
     assert lines[-1]["data/text/tokens"] == pytest.approx((50 + left_out) * 8 * 32, rel=0.01)
+
+
+def test_a_save_that_fails_after_the_spike_is_no_way_back(tmp_path, monkeypatch):
+    """The first of them is still under way when the spike comes, and fails: nothing is behind."""
+    save = Checkpoints.save
+
+    def failing(self, state, step, *args):
+        seconds = save(self, state, step, *args)
+        if step == 30:
+            number, result = self._pending
+
+            def result_without_it():
+                result()
+                shutil.rmtree(self._directory / "30")
+                raise OSError(28, "No space left on device")
+
+            self._pending = number, result_without_it
+        return seconds
+
+    monkeypatch.setattr(Checkpoints, "save", failing)
+    monkeypatch.setattr(Checkpoints, "poll", lambda *_: None)
+    config = write_config(tmp_path)
+    easy = ["training.guard.on_spike=rollback", "training.guard.max_z=1.8", "training.steps=34"]
+    easy += ["optimizer.learning_rate=1e-9", "training.guard.max_bad_steps=30"]
+    assert run(config, *easy, "checkpoint.every=30", "training.eval_every=100") == 0
+    logged = (tmp_path / "run" / "log.txt").read_text()
+    assert "step 31: loss" in logged and "checkpoint 30 was not saved" in logged
+    assert "back to step" not in logged
+
+
+def test_the_best_checkpoint_is_kept_though_its_evaluation_came_later(tmp_path, monkeypatch):
+    config = write_config(tmp_path)
+    keys = ["checkpoint.every=100", "checkpoint.keep=1", "checkpoint.keep_best=1"]
+
+    def stopped(self, step, values):
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "step", stopped)
+        assert run(config, *keys) == EXIT_RESUMABLE  # after step 4, without its evaluation
+    worse = [*keys, "optimizer.learning_rate=3", "training.eval_every=2"]
+    for steps in (6, 8):  # the process that makes up for it, and one that never knew of it
+        assert run(config, *worse, f"training.steps={steps}") == 0
+        kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+        assert kept == {"4", str(steps)}
+    log_text = (tmp_path / "run" / "log.txt").read_text()
+    assert "changed since checkpoint 4: " in log_text
+    assert "optimizer.learning_rate 0.01 -> 3.0" in log_text
 
 
 def test_sigusr1_saves_and_goes_on(tmp_path, monkeypatch):

@@ -3,15 +3,19 @@
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from training.metrics import Display, Metrics, log, logging_to
+from training.metrics import Display, Metrics, last_goodput, log, logging_to
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -64,6 +68,47 @@ def test_a_torn_last_line_is_dropped(tmp_path, torn):
         file.write(torn)
     write(tmp_path, 3, [4])
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "bad", [b"garbage\n", b"\xff\xfe{\n", b"[]\n", b"\0\0\0\n", b'{"loss": 1}\n']
+)
+def test_lines_that_say_nothing_are_passed_over_and_lost_ones_told(tmp_path, bad, caplog):
+    write(tmp_path, 0, [1, 2, 3])
+    one, two, three = (tmp_path / "metrics.jsonl").read_bytes().splitlines(True)
+    (tmp_path / "metrics.jsonl").write_bytes(one + bad + two + bad)
+    assert last_goodput(tmp_path / "metrics.jsonl") == {}
+    write(tmp_path, 2, [])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == one + two and not caplog.messages
+    (tmp_path / "metrics.jsonl").write_bytes(one + bad + three)
+    write(tmp_path, 3, [4])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 3, 4]
+    assert [message.endswith("lacks 1 of 3 steps") for message in caplog.messages] == [True]
+
+
+def test_a_run_that_begins_again_without_its_checkpoints_says_so(tmp_path, caplog):
+    write(tmp_path, 0, [1, 2])
+    write(tmp_path, 0, [])
+    assert caplog.messages == ["no checkpoint is left of steps 1 to 2: they are trained again"]
+
+
+def test_a_reader_that_has_had_enough_stops_neither_the_run_nor_its_log(tmp_path):
+    program = (
+        "from pathlib import Path; from training.metrics import log, logging_to\n"
+        "with logging_to(Path('log.txt'), None):\n"
+        "    for n in range(9999): log.info('line %d', n)"
+    )
+    done = subprocess.run(
+        f'set -o pipefail; {sys.executable} -c "{program}" | head -n 1',
+        shell=True,
+        executable="/bin/bash",
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "line 0\n", "")
+    assert (tmp_path / "log.txt").read_text().endswith("line 9998\n")
 
 
 def test_a_line_is_on_disk_when_write_returns(tmp_path):
