@@ -140,8 +140,9 @@ def open_run(
         checkpoints = Checkpoints(directory / "checkpoints", checkpoint, peers=peers)
         # However a run ends, a save that has begun is brought to its end.
         stack.push(checkpoints.on_exit)
-        for step, loss in evaluations(directory / "metrics.jsonl").items():
-            checkpoints.remember(step, {"eval_loss": loss})
+        if checkpoint.keep_best:
+            for step, loss in evaluations(directory / "metrics.jsonl").items():
+                checkpoints.remember(step, {"eval_loss": loss})
         origin = find_origin(
             checkpoints, checkpoint, rows, program.abstract_state, steps=training.steps
         )
@@ -418,16 +419,19 @@ class Run:
             if finite and guard.on_spike == "warn"
             else "the update was left out",
         )
+        is_last = numbers["bad_steps"] >= guard.max_bad_steps
+        if not is_last and not (guard.on_spike == "rollback" and finite):
+            return
         self.checkpoints.finish()  # what is being saved may fail yet
         newest = self.checkpoints.latest_step
-        if numbers["bad_steps"] >= guard.max_bad_steps:
+        if is_last:
             raise TrainingError(
                 f"{guard.max_bad_steps} steps in a row, up to step {step}, could not be applied: "
                 f"the last loss was {numbers['loss']:.4g}; the newest whole checkpoint is "
                 f"{'none' if newest is None else newest}; lower optimizer.learning_rate, or look "
                 "at the data of these steps"
             )
-        if guard.on_spike == "rollback" and finite and newest is not None:
+        if newest is not None:
             raise _Rollback(step)
 
     def _roll_back(self, step: int) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -155,28 +156,27 @@ def peak_memory() -> int:
 
 def last_goodput(path: Path) -> dict[str, float]:
     """The ledger in the last line of a `metrics.jsonl` that has one; empty if none has."""
-    found: dict[str, float] = {}
-    for line, entry in _read(path):
-        if '"goodput/' in line:
-            ledger = {k: y for k, y in entry.items() if k.startswith("goodput/")}
-            found = {k.removeprefix("goodput/"): y for k, y in ledger.items()}
-    return found
+    _, last = next(iter(deque(_read(path, '"goodput/'), maxlen=1)), ("", {}))
+    return {k.removeprefix("goodput/"): y for k, y in last.items() if k.startswith("goodput/")}
 
 
 def evaluations(path: Path) -> dict[int, float]:
     """The evaluation losses of a `metrics.jsonl`, by step."""
-    return {entry["step"]: entry["eval_loss"] for _, entry in _read(path) if "eval_loss" in entry}
+    return {entry["step"]: entry["eval_loss"] for _, entry in _read(path, '"eval_loss"')}
 
 
-def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Whole lines of a `metrics.jsonl`, and what they say; what a crash left of others is not."""
+def _read(path: Path, mark: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Whole lines of a `metrics.jsonl` with this mark, and what they say; what a crash left of
+    others is passed over."""
     if not path.exists():
         return
     with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
+            if mark not in line or not line.endswith("\n"):
+                continue
             with contextlib.suppress(ValueError):
                 entry = json.loads(line)
-                if isinstance(entry, dict) and type(entry.get("step")) is int and line[-1] == "\n":
+                if isinstance(entry, dict) and type(entry.get("step")) is int:
                     yield line, entry
 
 
