@@ -339,7 +339,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_all_start_again_from_the_one_befo
 def test_who_fails_alone_ends_all_with_its_reason(lab):
     command = lab.launch("removed")
     command.until(lambda: lab.step("removed") >= 11)
-    (lab.folder / "removed" / "config.yaml").unlink()
+    (lab.folder / "removed" / ".lock").unlink()
     began = time.monotonic()
     assert command.finish() == 1
     assert time.monotonic() - began < 60
