@@ -13,7 +13,7 @@ import jax
 from jax._src import clusters
 from jax.experimental import multihost_utils
 
-from parallel.peers import ClusterConfig, PeerError, Peers
+from parallel.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
 
 MAX_SKEW = 30.0
 """Seconds by which clocks may differ: logs and lineages are read side by side."""
@@ -88,9 +88,11 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
         _silence_gloo()
     host = cluster.coordinator.rpartition(":")[0]
     if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        os.environ["no_grpc_proxy"] = host  # jax's service is not on the web
+        # jax's service is not on the web. gRPC reads no_proxy only if there is no no_grpc_proxy.
+        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+        os.environ["no_grpc_proxy"] = f"{direct},{host}" if direct else host
     if not peers.is_first:
-        _reach(host, port, cluster, config.start_timeout)
+        _reach(host, port, peers)
     # Our own watch says more, and is quicker but for the loss of process 0: when the main thread
     # holds the interpreter then, jax's abort (exit code 134) may be first.
     jax.distributed.initialize(
@@ -124,12 +126,13 @@ def _check(cluster: Cluster) -> None:
         )
 
 
-def _reach(host: str, port: int, cluster: Cluster, seconds: float) -> None:
+def _reach(host: str, port: int, peers: Peers) -> None:
     """Waits for jax's service in process 0: where it cannot be reached, jax only aborts.
 
-    Raises: PeerError.
+    Raises: PeerError, of which all processes hear.
     """
-    deadline, problem = time.monotonic() + seconds, "no answer"
+    seconds, problem = peers.config.start_timeout, "no answer"
+    deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((host, port), timeout=left).close()
@@ -138,10 +141,12 @@ def _reach(host: str, port: int, cluster: Cluster, seconds: float) -> None:
             time.sleep(0.1)
         else:
             return
-    raise PeerError(
-        f"process {cluster.process_id} met process 0 at {cluster.coordinator}, but did not reach "
-        f"its port {port} within {seconds} s: {problem}; let hosts reach each other on all ports"
+    reason = (
+        f"process 0 came, but its port {port} at {host} was not reached within {seconds} s: "
+        f"{problem}; let hosts reach each other on all ports"
     )
+    peers.leave(EXIT_PEER, reason)
+    raise PeerError(reason)
 
 
 def _free_port() -> int:

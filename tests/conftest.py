@@ -10,7 +10,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_backend_optimization_level=0",
-        *["--xla_cpu_use_fusion_emitters=false"][: version("jax").startswith("0.10.")],
+        "--xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else "",
     ]
 )
 

@@ -43,17 +43,16 @@ def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None)
         ) from error
     with lock:
         in_use = f"run.dir={str(directory)!r} is in use by another process"
-        begin, told = time.monotonic(), False
-        while not _lock(lock):
+        if not _lock(lock):
             if peers is None or peers.num_processes == 1:
                 raise ValueError(f"{in_use}; give another run.dir")
             wait = peers.config.start_timeout
-            if not told:
-                sys.stderr.write(f"{in_use}; waiting for it, up to {wait} s\n")
-                told = True
-            if time.monotonic() - begin > wait:
-                raise PeerError(f"{in_use}, for {wait} s; end that one")
-            time.sleep(1.0)
+            sys.stderr.write(f"{in_use}; waiting for it, up to {wait} s\n")
+            deadline = time.monotonic() + wait
+            while not _lock(lock):
+                if time.monotonic() > deadline:
+                    raise PeerError(f"{in_use}, for {wait} s; end that one")
+                time.sleep(1.0)
         free = shutil.disk_usage(directory).free
         if free < required_bytes:
             raise ValueError(
@@ -114,6 +113,8 @@ def move_aside(directory: Path) -> Path | None:
         for path in old:
             path.rename(target / path.name)
     except OSError as error:
+        if not any(target.iterdir()):
+            target.rmdir()
         raise ValueError(
             f"run.dir={str(directory)!r} cannot be moved to {str(target)!r}: {error.strerror}; "
             "move it by hand, or give another run.dir"

@@ -188,6 +188,7 @@ def test_a_layer_of_pages_is_read_where_it_lies() -> None:
         pages, table = cache.layer(layer)
         return one_query_each(q, pages, PagedInputs(table, cache.lengths_B), ScoreRule(scale=1.0))
 
+    # The mesh is of one device: what varies over axes of size one is the same everywhere.
     island = jax.jit(jax.shard_map(attend, mesh=tp.mesh, out_specs=P(), check_vma=False))
     for layer in range(LAYERS):
         out = island(cache, jnp.int32(layer), q)
@@ -219,7 +220,7 @@ def decode(specs, tp, layers, cache, x_BKh):
         mesh=tp.mesh,
         in_specs=(specs, P(), x_spec, slots_spec),
         out_specs=(specs, x_spec),
-        check_vma=False,  # sp of size one
+        check_vma=False,  # sp is of size one: what varies over it is the same everywhere
     )
     count_B = jnp.ones_like(cache.lengths_B)
     slots = cache.next_slots(count_B, 1)

@@ -202,15 +202,22 @@ def test_every_device_attends_in_its_own_pool_with_its_own_heads() -> None:
         return jnp.sum(out**2), out
 
     with jax.set_mesh(mesh):
-        put = lambda x, *spec: jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))  # noqa: E731
+
+        def put(x, *spec):
+            return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
+
         arguments = (
             put(jnp.concatenate([q, q]), "dp", "tp"),
             put(jnp.concatenate([pages, pages]), "dp", None, "tp"),
             jax.tree.map(lambda x: put(x, "dp"), twice),
         )
         (dq, dpages), out = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*arguments)
-    reference = lambda q, pages: oracle(q, pages, inputs, used, RULES["window"])  # noqa: E731
-    expected, pull = jax.vjp(jax.jit(reference), q, pages)
+
+    @jax.jit
+    def reference(q, pages):
+        return oracle(q, pages, inputs, used, RULES["window"])
+
+    expected, pull = jax.vjp(reference, q, pages)
     for found, single in zip((out, dq, dpages), (expected, *pull(2 * expected)), strict=True):
         both = np.concatenate([single, single])
         np.testing.assert_allclose(found, both, rtol=2e-5, atol=2e-6)

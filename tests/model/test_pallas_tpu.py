@@ -333,6 +333,7 @@ def array(heads):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split))
 
 jax.set_mesh(mesh)
+# What a pallas_call returns has no type that says over which axes it varies.
 island = jax.shard_map(both, in_specs=split, out_specs=split, check_vma=False)
 compiled = jax.jit(island).lower(*map(array, (32, 8, 8, 32, 0, 0))).compile()
 print(compiled.memory_analysis().temp_size_in_bytes)

@@ -3,7 +3,7 @@
 import os
 import signal
 import socket
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import pytest
@@ -104,20 +104,14 @@ def start_calls(monkeypatch) -> list[Any]:
     return calls
 
 
-class Joined(Peers):
-    """Peers that have come."""
+def joined(skews: list[float], port: int = 1234) -> type[Peers]:
+    """Peers that have come, with these clocks; jax's service is at this port of process 0."""
 
-    clocks: ClassVar[list[float]]
-    port: ClassVar[int] = 1234
+    class Joined(Peers):
+        def join(self, address: str, facts: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+            self.hosts, self.skews = [f"host-{n}" for n in range(len(skews))], skews
+            return [{"port": port}, *[{}] * (len(skews) - 1)]
 
-    def join(self, address: str, facts: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        self.hosts, self.skews = [f"host-{n}" for n in range(len(self.clocks))], self.clocks
-        return [{"port": self.port}, *[{}] * (len(self.clocks) - 1)]
-
-
-def joined(skews: list[float]) -> type[Peers]:
-    """With these clocks."""
-    Joined.clocks = skews
     return Joined
 
 
@@ -148,24 +142,22 @@ def test_jax_meets_at_the_port_of_process_0_and_waits_longer_than_we_do(
     assert options["heartbeat_timeout_seconds"] > 7
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-def test_a_port_of_jax_that_cannot_be_reached_is_named(monkeypatch, start_calls, is_open):
-    monkeypatch.setattr(distributed, "Peers", joined([0.0, 0.0]))
+def test_a_port_of_jax_is_reached_without_a_proxy_or_named(monkeypatch, start_calls):
     monkeypatch.setenv("http_proxy", "http://nowhere")
-    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    monkeypatch.setenv("no_grpc_proxy", "storage")
+    two = Cluster("127.0.0.1:1", 2, 1), ClusterConfig(start_timeout=1), 8
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        monkeypatch.setattr(Joined, "port", port)
-        if not is_open:
-            server.close()
-        with pytest.raises(Started if is_open else PeerError) as ended:
-            start(Cluster("127.0.0.1:1", 2, 1), ClusterConfig(start_timeout=1), 8)
-    assert os.environ["no_grpc_proxy"] == "127.0.0.1"
-    if not is_open:
-        assert str(ended.value) == (
-            f"process 1 met process 0 at 127.0.0.1:1, but did not reach its port {port} within 1 "
-            "s: Connection refused; let hosts reach each other on all ports"
-        )
+        monkeypatch.setattr(distributed, "Peers", joined([0.0, 0.0], port))
+        with pytest.raises(Started):
+            start(*two)
+    assert os.environ["no_grpc_proxy"] == "storage,127.0.0.1"
+    with pytest.raises(PeerError) as ended:
+        start(*two)
+    assert str(ended.value) == (
+        f"process 0 came, but its port {port} at 127.0.0.1 was not reached within 1 s: Connection "
+        "refused; let hosts reach each other on all ports"
+    )
 
 
 def test_the_environment_may_say_how_many_devices_to_simulate(monkeypatch, start_calls):

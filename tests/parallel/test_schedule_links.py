@@ -252,7 +252,7 @@ class Device:
 
 def test_places_are_counted_from_the_corner_of_the_box() -> None:
     devices = [Device([4, 2, 0]), Device([5, 2, 0]), Device([4, 3, 0])]
-    assert places(devices) == ((0, 0, 0), (1, 0, 0), (0, 1, 0))  # type: ignore[arg-type]
+    assert places(devices) == ((0, 0, 0), (1, 0, 0), (0, 1, 0))  # type: ignore[arg-type]  # stand-ins
 
 
 # lax.ragged_dot: one megaflop takes 1 us at peak, one megabyte 1 ms.

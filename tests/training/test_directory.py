@@ -1,5 +1,6 @@
 """The directory of a run among several processes: shared by all, held by one run."""
 
+import errno
 import fcntl
 import threading
 from pathlib import Path
@@ -86,3 +87,16 @@ def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
     assert move_aside(tmp_path / "link") == tmp_path / "there.old-1"
     assert list((tmp_path / "there").iterdir()) == []
     assert (tmp_path / "there.old-1" / "thesis.txt").exists()
+
+
+def test_a_run_that_cannot_be_moved_leaves_no_empty_folder(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+
+    def refuse(*_: Path) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(ValueError, match=r"cannot be moved to .*: Invalid .*; move it by hand"):
+        move_aside(tmp_path / "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
