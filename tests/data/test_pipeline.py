@@ -157,7 +157,8 @@ def python(code: str, *args) -> subprocess.Popen:
         f"from test_pipeline import *\nif __name__ == '__main__':\n{textwrap.indent(code, '    ')}"
     )
     script = Path(args[0]) / f"{hashlib.sha256(main.encode()).hexdigest()}.py"
-    script.write_text(main)
+    if not script.exists():  # else a process that was started before reads it half written
+        script.write_text(main)
     return subprocess.Popen(
         [sys.executable, script, *map(str, args)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
