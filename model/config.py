@@ -169,7 +169,8 @@ class ModelConfig(
     moe: MoEConfig = MoEConfig()
     """Mixture of experts."""
     remat: RematPolicy = "dots"
-    """What the backward pass recomputes: none, all but projections (dots), a whole block (full)."""
+    """What the backward pass recomputes: none, all but projections and attention in blocks (dots),
+    a whole layer (full)."""
     loss_chunk: PositiveInt = 2048
     """Tokens per device whose logits exist at a time."""
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from model.attention.cached import Cache, LayerCache, mark
 from model.attention.dispatch import in_zigzag
+from model.attention.operation import RESULT_NAME
 from model.attention.ring import zigzag_order
 from model.cache import DenseCache
 from model.config import LayerType, ModelConfig
@@ -29,11 +30,12 @@ from parallel.layout import TensorParallelConfig
 from parallel.linear import ColumnParallelLinear, named_rngs
 from parallel.projection import column_parallel
 
-# The products of experts have a batch dim, or hide in a loop: they are saved by their names.
+# The products of experts have a batch dim, or hide in a loop, as what attention computes block by
+# block: they are saved by their names.
 _POLICIES: dict[str, Any] = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES),
+        jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, RESULT_NAME),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from model.attention.blockwise import attend, attend_gradients, varying
-from model.attention.operation import Capabilities, OperationRegistry
+from model.attention.operation import RESULT_NAME, Capabilities, OperationRegistry
 from model.attention.scores import ScoreInputs, ScoreRule, with_sinks
 from parallel.ring import vary
 
@@ -92,9 +93,8 @@ def _attention_forward(
     engine: Engine, rule: ScoreRule, arrays: _Arrays, inputs: ScoreInputs
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
     q_BLHh, k_BTKh, v_BTKh, bias_BHLT = arrays
-    out_BLHh, lse_BHL = engine.attend(
-        q_BLHh, k_BTKh, v_BTKh, replace(inputs, bias_BHLT=bias_BHLT), rule
-    )
+    result = engine.attend(q_BLHh, k_BTKh, v_BTKh, replace(inputs, bias_BHLT=bias_BHLT), rule)
+    out_BLHh, lse_BHL = checkpoint_name(result, RESULT_NAME)
     return (out_BLHh, lse_BHL), (arrays, inputs, out_BLHh, lse_BHL)
 
 

@@ -12,6 +12,7 @@ from model.attention.capabilities import AnyFunction, Capabilities, Feature, For
 from model.attention.metadata import AttnShardingRules, OperationMetadata
 
 __all__ = [
+    "RESULT_NAME",
     "AttnShardingRules",
     "BoundOperation",
     "Capabilities",
@@ -20,6 +21,9 @@ __all__ = [
     "OperationMetadata",
     "OperationRegistry",
 ]
+
+RESULT_NAME = "attention_result"
+"""`checkpoint_name` of results and logsumexps that a backward pass had better not compute again."""
 
 _FORMS: dict[str, dict[FormName, Form]] = {}
 

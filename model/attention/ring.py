@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from model.attention.blockwise import varying
 from model.attention.flash import NATIVE, Engine
-from model.attention.operation import Capabilities, Feature, OperationRegistry
+from model.attention.operation import RESULT_NAME, Capabilities, Feature, OperationRegistry
 from model.attention.pallas_kernels import LANES
 from model.attention.pallas_tpu import attend, attend_gradients
 from model.attention.scores import Pattern, ScoreInputs, ScoreRule, with_sinks
@@ -128,7 +129,8 @@ def _forward(
     nothing = jnp.zeros(q_BLHh.shape, jnp.float32), jnp.full((B, H, L), -jnp.inf, jnp.float32)
     tour = _Tour.of(rule, L, k_BTKh.shape[1])
     own = _Keys(k_BTKh, v_BTKh, inputs.kv_index_BT, inputs.kv_segment_ids_BT)
-    (out_BLHh, lse_BHL), _ = tour.run(own, attend_to, merge_two, (nothing, None))
+    result, _ = tour.run(own, attend_to, merge_two, (nothing, None))
+    out_BLHh, lse_BHL = checkpoint_name(result, RESULT_NAME)
     return (out_BLHh, lse_BHL), (arrays, inputs, out_BLHh.astype(q_BLHh.dtype), lse_BHL)
 
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from model.attention.capabilities import Capabilities, Feature
-from model.attention.operation import OperationRegistry
+from model.attention.operation import RESULT_NAME, OperationRegistry
 from model.attention.scores import Pattern, ScoreInputs, ScoreRule
 
 # Tokens of a block of queries or keys: lanes of the vector unit, and what fits its memory.
@@ -89,6 +89,7 @@ def splash_kernel(length: int, heads: int, rule: ScoreRule, interpret: bool = Fa
             block_q_dq=block_q,
             block_kv_dq=block_k,
         ),
+        residual_checkpoint_name=RESULT_NAME,
         interpret=interpret,
     )
 

@@ -45,25 +45,29 @@ def batch() -> dict[str, np.ndarray]:
     }
 
 
-def run(config: ModelConfig, tp):
-    """(loss, gradients, initial parameters) as numpy."""
+def loss_of(config: ModelConfig, tp):
+    """(the loss as a function of parameters, initial parameters); on the mesh of tp."""
 
     def build() -> Transformer:
         return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
 
+    definition = nnx.graphdef(nnx.eval_shape(build))
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+    data = {k: jax.device_put(x, tp.manager.sharding(TokenSharding)) for k, x in batch().items()}
+
+    def loss(params):
+        model = nnx.merge(definition, params)
+        x, _ = model(data["tokens"], data["positions"], data["segment_ids"])
+        args = x, model.head_kernel(), data["targets"], data["loss_mask"]
+        return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+
+    return loss, params
+
+
+def run(config: ModelConfig, tp):
+    """(loss, gradients, initial parameters) as numpy."""
     with jax.set_mesh(tp.mesh):
-        definition = nnx.graphdef(nnx.eval_shape(build))
-        params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
-        data = {
-            k: jax.device_put(x, tp.manager.sharding(TokenSharding)) for k, x in batch().items()
-        }
-
-        def loss(params):
-            model = nnx.merge(definition, params)
-            x, _ = model(data["tokens"], data["positions"], data["segment_ids"])
-            args = x, model.head_kernel(), data["targets"], data["loss_mask"]
-            return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
-
+        loss, params = loss_of(config, tp)
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return float(value), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, params)
 
@@ -129,6 +133,21 @@ def test_remat_changes_memory_not_numbers(one_device, remat) -> None:
     assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)
     kinds = {"qkv": "ring", "o": "split", "mlp": "split" if remat == "full" else "bidirectional"}
     assert_equal_runs(run(config, parallel("dp2-fsdp2-tp2", "sequence", kinds)), one_device)
+
+
+@pytest.mark.parametrize(
+    ("attention", "mesh", "work"),
+    [("flash_attn2", ONE_DEVICE, " exp "), ("ring", MESHES["tp4-sp2"], "ppermute[")],
+)
+def test_only_full_remat_attends_again(attention, mesh, work) -> None:
+    def count(remat: str) -> int:
+        config = CONFIG.model_copy(update={"attention": attention, "remat": remat})
+        tp = tensor_parallel(mesh)
+        with jax.set_mesh(tp.mesh):
+            loss, params = loss_of(config, tp)
+            return str(jax.make_jaxpr(jax.grad(loss))(params)).count(work)
+
+    assert 0 < count("none") == count("dots") < count("full")
 
 
 @pytest.mark.parametrize("kv_heads", [2])
