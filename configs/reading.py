@@ -63,8 +63,16 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
                 raise ConfigError(
                     f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value"
                 )
-        # A glob may begin with what YAML would take for a reference.
-        node[key] = text if text.startswith("*") else _parse(text, f"override {override!r}")
+        node[key] = _value(text, f"override {override!r}")
+
+
+def _value(text: str, what: str) -> Any:
+    """What YAML makes of it; but of a string that is not quoted nothing is left out."""
+    if text.startswith(("*", "#")):  # a glob, a name: not a reference, not a comment
+        return text
+    value = _parse(text, what)
+    is_bare = isinstance(value, str) and not text.lstrip().startswith(("'", '"', "!", "|", ">"))
+    return text if is_bare else value
 
 
 def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Section:

@@ -230,7 +230,7 @@ def _check_experts(config: Config) -> None:
 def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:
     if value % divisor == 0:
         return
-    below = max(n for n in range(1, divisor + 1) if value % n == 0)
+    below = next(n for n in range(min(value, divisor), 0, -1) if value % n == 0)
     above = next((n for n in range(divisor, value + 1) if value % n == 0), below)
     legal = f"{below} or {above}" if above != below else str(below)
     raise ConfigError(

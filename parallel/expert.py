@@ -86,6 +86,7 @@ class _ExpertLinear(nnx.Module):
         axes = EXPERT_AXES[rule][0 if self.column else 1]
         widths = {"": out_features} if isinstance(out_features, int) else dict(out_features)
         self.axes = axes
+        self.output_names = tuple(widths)
         kernels = {}
         for name, width in widths.items():
             shape = (num_experts, in_features, width)
@@ -99,7 +100,7 @@ class _ExpertLinear(nnx.Module):
         """One `E in out` per output, in their order."""
         if isinstance(self.kernel, nnx.Param):
             return [self.kernel[...]]
-        return [kernel[...] for kernel in self.kernel.values()]
+        return [self.kernel[name][...] for name in self.output_names]
 
 
 class ExpertColumnParallelLinear(_ExpertLinear):

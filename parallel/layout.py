@@ -13,11 +13,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, get_args
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -92,6 +94,12 @@ class TensorParallelConfig:
                 raise ValueError(f"{where}={overlap!r} is not an overlap; use one of {legal}")
         # A copy of its own: the config is a key of jit's caches, so it must not change later.
         object.__setattr__(self, "kind_overlaps", MappingProxyType(dict(self.kind_overlaps)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For pickle and deepcopy, which know no MappingProxyType.
+        values = {name: getattr(self, name) for name in _FIELDS}
+        values["kind_overlaps"] = dict(self.kind_overlaps)
+        return partial(TensorParallelConfig, **values), ()
 
     @property
     def matmul_type(self) -> MatrixMultiplyMethod | None:
@@ -275,6 +283,7 @@ def layout_of(spec: P, axis_name: str, *, rank: int | None = None) -> Residual:
 
 def _placement(arr: Any) -> NamedSharding | None:
     """The array's place on a mesh of several devices, if it is known."""
+    arr = arr[...] if isinstance(arr, nnx.Variable) else arr
     sharding: Any = jax.typeof(arr).sharding
     if not sharding.mesh.are_all_axes_explicit and not isinstance(arr, jax.core.Tracer):
         sharding = getattr(arr, "sharding", None)  # on Auto axes only the array itself knows

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -67,7 +68,8 @@ class ParallelLinear(nnx.Module):
     parallel_config: None makes this an ordinary linear. Its `matmul_method` gives this class a
         direction: ALL_GATHER computes as a `ColumnParallelLinear`, REDUCE_SCATTER as a
         `RowParallelLinear` whose sum is scattered onto features (whole with `reduce_output`).
-    rngs: None starts from seed 0.
+    rngs: None starts from seed 0. Several outputs draw by their names from its root, which stays as
+        it was: layers that shall differ need generators of their own (`named_rngs`).
     kernel_init: also takes `out_sharding=` if there is a mesh, which has explicit axes.
     Kernels are logical (in, out) parameters, one per output, equal on every mesh. Differences from
     the reference: there, several outputs share one kernel as wide as all; its example's arguments
@@ -96,7 +98,9 @@ class ParallelLinear(nnx.Module):
     ):
         if isinstance(scale, str) and scale not in ("fan_in", "fan_out"):
             raise ValueError(f"scale={scale!r}: give a number, fan_in or fan_out")
-        self.in_features = in_features
+        if isinstance(out_features, np.integer):
+            out_features = int(out_features)
+        self.in_features = int(in_features)
         self.output_names = tuple(out_features) if isinstance(out_features, Mapping) else None
         if isinstance(out_features, Mapping):
             out_features = tuple(out_features.values())
@@ -172,9 +176,17 @@ class ParallelLinear(nnx.Module):
         return outputs[0] if isinstance(self.out_features, int) else tuple(outputs)
 
     def _cast(self, inputs: jax.Array) -> jax.Array:
-        """To the dtype of the computation; integers become the parameters' dtype."""
-        floating = jnp.issubdtype(inputs.dtype, jnp.floating)
-        return inputs.astype(self.dtype or (inputs.dtype if floating else self.param_dtype))
+        """To the dtype of the computation; integers become the parameters' dtype.
+
+        Raises: ValueError for inputs of another width.
+        """
+        if inputs.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"{type(self).__name__}: inputs {inputs.shape} do not end in in_features="
+                f"{self.in_features}; give `... {self.in_features}`"
+            )
+        inexact = jnp.issubdtype(inputs.dtype, jnp.inexact)
+        return inputs.astype(self.dtype or (inputs.dtype if inexact else self.param_dtype))
 
     def native_forward(self, inputs: jax.Array, w: jax.Array | None = None) -> Any:
         """`... in` -> `... out` by plain matmuls whose collectives the compiler chooses.
@@ -209,9 +221,13 @@ class ParallelLinear(nnx.Module):
         config = self.parallel_config
         if self.direction != "column" or config is None or config.reduce_scatter_output:
             return outputs
-        return jax.tree.map(
-            lambda y: jax.sharding.reshard(y, P(*jax.typeof(y).sharding.spec[:-1], None)), outputs
-        )
+
+        def whole(y: jax.Array) -> jax.Array:
+            return jax.sharding.reshard(y, P(*jax.typeof(y).sharding.spec[:-1], None))
+
+        if isinstance(outputs, dict):  # in the caller's order, which trees do not keep
+            return {name: whole(y) for name, y in outputs.items()}
+        return jax.tree.map(whole, outputs)
 
     def __call__(self, inputs: jax.Array, out_spec: P | None = None) -> Any:
         """`... in` -> `... out`; out_spec: the layout of a row-parallel output (None: whole)."""
@@ -287,7 +303,7 @@ def chain(
     """row(function(*column(x))) in the layout of x, as one ring where rows travel.
 
     function: from the outputs of `column`, in their order, to the input of `row`; elementwise, as a
-    ring shows it some rows and this device's features.
+    ring shows it some rows and this device's features, and closed over no array.
     With a `sequence` layout and one config, dtype and precision for both linears the blocks stay in
     the order in which they arrive (`gather_matmul_scatter`); otherwise the linears run one after
     the other, the features between them on tp.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -92,6 +92,26 @@ class PartitionAxis:
         default_factory=lambda: _GENERATION_RULES, hash=False
     )
 
+    def __post_init__(self) -> None:
+        # Copies of its own: the table is a key of jit's caches, so it must not change later.
+        for table in ("rules", "generation_rules"):
+            object.__setattr__(self, table, MappingProxyType(dict(getattr(self, table))))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # For pickle and deepcopy, which know no MappingProxyType.
+        return PartitionAxis.from_dict, (self.to_dict(),)
+
+    @property
+    def mesh_axes(self) -> dict[str, str]:
+        """The constants DP, FSDP, TP, SP and EP to the names of mesh axes."""
+        return {
+            ax.DP: self.data_parallel_axis,
+            ax.FSDP: self.fully_sharded_data_parallel_axis,
+            ax.TP: self.tensor_parallel_axis,
+            ax.SP: self.sequence_parallel_axis,
+            ax.EP: self.expert_parallel_axis,
+        }
+
     @classmethod
     def reference(cls) -> "PartitionAxis":
         """The rules of the reference library: BATCH on (fsdp, dp), so ep ranks repeat the batch."""
@@ -125,8 +145,12 @@ class PartitionAxis:
         """A copy of this table with one more semantic axis.
 
         generation_axis_rule: the rule in GENERATION_MODES, if it differs.
-        Raises: ValueError if the name is taken and `override` is false.
+        Raises: ValueError if the name is that of a mesh axis, or taken and `override` is false.
         """
+        if semantic_axis in {*self.mesh_axes, *self.mesh_axes.values()}:
+            raise ValueError(
+                f"{semantic_axis!r} is a mesh axis, which no rule places; register another name"
+            )
         if semantic_axis in self.rules and not override:
             raise ValueError(
                 f"semantic axis {semantic_axis!r} is already registered; pass override=True"
@@ -148,16 +172,9 @@ class PartitionAxis:
             return ()
         if not isinstance(semantic_axis, str):
             return tuple(name for part in semantic_axis for name in self.resolve_axis(part, mode))
-        mesh_axes = {
-            ax.DP: self.data_parallel_axis,
-            ax.FSDP: self.fully_sharded_data_parallel_axis,
-            ax.TP: self.tensor_parallel_axis,
-            ax.SP: self.sequence_parallel_axis,
-            ax.EP: self.expert_parallel_axis,
-        }
-        if semantic_axis in mesh_axes:
-            return (mesh_axes[semantic_axis],)
-        if semantic_axis in mesh_axes.values():
+        if semantic_axis in self.mesh_axes:
+            return (self.mesh_axes[semantic_axis],)
+        if semantic_axis in self.mesh_axes.values():
             return (semantic_axis,)
         if mode in ax.GENERATION_MODES and semantic_axis in self.generation_rules:
             return self.resolve_axis(self.generation_rules[semantic_axis], mode)
@@ -189,14 +206,18 @@ def runtime_mode(axes: Any, mode: Any, shape: Sequence[int] | None, name: str = 
 
     mode: overrides the one that `axes` carries, unless NOT_GIVEN; a plain list means MODE_TRAIN. An
         integer is the index of the dim to look at: length 1 means MODE_DECODE, else MODE_TRAIN.
-    Raises: ValueError if it is an index and there is no shape.
+    Raises: ValueError if it is no mode, or an index and there is no such dim.
     """
     if mode is ax.NOT_GIVEN:
         mode = getattr(axes, "mode", ax.MODE_TRAIN)
     if not isinstance(mode, int):
+        if mode not in (modes := get_args(ax.RUNTIME_MODE_TYPES)):
+            raise ValueError(f"{name}: mode {mode!r} is none of {', '.join(modes)}")
         return mode
     if shape is None:
         raise ValueError(f"{name}: mode {mode} is a dim index, so the shape is needed")
+    if not -len(shape) <= mode < len(shape):
+        raise ValueError(f"{name}: mode {mode} is no dim of {tuple(shape)}; give the length's")
     return ax.MODE_DECODE if shape[mode] == 1 else ax.MODE_TRAIN
 
 

@@ -96,6 +96,16 @@ def _island(
     return island(x, *kernels)
 
 
+def _check_features(spec: P, config: TensorParallelConfig) -> None:
+    sizes = config.manager.mesh.shape
+    for name in mesh_axes_of(spec[-1]):
+        if name != config.axis_name and sizes[name] > 1:
+            raise ValueError(
+                f"features of type {spec} are split over {name}; reshard the input so that "
+                f"nothing but {config.axis_name} splits them"
+            )
+
+
 def column_parallel(
     x: jax.Array,
     kernels: Sequence[jax.Array],
@@ -106,9 +116,11 @@ def column_parallel(
 
     Communication: n - 1 blocks of x per device over tp unless x is replicated there, and each
     kernel over (fsdp, sp) in x's dtype; equations in `gather_matmul`.
-    Raises: ValueError if tp splits x before its rows, or outside of another axis.
+    Raises: ValueError if tp splits x before its rows, or outside of another axis, or if another
+    axis splits its features.
     """
     axis, spec = config.axis_name, jax.typeof(x).sharding.spec
+    _check_features(spec, config)
     body = partial(_column_body, layout=layout_of(spec, axis), precision=precision)
     out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
     return _island(body, x, kernels, ColumnWise, out_spec, config)
@@ -152,6 +164,7 @@ def row_parallel(
             f"a row-parallel linear needs its features on {axis}, got {spec}; "
             "reshard the input, or use a column-parallel linear"
         )
+    _check_features(spec, config)
     rows = [mesh_axes_of(entry) for entry in spec[:-1]]
     wanted = [mesh_axes_of(without_axis(entry, axis)) for entry in (*out_spec, *[None] * x.ndim)]
     if wanted[: x.ndim - 1] != rows:

@@ -38,10 +38,22 @@ def all_gather(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array
 
 
 def reduce_scatter(x: jax.Array, axis_name: str, dim: int) -> jax.Array:
-    """The sum of x over the axis, each device keeping its block along `dim`."""
+    """The sum of x over the axis, each device keeping its block along `dim`.
+
+    Raises: ValueError for a size that does not divide.
+    """
     if lax.axis_size(axis_name) == 1:
         return x
+    _check_blocks(x.shape, dim, axis_name)
     return lax.psum_scatter(x, axis_name, scatter_dimension=dim % x.ndim, tiled=True)
+
+
+def _check_blocks(shape: Sequence[int], dim: int, axis_name: str) -> None:
+    if shape[dim] % lax.axis_size(axis_name):
+        raise ValueError(
+            f"dim {dim % len(shape)} of {tuple(shape)} is not divisible by "
+            f"{axis_name}={lax.axis_size(axis_name)}; use a size that is"
+        )
 
 
 def _shift(x: Any, axis_name: str, up: bool = True) -> Any:
@@ -314,13 +326,9 @@ class Ring:
 
     def cut(self, whole: jax.Array, dim: int) -> Callable[[int], jax.Array]:
         """From an array in natural order along `dim`: position -> its piece."""
-        n, dim, sizes = lax.axis_size(self.axis_name), dim % whole.ndim, list(whole.shape)
-        if sizes[dim] % n:
-            raise ValueError(
-                f"dim {dim} of {whole.shape} is not divisible by {self.axis_name}={n}; "
-                "use a size that is"
-            )
-        sizes[dim] //= n
+        dim, sizes = dim % whole.ndim, list(whole.shape)
+        _check_blocks(sizes, dim, self.axis_name)
+        sizes[dim] //= lax.axis_size(self.axis_name)
         sizes[self._half_dim(sizes, dim)] //= self.pieces
 
         def piece(position: int) -> jax.Array:
@@ -351,7 +359,7 @@ class Ring:
             start[0] = piece * sizes[0]
         else:
             start[dim] = start[dim] * self.pieces + piece * sizes[dim]
-        return start
+        return [jnp.asarray(index, jnp.int32) for index in start]  # of one type under x64 too
 
 
 def _at(work: Work, first: int, block: jax.Array, index: int) -> Any:

@@ -337,6 +337,11 @@ class Checkpoints:
             found.keys() | wanted.keys(), key=lambda name: (not name.startswith("params."), name)
         )
         for name in by_parameter:
+            if name.startswith("ema.") and name not in found:
+                raise ValueError(
+                    f"checkpoint {step} keeps no moving average, the config asks for one; leave "
+                    "optimizer.ema_decay out, or give another run.dir"
+                )
             if found.get(name) != wanted.get(name):
                 raise ValueError(
                     f"checkpoint {step} holds {name.removeprefix('params.')} as "

@@ -73,7 +73,7 @@ class TrainingConfig(
 ):
     """How long, from which seed, and what is shown on the way."""
 
-    steps: PositiveInt = 1000
+    steps: int = Field(default=1000, gt=0, le=10**12)
     """Optimizer steps in all, resumed ones included."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Of the initial parameters."""
@@ -127,7 +127,8 @@ def open_run(
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     # An old checkpoint goes only after the new one is whole: one more than are kept.
     existing = len(list(directory.glob("checkpoints/[0-9]*")))
-    required_bytes = max(0, checkpoint.keep + 1 - existing) * state_bytes
+    saves = training.steps // checkpoint.every + 2
+    required_bytes = max(0, min(checkpoint.keep + 1, saves) - existing) * state_bytes
     is_first, silent = peers.is_first, not peers.is_first
     with contextlib.ExitStack() as stack:
         if is_first:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from model.attention.capabilities import Layout
 from model.attention.scores import ScoreInputs
+from parallel.axes import DEFAULT_MASK_VALUE
 
 _HEADS, _LENGTH = 2, 1
 
@@ -46,6 +47,14 @@ def as_rows(y: jax.Array) -> jax.Array:
     return jnp.asarray(y if y.ndim == 2 else y[None], jnp.int32)
 
 
+def as_bias(bias: jax.Array | None) -> jax.Array | None:
+    """What is as good as hidden (finfo.min, -inf) is hidden: a query of such keys sees nothing."""
+    if bias is None:
+        return None
+    hidden = bias.astype(jnp.float32) <= 0.5 * DEFAULT_MASK_VALUE
+    return jnp.where(hidden, -jnp.inf, bias)
+
+
 def sink_logits(softmax_aux: jax.Array | None, heads: int, kv_heads: int) -> jax.Array | None:
     """One float32 logit per query head; several sinks are as good as one of their logsumexp."""
     if softmax_aux is None:
@@ -75,6 +84,8 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout) -> No
             f"query {q.shape}, key {k.shape}, value {v.shape} (batch, length, heads, head_dim) do "
             "not fit: they share batch and head_dim, and key and value share all"
         )
+    if 0 in (*q.shape, *k.shape):
+        raise ValueError(f"query {q.shape} and key {k.shape}: give at least one of everything")
     if q.shape[_HEADS] % k.shape[_HEADS]:
         raise ValueError(
             f"{q.shape[_HEADS]} query heads are not a multiple of {k.shape[_HEADS]} kv heads"

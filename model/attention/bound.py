@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.attention.arguments import (
+    as_bias,
     as_bthd,
     as_rows,
     check_inputs,
@@ -111,8 +112,9 @@ class BoundOperation:
         defaults to `q`'s) and `mask` (booleans, `B|1 H|1 L T`) all let it see.
         q_index, kv_index: row indices (`B|1 L`, `B|1 T`); default: 0 .. T - 1, the queries last;
         more queries than keys that are not causal: both from 0.
-        bias: added to the scores, `B|1 H|1 L T`. softmax_aux: sinks, logits `H`, or `S K` for S of
-        them per kv head. logits_soft_cap: scores become cap * tanh(scores / cap).
+        bias: added to the scores, `B|1 H|1 L T`; -1.2e38 and below hide a key. softmax_aux: sinks,
+        logits `H`, or `S K` for S of them per kv head. logits_soft_cap: scores become
+        cap * tanh(scores / cap).
         dropout_key: drops weights with the metadata's dropout_prob; None: none are dropped.
         Outside of `jax.jit` every call compiles anew.
         Communication: what the chosen form needs over sp; nothing over the other axes.
@@ -135,7 +137,7 @@ class BoundOperation:
             kv_index_BT=default_kv if kv_index is None else as_rows(kv_index),
             q_segment_ids_BL=q_ids,
             kv_segment_ids_BT=q_ids if kv_segment_ids is None else as_rows(kv_segment_ids),
-            bias_BHLT=bias if bias is None or batched else bias[None],
+            bias_BHLT=as_bias(bias if bias is None or batched else bias[None]),
             mask_BHLT=mask if mask is None or batched else mask[None],
             sinks_H=sink_logits(softmax_aux, q.shape[_HEADS], k.shape[_HEADS]),
             **dropout_draws(dropout_key, q),

@@ -65,12 +65,15 @@ def vanilla(
     out_BLHh = out_BHLh.transpose(0, 2, 1, 3)
     if inputs.sinks_H is not None:
         lse_BHL = jnp.log(jnp.where(blind_BHL, 1.0, norm_BHL)) + top_BHL[..., 0]
-        lse_BHL = jnp.where(blind_BHL, DEFAULT_MASK_VALUE, lse_BHL)
+        lse_BHL = jnp.where(blind_BHL, -jnp.inf, lse_BHL)
         out_BLHh, _ = with_sinks(out_BLHh, lse_BHL, inputs.sinks_H)
     return out_BLHh.astype(q_BLHh.dtype)
 
 
-@OperationRegistry.register("sdpa", capabilities=Capabilities(features=_BY_MASK))
+# XLA:CPU has no matmul of float16 that sums in float32.
+@OperationRegistry.register(
+    "sdpa", capabilities=Capabilities(features=_BY_MASK, dtypes=("float32", "bfloat16"))
+)
 def sdpa(
     q_BLHh: jax.Array,
     k_BTKh: jax.Array,
@@ -80,12 +83,16 @@ def sdpa(
 ) -> jax.Array:
     """`jax.nn.dot_product_attention`, XLA's own; the mask is written out. Memory B H L T."""
     seen_BHLT = visible_BHLT(inputs, rule.pattern)
-    bias = inputs.bias_BHLT
+    bias_BHLT = inputs.bias_BHLT
+    if bias_BHLT is not None:
+        # What a bias hides, the mask hides: jax's mask is a finite number, which any key beats.
+        seen_BHLT = seen_BHLT & (bias_BHLT > -jnp.inf)
+        bias_BHLT = jnp.where(seen_BHLT, bias_BHLT.astype(jnp.float32), 0.0)
     out_BLHh = jax.nn.dot_product_attention(
         q_BLHh,
         k_BTKh,
         v_BTKh,
-        bias=None if bias is None else bias.astype(q_BLHh.dtype),
+        bias=bias_BHLT,
         mask=seen_BHLT,
         scale=rule.scale,
         implementation="xla",

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from parallel.axes import DEFAULT_MASK_VALUE
+
 UNUSED = -1
 """Row index of a key that is not there: an empty slot of a cache, padding. Nobody sees it."""
 
@@ -249,6 +251,8 @@ def with_sinks(
     out_BLHh: jax.Array, lse_BHL: jax.Array, sinks_H: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Result and logsumexp once the sinks are in the norm; source: gpt-oss (OpenAI 2025)."""
+    # Of a query that sees nothing it is -inf, and so may a sink be: their difference is a number.
+    lse_BHL = jnp.maximum(lse_BHL, DEFAULT_MASK_VALUE)
     whole_BHL = jnp.logaddexp(lse_BHL, sinks_H[None, :, None])
     share_BLH = jnp.exp(lse_BHL - whole_BHL).transpose(0, 2, 1)
     return out_BLHh * share_BLH[..., None], whole_BHL

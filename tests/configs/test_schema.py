@@ -35,6 +35,9 @@ REFUSALS = {
     "run.dir=null": "run.dir=None: input should be a valid string",
     "run.dir=7": "run.dir=7: input should be a valid string",
     "mesh.tp=[8]": "mesh.tp=[8]: input should be a valid integer",
+    # Before anything is built, and at once.
+    "training.steps=10000000000000000000": "training.steps=10000000000000000000: input should be l",
+    "mesh.tp=10000000000": "is not divisible by mesh.tp=10000000000; use mesh.tp=",
     # What nothing reads.
     "model.sliding_window=8": "model.sliding_window=8 is read by layers of sliding_attention alone",
     "model.attention_chunk_size=8": "model.attention_chunk_size=8 is read by layers of chunked_",
@@ -222,6 +225,22 @@ def test_overrides_are_yaml_values_and_the_last_one_wins():
     assert config.parallel.replicate_kv is True
     assert config.data.files == "a=b/*.txt"
     assert config.training.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("runs/a #1", "runs/a #1"),
+        ("#1", "#1"),
+        ("def ", "def "),
+        ("*.txt", "*.txt"),
+        ("'2024'", "2024"),
+        ('"a #1" # a comment', "a #1"),
+    ],
+)
+def test_of_a_string_in_an_override_nothing_is_left_out(text, value):
+    config = load_config(TP8, [f"run.dir={text}"])
+    assert config.run.dir == value
 
 
 def test_an_override_leaves_the_other_keys_of_its_section():

@@ -238,6 +238,7 @@ def test_misfit_arrays_are_refused() -> None:
         ((q, k, v), {"mask": np.ones((B, 1, L, L), int)}, "mask of int.*: give booleans"),
         ((q, k, v), {"q_segment_ids": np.zeros((B, 3), int)}, "q_segment_ids .* has not the shape"),
         ((q, k, v), {"kv_segment_ids": np.zeros((B, L), int)}, "without q_segment_ids"),
+        ((q[:0], k[:0], v[:0]), {}, "give at least one of everything"),
     ):
         with pytest.raises(ValueError, match=law):
             operation(*arrays, **options)
@@ -382,3 +383,59 @@ def test_pages_are_attended_to_by_name(name, mesh) -> None:
         first += count
     with pytest.raises(ValueError, match=r"attention vanilla cannot .* has no .*paged"):
         OperationRegistry.create("vanilla", metadata).attend_pages(q, pages, inputs)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "sdpa", "flash_attn2", "ulysses"])
+@pytest.mark.parametrize("value", [-np.inf, np.finfo(np.float32).min])
+def test_what_a_bias_hides_is_not_seen(name, value) -> None:
+    """Query 0 sees key 0 alone, which the bias hides."""
+    q, k, v, _ = inputs(4, 2)
+    bias = np.zeros((B, 4, L, L), np.float32)
+    bias[..., 5, 2] = -1e4
+    want = oracle(q, k, v, np.zeros((B, L)), bias=bias)
+    bias[..., 5, 2] = bias[..., 0, 0] = value
+    tp = tensor_parallel(ONE_DEVICE)
+    metadata = OperationMetadata(jnp.float32, partition_manager=tp.manager)
+    operation = jax.jit(OperationRegistry.create(name, metadata))
+    with jax.set_mesh(tp.mesh):
+        got = np.asarray(operation(q, k, v, bias=bias))
+        grads = jax.grad(lambda *arrays: operation(*arrays, bias=bias).sum(), argnums=(0, 1, 2))
+        assert all(np.isfinite(g).all() for g in grads(*map(jnp.asarray, (q, k, v))))
+    assert not got[:, 0].any()
+    np.testing.assert_allclose(got[:, 1:], want[:, 1:], atol=2e-6)
+
+
+def test_sdpa_adds_a_bias_in_float32() -> None:
+    """Positions times a slope, of which bfloat16 keeps two digits."""
+    q, k, v, _ = inputs(4, 2, jnp.bfloat16)
+    bias = 400 + 0.3 * np.arange(L, dtype=np.float32) * np.ones((1, 1, L, 1), np.float32)
+    tp = tensor_parallel(ONE_DEVICE)
+    metadata = OperationMetadata(jnp.bfloat16, partition_manager=tp.manager)
+    with jax.set_mesh(tp.mesh):
+        one, other = (
+            np.asarray(jax.jit(OperationRegistry.create(name, metadata))(q, k, v, bias=bias))
+            for name in ("sdpa", "vanilla")
+        )
+    np.testing.assert_allclose(one.astype(float), other.astype(float), atol=2.0**-5)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "flash_attn2", "blocksparse", "ring", "ulysses"])
+def test_a_sink_of_no_weight_leaves_zeros_where_nothing_is_seen(name) -> None:
+    q, k, v, _ = inputs(4, 2)
+    tp = tensor_parallel(ONE_DEVICE)
+    metadata = OperationMetadata(jnp.float32, partition_manager=tp.manager)
+    operation = OperationRegistry.create(name, metadata)
+    ids = np.where(np.arange(L) == 2, 7, 0)[None].repeat(B, 0)
+    sinks = jnp.asarray([-np.inf, 0.5, -np.inf, 0.0], jnp.float32)
+
+    @jax.jit
+    def total(q, sinks):
+        out = operation(
+            q, k, v, softmax_aux=sinks, q_segment_ids=ids, kv_segment_ids=np.zeros_like(ids)
+        )
+        return jnp.sum(out), out
+
+    with jax.set_mesh(tp.mesh):
+        grads, out = jax.grad(total, argnums=(0, 1), has_aux=True)(jnp.asarray(q), sinks)
+    assert not np.asarray(out)[:, 2].any()
+    assert all(np.isfinite(x).all() for x in (out, *grads))

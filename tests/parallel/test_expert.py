@@ -453,3 +453,14 @@ def test_without_saved_names_rows_are_dispatched_again() -> None:
     """That the count of dispatches sees what the names save."""
     _, program = run(Case("alltoall", "ragged_dot", mesh=FOUR), wrap=jax.checkpoint)
     assert dispatches(program) == 3
+
+
+def test_kernels_keep_their_order_through_a_split_and_a_merge() -> None:
+    tp = tensor_parallel(ONE_DEVICE)
+    with jax.set_mesh(tp.mesh):
+        linear = ExpertColumnParallelLinear(
+            2, D, {"up": 4, "gate": F}, kernel_init=bell(1.0), parallel_config=tp, rngs=nnx.Rngs(0)
+        )
+        merged = nnx.merge(*nnx.split(linear))
+        assert [w.shape[-1] for w in linear.kernels()] == [4, F]
+        assert [w.shape[-1] for w in merged.kernels()] == [4, F]

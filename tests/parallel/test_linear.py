@@ -1,5 +1,7 @@
 """Linears and chains of them equal plain matmuls for every layout, mesh and overlap."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from parallel.linear import (
     TensorParallelConfig,
     chain,
     get_output_partition_spec,
+    get_sharding,
 )
 
 LAYOUTS = ("hidden", "sequence", "replicated")
@@ -445,3 +448,44 @@ def test_a_mesh_of_one_axis_of_any_name_is_enough(arrays, overlap) -> None:
     close(whole, want)
     assert jax.typeof(whole).sharding.spec == P(None, None, None)
     close(y, np.asarray(jax.nn.silu(want)) @ np.asarray(row.kernel[...]))
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_outputs_come_in_the_order_that_was_asked_for(scattered) -> None:
+    tp = tensor_parallel(MESHES["tp8"]).replace(reduce_scatter_output=scattered)
+    with jax.set_mesh(tp.mesh):
+        linear = ColumnParallelLinear(D, {"v": 8, "q": 16}, parallel_config=tp, rngs=rngs())
+        outputs = linear(jnp.ones((2, L, D)))
+        assert [(name, y.shape[-1]) for name, y in outputs.items()] == [("v", 8), ("q", 16)]
+
+
+def test_inputs_of_another_width_or_split_elsewhere_are_refused() -> None:
+    tp = tensor_parallel(MESHES["dp2-fsdp2-tp2"])
+    with jax.set_mesh(tp.mesh):
+        linear = ColumnParallelLinear(D, np.int64(F), parallel_config=tp, rngs=rngs())
+        with pytest.raises(ValueError, match=rf"inputs \(2, {F}\) do not end in in_features={D}"):
+            linear(jnp.ones((2, F)))
+        x = jax.device_put(jnp.ones((2, D)), P(None, "fsdp"))
+        with pytest.raises(ValueError, match="split over fsdp; reshard the input so that nothing"):
+            linear(x)
+        assert copy.deepcopy(linear).parallel_config == tp
+        assert get_sharding(linear.kernel) == get_sharding(linear.kernel[...])
+
+
+def test_complex_inputs_keep_their_imaginary_part() -> None:
+    linear = ParallelLinear(D, F, use_bias=False, rngs=rngs())
+    np.testing.assert_array_equal(linear(1j * jnp.ones((1, D))), 1j * linear(jnp.ones((1, D))))
+
+
+@pytest.mark.parametrize("overlap", RINGS)
+def test_rings_turn_under_x64(overlap) -> None:
+    with jax.enable_x64(True):
+        tp = tensor_parallel(MESHES["tp8"], "sequence", overlap)
+        with jax.set_mesh(tp.mesh):
+            column = ColumnParallelLinear(D, F, parallel_config=tp, rngs=rngs())
+            row = RowParallelLinear(F, D, parallel_config=tp, rngs=rngs())
+            layout = tp.manager.resolve(ResidualSharding)
+            x = jax.device_put(np.ones((2, L, D), np.float32), layout)
+            y = jax.jit(lambda x: row(column.split_columns(x), layout))(x)
+            want = row.native_forward(column.native_forward(x))
+            np.testing.assert_allclose(y, want, atol=1e-5)

@@ -1,5 +1,8 @@
 """Rules resolve to the specs they promise; whatever cannot hold is refused by name."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -103,3 +106,21 @@ def test_a_mesh_axis_that_no_rule_names_is_refused() -> None:
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
     with pytest.raises(ValueError, match="mesh axis 'model' of size 8 has no part in the rules"):
         PartitionManager(PartitionAxis(), mesh)
+
+
+def test_a_mode_that_is_none_is_refused() -> None:
+    rules = manager(dp=2, sp=2, tp=2)
+    with pytest.raises(ValueError, match="mode 'decode' is none of __autoregressive__, "):
+        rules.resolve(ax.HiddenStateSharding, mode="decode")
+    with pytest.raises(ValueError, match=r"mode 3 is no dim of \(2, 4, 4\)"):
+        rules.resolve(ax.HiddenStateSharding, mode=3, shape=(2, 4, 4))
+
+
+def test_a_table_is_its_own_and_can_be_copied() -> None:
+    given = dict(PartitionAxis().rules)
+    table = PartitionAxis(rules=given)
+    given[ax.BATCH] = None
+    assert table == PartitionAxis()
+    assert copy.deepcopy(table) == pickle.loads(pickle.dumps(table)) == table
+    with pytest.raises(ValueError, match="'tp' is a mesh axis, which no rule places"):
+        table.register("tp", None, override=True)

@@ -87,7 +87,7 @@ def test_the_record_tells_what_the_run_was_and_came_from(half, tmp_path):
     assert record["versions"]["jax"] == jax.__version__
 
 
-def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path):
+def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path, capsys):
     config = write_config(tmp_path)
     ema = "optimizer.ema_decay=0.5"
     assert run(config, ema, f"run.dir={tmp_path}/whole") == 0
@@ -99,6 +99,12 @@ def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path):
     assert run(config, f"run.dir={tmp_path}/plain") == 0
     plain = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[-1])
     assert plain["loss"] == whole[-1]["loss"] and plain["eval_loss"] != whole[-1]["eval_loss"]
+    told = refusal(capsys, config, ema, f"run.dir={tmp_path}/plain", "training.steps=9")
+    assert "checkpoint 6 keeps no moving average" in told and "optimizer.ema_decay" in told
+
+
+def test_room_is_asked_for_the_saves_to_come_alone(tmp_path):
+    assert run(write_config(tmp_path), "training.steps=1", "checkpoint.keep=1000000000000") == 0
 
 
 def test_a_loss_that_is_not_finite_never_reaches_the_parameters(tmp_path, capsys):
