@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -353,13 +354,13 @@ class Ring:
         """Where a piece of these sizes lies in the whole."""
         n, s = lax.axis_size(self.axis_name), lax.axis_index(self.axis_name)
         offset, piece = self.positions()[position]
-        start: list[Any] = [0] * len(sizes)
+        start: list[Any] = [np.int32(0)] * len(sizes)  # of the index's type, under x64 too
         start[dim] = (s - offset) % n * sizes[dim]
         if self.halve_batch:
-            start[0] = piece * sizes[0]
+            start[0] = np.int32(piece * sizes[0])
         else:
             start[dim] = start[dim] * self.pieces + piece * sizes[dim]
-        return [jnp.asarray(index, jnp.int32) for index in start]  # of one type under x64 too
+        return start
 
 
 def _at(work: Work, first: int, block: jax.Array, index: int) -> Any:
