@@ -6,6 +6,7 @@ can get wrong is a ConfigError: path, value, law, remedy, on one line.
 """
 
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -230,8 +231,10 @@ def _check_experts(config: Config) -> None:
 def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:
     if value % divisor == 0:
         return
-    below = next(n for n in range(min(value, divisor), 0, -1) if value % n == 0)
-    above = next((n for n in range(divisor, value + 1) if value % n == 0), below)
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    divisors = [*small, *(value // n for n in small)]
+    below = max(n for n in divisors if n < divisor)
+    above = min((n for n in divisors if n > divisor), default=below)
     legal = f"{below} or {above}" if above != below else str(below)
     raise ConfigError(
         f"{name}={value} is not divisible by {divisor_name}={divisor}; use {divisor_name}={legal}"

@@ -172,9 +172,10 @@ class PartitionAxis:
             return ()
         if not isinstance(semantic_axis, str):
             return tuple(name for part in semantic_axis for name in self.resolve_axis(part, mode))
-        if semantic_axis in self.mesh_axes:
-            return (self.mesh_axes[semantic_axis],)
-        if semantic_axis in self.mesh_axes.values():
+        mesh_axes = self.mesh_axes
+        if semantic_axis in mesh_axes:
+            return (mesh_axes[semantic_axis],)
+        if semantic_axis in mesh_axes.values():
             return (semantic_axis,)
         if mode in ax.GENERATION_MODES and semantic_axis in self.generation_rules:
             return self.resolve_axis(self.generation_rules[semantic_axis], mode)

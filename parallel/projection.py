@@ -217,6 +217,7 @@ def column_row_parallel(
     """
     manager, axis = config.manager, config.axis_name
     spec = jax.typeof(x).sharding.spec
+    _check_features(spec, config)
     column_spec, kernels = as_stored(kernels, manager.resolve(ColumnWise), x, axis)
     row_spec, (kernel,) = as_stored([kernel], manager.resolve(RowWise), x, axis)
     body = partial(

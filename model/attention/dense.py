@@ -65,7 +65,6 @@ def vanilla(
     out_BLHh = out_BHLh.transpose(0, 2, 1, 3)
     if inputs.sinks_H is not None:
         lse_BHL = jnp.log(jnp.where(blind_BHL, 1.0, norm_BHL)) + top_BHL[..., 0]
-        lse_BHL = jnp.where(blind_BHL, -jnp.inf, lse_BHL)
         out_BLHh, _ = with_sinks(out_BLHh, lse_BHL, inputs.sinks_H)
     return out_BLHh.astype(q_BLHh.dtype)
 

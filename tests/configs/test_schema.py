@@ -37,6 +37,7 @@ REFUSALS = {
     "mesh.tp=[8]": "mesh.tp=[8]: input should be a valid integer",
     # Before anything is built, and at once.
     "training.steps=10000000000000000000": "training.steps=10000000000000000000: input should be l",
+    "model.hidden_size=9999999967": "is not divisible by",
     "mesh.tp=10000000000": "is not divisible by mesh.tp=10000000000; use mesh.tp=",
     # What nothing reads.
     "model.sliding_window=8": "model.sliding_window=8 is read by layers of sliding_attention alone",

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
-import model.attention  # noqa: F401  (registers)
 from model.attention.capabilities import Capabilities, Request
 from model.attention.dense import vanilla
 from model.attention.dispatch import choose_for_layer, choose_operation, in_zigzag

@@ -10,7 +10,6 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
-import model.attention  # noqa: F401  (registers)
 from model.attention.capabilities import Feature
 from model.attention.dense import vanilla
 from model.attention.operation import OperationMetadata, OperationRegistry

@@ -468,6 +468,12 @@ def test_inputs_of_another_width_or_split_elsewhere_are_refused() -> None:
         x = jax.device_put(jnp.ones((2, D)), P(None, "fsdp"))
         with pytest.raises(ValueError, match="split over fsdp; reshard the input so that nothing"):
             linear(x)
+        ring = tp.replace(overlap="ring")
+        column = ColumnParallelLinear(D, F, parallel_config=ring, rngs=rngs())
+        row = RowParallelLinear(F, D, parallel_config=ring, rngs=rngs())
+        x = jax.device_put(jnp.ones((2, L, D)), P(None, "tp", "fsdp"))
+        with pytest.raises(ValueError, match="split over fsdp; reshard the input so that nothing"):
+            chain(x, column, jax.nn.silu, row)
         assert copy.deepcopy(linear).parallel_config == tp
         assert get_sharding(linear.kernel) == get_sharding(linear.kernel[...])
 

@@ -3,7 +3,9 @@
 import errno
 import fcntl
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,16 @@ from training.directory import locked_run, move_aside, prove_shared
 
 def one_of_two(number: int, start_timeout: float = 60.0) -> Peers:
     """A process whose peers say nothing, but that the first has the token `1`."""
-    found = Peers(2, number, ClusterConfig.model_construct(start_timeout=start_timeout))
+
+    class Silent(Peers):
+        def from_first(self, topic: str, make: Callable[[], Any]) -> Any:
+            return "1"
+
+        def gather(self, topic: str, value: Any) -> list[Any]:
+            return [value, value]
+
+    found = Silent(2, number, ClusterConfig.model_construct(start_timeout=start_timeout))
     found.hosts = ["host-0", "host-1"]
-    found.from_first = lambda topic, make: "1"  # type: ignore[method-assign]
-    found.gather = lambda topic, value: [value, value]  # type: ignore[method-assign]
     return found
 
 
