@@ -28,13 +28,13 @@ from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from data.source import DataError
 from data.tokenizer import open_tokenizer
-from model.generate import Generator
+from model.generation.generate import Generator
+from model.generation.sampling import SamplingConfig
 from model.moe import choose_experts
-from model.sampling import SamplingConfig
-from parallel.choice import Choice
-from parallel.distributed import Cluster, StopRequest, find_cluster, is_cluster, start
-from parallel.peers import EXIT_PEER, PeerError, Peers
-from parallel.sharding_table import render, summary
+from parallel.cluster.distributed import Cluster, StopRequest, find_cluster, is_cluster, start
+from parallel.cluster.peers import EXIT_PEER, PeerError, Peers
+from parallel.linear.choice import Choice
+from parallel.planning.sharding_table import render, summary
 from training.checkpoint import CheckpointError
 from training.loop import EXIT_RESUMABLE, TrainingError, open_run
 from training.metrics import log

@@ -9,16 +9,16 @@ import jax
 from flax import nnx
 
 from configs.schema import Config
-from model.activations import activation_tensors, ring_shapes
 from model.attention.dispatch import AttentionChoice, choose_for_layer
 from model.config import LayerType, LinearKind
+from model.footprint import activation_tensors, ring_shapes
 from model.moe import choose_experts
-from parallel.axes import KV_HEAD, TP
-from parallel.choice import Choice, choose_overlap
-from parallel.layout import TensorParallelConfig
-from parallel.mesh import CHIPS, build_mesh, find_devices
-from parallel.partition import residual_rules
-from parallel.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
+from parallel.linear.choice import Choice, choose_overlap
+from parallel.linear.layout import TensorParallelConfig
+from parallel.planning.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
+from parallel.sharding.axes import KV_HEAD, TP
+from parallel.sharding.mesh import CHIPS, build_mesh, find_devices
+from parallel.sharding.partition import residual_rules
 from training.optimizer import make_optimizer, make_schedule
 from training.step import Program
 

@@ -21,10 +21,10 @@ from model.attention.dispatch import AUTO
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
 from model.moe import rule_of
-from parallel.choice import OverlapChoice
-from parallel.mesh import MeshConfig
-from parallel.partition import Residual
-from parallel.peers import ClusterConfig
+from parallel.cluster.peers import ClusterConfig
+from parallel.linear.choice import OverlapChoice
+from parallel.sharding.mesh import MeshConfig
+from parallel.sharding.partition import Residual
 from training.checkpoint import CheckpointConfig
 from training.loop import RunConfig, TrainingConfig
 from training.optimizer import OptimizerConfig

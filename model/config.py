@@ -21,9 +21,9 @@ from pydantic import (
 from model.attention.metadata import OperationConfig
 from model.rope import RopeScaling
 from model.router import RouterName
-from parallel.exchange import ExchangeMethod
-from parallel.expert import ExpertRule
-from parallel.grouped_matmul import FormName
+from parallel.experts.exchange import ExchangeMethod
+from parallel.experts.expert import ExpertRule
+from parallel.experts.grouped_matmul import FormName
 
 DTypeName = Literal["bfloat16", "float32"]
 RematPolicy = Literal["none", "dots", "full"]

@@ -21,7 +21,18 @@ from model.attention.dispatch import choose_for_layer, pattern_of
 from model.attention.operation import OperationMetadata, OperationRegistry
 from model.config import LayerType, LinearKind, ModelConfig
 from model.rope import RopeScaling, rope, rope_frequencies
-from parallel.axes import (
+from parallel.linear.layout import TensorParallelConfig, layout_of
+from parallel.linear.linear import (
+    ColumnParallelLinear,
+    Initializer,
+    ParallelLinear,
+    RowParallelLinear,
+    chain,
+    named_rngs,
+)
+from parallel.linear.projection import as_stored, gather_kernel
+from parallel.linear.ring import reduce_scatter
+from parallel.sharding.axes import (
     MODE_PREFILL,
     MODE_TRAIN,
     RUNTIME_MODE_TYPES,
@@ -30,17 +41,6 @@ from parallel.axes import (
     RowWise,
     SRowWise,
 )
-from parallel.layout import TensorParallelConfig, layout_of
-from parallel.linear import (
-    ColumnParallelLinear,
-    Initializer,
-    ParallelLinear,
-    RowParallelLinear,
-    chain,
-    named_rngs,
-)
-from parallel.projection import as_stored, gather_kernel
-from parallel.ring import reduce_scatter
 
 AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 

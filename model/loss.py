@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallel.axes import ColumnWise
-from parallel.layout import TensorParallelConfig, layout_of
-from parallel.projection import gather_kernel
-from parallel.ring import all_gather, vary
+from parallel.linear.layout import TensorParallelConfig, layout_of
+from parallel.linear.projection import gather_kernel
+from parallel.linear.ring import all_gather, vary
+from parallel.sharding.axes import ColumnWise
 
 
 def cross_entropy_sum(

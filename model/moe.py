@@ -1,9 +1,9 @@
 """The mixture of experts of a block: a router, experts over ep, what it tells of their balance.
 
 The MLP of sparse layers. Which experts a token goes to is `model/router.py`, how it gets there
-`parallel/expert.py`; here they share one shard_map island, and the choice of both is made and
-told. Letters: B batch, L length, T tokens of a device, D embed, E experts, F intermediate, N
-sparse layers.
+`parallel/experts/expert.py`; here they share one shard_map island, and the choice of both is made
+and told. Letters: B batch, L length, T tokens of a device, D embed, E experts, F intermediate,
+N sparse layers.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ from model.router import (
     tally,
     z_loss,
 )
-from parallel.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, GateBias, GateKernel
-from parallel.exchange import ExchangeMethod
-from parallel.expert import (
+from parallel.experts.exchange import ExchangeMethod
+from parallel.experts.expert import (
     EXPERT_AXES,
     ExpertColumnParallelLinear,
     ExpertPlan,
     ExpertRowParallelLinear,
     experts_of_tokens,
 )
-from parallel.grouped_matmul import choose_form
-from parallel.layout import TensorParallelConfig, layout_of, mesh_axes_of
-from parallel.linear import named_rngs
-from parallel.partition import PartitionManager, Residual
-from parallel.projection import as_stored, gather_kernel
+from parallel.experts.grouped_matmul import choose_form
+from parallel.linear.layout import TensorParallelConfig, layout_of, mesh_axes_of
+from parallel.linear.linear import named_rngs
+from parallel.linear.projection import as_stored, gather_kernel
+from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, GateBias, GateKernel
+from parallel.sharding.partition import PartitionManager, Residual
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from parallel.ring import all_gather
+from parallel.linear.ring import all_gather
 
 RouterName = Literal["softmax", "topk_softmax", "sigmoid", "switch", "expert_choice"]
 # What DeepSeek's code adds to the sum that it divides weights by, as a logarithm.

@@ -20,15 +20,15 @@ from model.attention.cached import Cache, LayerCache, mark
 from model.attention.dispatch import in_zigzag
 from model.attention.operation import RESULT_NAME
 from model.attention.ring import zigzag_order
-from model.cache import DenseCache
 from model.config import LayerType, ModelConfig
+from model.generation.cache import DenseCache
 from model.layers import Attention, Embedding, RMSNorm, RowInfo, SwiGLU, linear_of
 from model.moe import MoE, MoEReport
-from parallel.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES, TokenSharding
-from parallel.expert import SAVED_NAMES
-from parallel.layout import TensorParallelConfig
-from parallel.linear import ColumnParallelLinear, named_rngs
-from parallel.projection import column_parallel
+from parallel.experts.expert import SAVED_NAMES
+from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.linear import ColumnParallelLinear, named_rngs
+from parallel.linear.projection import column_parallel
+from parallel.sharding.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES, TokenSharding
 
 # The products of experts have a batch dim, or hide in a loop, as what attention computes block by
 # block: they are saved by their names.

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from model.attention.operation import OperationMetadata, OperationRegistry
-from parallel.mesh import MeshConfig, build_mesh, find_devices
-from parallel.partition import PartitionAxis, PartitionManager
+from parallel.sharding.mesh import MeshConfig, build_mesh, find_devices
+from parallel.sharding.partition import PartitionAxis, PartitionManager
 
 _HEADS, _HEAD_DIM = 8, 64
 

@@ -4,7 +4,7 @@ The last line of stdout is one JSON object. `step` and `moe-step` time a trainin
 token, `attention` an operation: machines are noisy, so both sides take turns, and the median of the
 ratios is what counts. `data` times text to tokens to batches. `overlap`, `ring`, `exchange` and
 `model` need no TPU: they compile for a slice that is not here (`pip install -e ".[plan]"`) and
-predict times from the schedule, by parallel/schedule.py.
+predict times from the schedule, by parallel/planning/schedule.py.
 """
 
 import argparse
@@ -32,8 +32,8 @@ from experts import bench_exchange, bench_moe_step
 from configs.build import build_program
 from configs.schema import Config
 from model.config import DTypeName, ModelConfig, RematPolicy
-from parallel.grouped_matmul import FormName
-from parallel.mesh import find_devices
+from parallel.experts.grouped_matmul import FormName
+from parallel.sharding.mesh import find_devices
 
 
 def plain_loss(params: Any, batch: dict[str, jax.Array], config: ModelConfig) -> jax.Array:

@@ -31,7 +31,7 @@ from ruamel.yaml import YAML
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.pipeline import explain_change
-from parallel.mesh import MeshConfig, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
 from training.directory import locked_run
 from training.metrics import peak_memory

@@ -14,9 +14,9 @@ from overlap import columns, milliseconds, predict_on
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
 from model.moe import MoE, choose_experts
-from parallel.axes import BATCH, QUERY_LENGTH, ResidualSharding
-from parallel.layout import TensorParallelConfig
-from parallel.mesh import absent_devices
+from parallel.linear.layout import TensorParallelConfig
+from parallel.sharding.axes import BATCH, QUERY_LENGTH, ResidualSharding
+from parallel.sharding.mesh import absent_devices
 
 
 def bench_moe_step(

@@ -19,8 +19,8 @@ import numpy as np
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
 from data.tokenizer import Tokenizer, open_tokenizer
-from model.generate import CacheKind, Generator
-from model.sampling import SamplingConfig
+from model.generation.generate import CacheKind, Generator
+from model.generation.sampling import SamplingConfig
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
 from training.step import Program
 

@@ -19,7 +19,11 @@ from configs.schema import load_config
 from model.attention.operation import OperationMetadata, OperationRegistry
 from model.attention.ring import zigzag_order
 from model.layers import gated_silu
-from parallel.axes import (
+from parallel.linear.collective_matmul import Overlap
+from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear, chain
+from parallel.planning.schedule import Prediction, predict
+from parallel.sharding.axes import (
     BATCH,
     MODE_TRAIN,
     QUERY_LENGTH,
@@ -28,12 +32,16 @@ from parallel.axes import (
     AttnQSharding,
     ResidualSharding,
 )
-from parallel.collective_matmul import Overlap
-from parallel.layout import TensorParallelConfig
-from parallel.linear import ColumnParallelLinear, RowParallelLinear, chain
-from parallel.mesh import CHIPS, Chip, MeshConfig, absent_devices, build_mesh, places, read_topology
-from parallel.partition import PartitionAxis, PartitionManager, residual_rules
-from parallel.schedule import Prediction, predict
+from parallel.sharding.mesh import (
+    CHIPS,
+    Chip,
+    MeshConfig,
+    absent_devices,
+    build_mesh,
+    places,
+    read_topology,
+)
+from parallel.sharding.partition import PartitionAxis, PartitionManager, residual_rules
 
 Method = Literal["xla", "xla-plain", Overlap]
 METHODS: tuple[Method, ...] = get_args(Method)

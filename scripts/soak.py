@@ -44,7 +44,7 @@ from soak_run import (
     write_config,
 )
 
-from parallel.peers import EXIT_PEER
+from parallel.cluster.peers import EXIT_PEER
 
 PLANS = ("start", "restore", "steps", "save")
 KILL_ALL = 0.2  # of the kills of several processes

@@ -26,7 +26,7 @@ import jax
 from orbax.checkpoint import v1
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
-from parallel.peers import PeerError, Peers
+from parallel.cluster.peers import PeerError, Peers
 from training.fingerprint import fingerprints, leaf_name
 from training.metrics import log
 from training.step import TrainState

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from parallel.peers import PeerError, Peers
+from parallel.cluster.peers import PeerError, Peers
 
 
 def run_directory(given: str) -> Path:

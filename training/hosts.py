@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from parallel.peers import Peers
+from parallel.cluster.peers import Peers
 from training.metrics import log
 
 # What one host takes longer by itself than the median does: of a step, and seconds.

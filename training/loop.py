@@ -20,8 +20,8 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 
 from data.pipeline import Rows, train_batches
 from data.schedule import batch_number
-from parallel.distributed import StopRequest
-from parallel.peers import Peers
+from parallel.cluster.distributed import StopRequest
+from parallel.cluster.peers import Peers
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.directory import locked_run, move_aside, prove_shared, run_directory
 from training.evaluation import evaluate

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
-from parallel.peers import PeerError
+from parallel.cluster.peers import PeerError
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, DamageError
 from training.metrics import log
 from training.step import TrainState

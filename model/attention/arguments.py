@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from model.attention.capabilities import Layout
 from model.attention.scores import ScoreInputs
-from parallel.axes import DEFAULT_MASK_VALUE
+from parallel.sharding.axes import DEFAULT_MASK_VALUE
 
 _HEADS, _LENGTH = 2, 1
 

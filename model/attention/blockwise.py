@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from model.attention.scores import UNUSED, ScoreInputs, ScoreRule, kept_BHLT, visible_BHLT
-from parallel.ring import vary
+from parallel.linear.ring import vary
 
 # Measured on two CPU cores (2048 and 4096 rows, heads of 64): forward and backward take 10 to 20%
 # less than with 256 x 256 and 512 x 512. Decoding gains from few keys too: 32 rows of a cache of

@@ -17,10 +17,10 @@ from model.attention.dispatch import choose_for_layer, pattern_of
 from model.attention.metadata import OperationMetadata
 from model.attention.operation import OperationRegistry
 from model.attention.scores import PagedInputs, ScoreRule
-from model.cache import DenseCache, PagedCache
 from model.config import LayerType, ModelConfig
-from parallel.axes import BATCH, HEAD, HEAD_DIM, MODE_DECODE, RUNTIME_MODE_TYPES
-from parallel.layout import TensorParallelConfig
+from model.generation.cache import DenseCache, PagedCache
+from parallel.linear.layout import TensorParallelConfig
+from parallel.sharding.axes import BATCH, HEAD, HEAD_DIM, MODE_DECODE, RUNTIME_MODE_TYPES
 
 Cache = DenseCache | PagedCache
 

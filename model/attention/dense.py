@@ -10,7 +10,7 @@ from jax import lax
 
 from model.attention.operation import Capabilities, Feature, OperationRegistry
 from model.attention.scores import ScoreInputs, ScoreRule, kept_BHLT, visible_BHLT, with_sinks
-from parallel.axes import DEFAULT_MASK_VALUE
+from parallel.sharding.axes import DEFAULT_MASK_VALUE
 
 _BY_MASK: frozenset[Feature] = frozenset(
     {

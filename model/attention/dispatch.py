@@ -11,14 +11,14 @@ from model.attention.capabilities import Feature, Form, Request, choose_form
 from model.attention.operation import OperationRegistry
 from model.attention.scores import Pattern
 from model.config import LayerType, ModelConfig
-from parallel.axes import (
+from parallel.sharding.axes import (
     GENERATION_MODES,
     HEAD,
     MODE_TRAIN,
     QUERY_LENGTH,
     RUNTIME_MODE_TYPES,
 )
-from parallel.partition import PartitionManager
+from parallel.sharding.partition import PartitionManager
 
 AUTO = "auto"
 

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from model.attention.blockwise import attend, attend_gradients, varying
 from model.attention.operation import RESULT_NAME, Capabilities, OperationRegistry
 from model.attention.scores import ScoreInputs, ScoreRule, with_sinks
-from parallel.ring import vary
+from parallel.linear.ring import vary
 
 
 class Engine(NamedTuple):

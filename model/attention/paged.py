@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from model.attention.capabilities import Capabilities, Feature
 from model.attention.operation import OperationRegistry
 from model.attention.scores import UNUSED, PagedInputs, Pattern, ScoreRule, with_sinks
-from parallel.ring import vary
+from parallel.linear.ring import vary
 
 _KERNEL: frozenset[Feature] = frozenset({"window", "soft_cap", "gqa", "decode", "paged"})
 _NATIVE: frozenset[Feature] = _KERNEL | {"chunk", "prefix", "sinks"}

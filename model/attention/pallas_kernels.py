@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from model.attention.pallas_steps import PARTLY, WHOLLY, Step, Visibility
-from parallel.axes import DEFAULT_MASK_VALUE
+from parallel.sharding.axes import DEFAULT_MASK_VALUE
 
 LANES = 128
 LOG2E = float(np.log2(np.e))

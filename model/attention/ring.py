@@ -26,7 +26,7 @@ from model.attention.operation import RESULT_NAME, Capabilities, Feature, Operat
 from model.attention.pallas_kernels import LANES
 from model.attention.pallas_tpu import attend, attend_gradients
 from model.attention.scores import Pattern, ScoreInputs, ScoreRule, with_sinks
-from parallel.ring import add_arriving, vary
+from parallel.linear.ring import add_arriving, vary
 
 # Rows per device from which a hop takes no longer than the work of a stop: at 1024 rows and four
 # query heads per kv head of width 128, 5.8 us on a link of v5p (90 GB/s), 4.7 us at half its peak.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from parallel.axes import DEFAULT_MASK_VALUE
+from parallel.sharding.axes import DEFAULT_MASK_VALUE
 
 UNUSED = -1
 """Row index of a key that is not there: an empty slot of a cache, padding. Nobody sees it."""

@@ -19,7 +19,7 @@ from model.attention.capabilities import AttentionFunction
 from model.attention.flash import softmax_attention
 from model.attention.operation import Capabilities, OperationRegistry
 from model.attention.scores import ScoreInputs, ScoreRule
-from parallel.ring import all_gather, vary
+from parallel.linear.ring import all_gather, vary
 
 _LENGTH, _HEADS = 1, 2
 _LEAST_LENGTH = 1024  # rows per device from which the exchange pays: as the ring's

@@ -9,8 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from configs.build import build_program, build_sharding_table, choose_overlaps
 from configs.schema import Config, load_config
-from parallel.mesh import MeshConfig
-from parallel.sharding_table import Row
+from parallel.planning.sharding_table import Row
+from parallel.sharding.mesh import MeshConfig
 from training.step import Program
 
 TINY = [

@@ -11,8 +11,8 @@ from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from model.rope import RopeScaling
 from model.transformer import Transformer
-from parallel.axes import TokenSharding
-from parallel.mesh import MeshConfig
+from parallel.sharding.axes import TokenSharding
+from parallel.sharding.mesh import MeshConfig
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.layers import Embedding, RMSNorm, bell
-from parallel.axes import ResidualSharding, TokenSharding
+from parallel.sharding.axes import ResidualSharding, TokenSharding
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=16, dtype="float32")
 

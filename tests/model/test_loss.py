@@ -9,7 +9,7 @@ import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
 from model.loss import cross_entropy_sum
-from parallel.axes import ColumnWise, ResidualSharding, TokenSharding
+from parallel.sharding.axes import ColumnWise, ResidualSharding, TokenSharding
 
 B, L, D, V = 8, 16, 16, 64
 

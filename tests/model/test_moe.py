@@ -11,8 +11,8 @@ from flax import nnx
 
 from model.config import ModelConfig, MoEConfig
 from model.moe import MoE, auxiliary_loss
-from parallel.axes import ResidualSharding, TokenSharding
-from parallel.mesh import MeshConfig
+from parallel.sharding.axes import ResidualSharding, TokenSharding
+from parallel.sharding.mesh import MeshConfig
 
 B, L, D = 8, 16, 16
 ROUTERS = {

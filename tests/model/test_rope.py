@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
 from model.rope import RopeScaling, rope, rope_frequencies
-from parallel.mesh import MeshConfig, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
 
 # Released: Llama-3.1-8B and -70B; Qwen2.5 for 128k tokens; linear as in LongChat.
 LLAMA = RopeScaling(

@@ -10,8 +10,8 @@ from flax import nnx
 from configs.build import build_program
 from configs.schema import Config
 from model.config import ModelConfig, MoEConfig
-from model.generate import Generator
-from parallel.mesh import MeshConfig
+from model.generation.generate import Generator
+from parallel.sharding.mesh import MeshConfig
 from training.step import Program
 
 MOE = MoEConfig(

@@ -12,9 +12,9 @@ from flax import nnx
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from model.transformer import Transformer
-from parallel.axes import TokenSharding
-from parallel.collective_matmul import Overlap
-from parallel.layout import TensorParallelConfig
+from parallel.linear.collective_matmul import Overlap
+from parallel.linear.layout import TensorParallelConfig
+from parallel.sharding.axes import TokenSharding
 
 CONFIG = ModelConfig(
     vocab_size=64,

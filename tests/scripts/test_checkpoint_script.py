@@ -18,7 +18,7 @@ from conftest import ROOT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.mesh import MeshConfig, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.directory import locked_run
 from training.guard import fresh_guard

@@ -13,7 +13,7 @@ import sys
 import pytest
 from conftest import ROOT
 
-from parallel.hlo import read_program
+from parallel.planning.hlo import read_program
 
 pytestmark = [
     pytest.mark.slow,
@@ -102,8 +102,8 @@ FLASH = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from model.attention.operation import OperationMetadata, OperationRegistry
-from parallel.mesh import MeshConfig, absent_devices, build_mesh
-from parallel.partition import PartitionAxis, PartitionManager
+from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.partition import PartitionAxis, PartitionManager
 mesh = build_mesh(MeshConfig(tp=4), absent_devices("v5p:2x2x1"))
 manager = PartitionManager(PartitionAxis(), mesh)
 metadata = OperationMetadata(jnp.bfloat16, partition_manager=manager)

@@ -12,7 +12,7 @@ from conftest import ROOT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.mesh import MeshConfig, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.guard import fresh_guard
 from training.step import TrainState

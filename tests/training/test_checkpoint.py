@@ -17,8 +17,8 @@ from conftest import MESHES, ROOT
 
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.mesh import MeshConfig
-from parallel.peers import ClusterConfig, PeerError, Peers
+from parallel.cluster.peers import ClusterConfig, PeerError, Peers
+from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import (
     CheckpointConfig,
     Checkpoints,

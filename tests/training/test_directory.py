@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parallel.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
+from parallel.cluster.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
 from training.directory import locked_run, move_aside, prove_shared
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.mesh import MeshConfig, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.fingerprint import fingerprints
 
 SHAPE, COUNT = (3, 5), 15

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parallel.peers import Peers
+from parallel.cluster.peers import Peers
 from training.hosts import Hosts
 
 NOTHING = (False, {})

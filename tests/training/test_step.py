@@ -13,7 +13,7 @@ from conftest import MESHES, ONE_DEVICE, ROOT
 from configs.build import build_program
 from configs.schema import load_config
 from data.packing import Pieces, pack_split, read_row
-from parallel.mesh import MeshConfig
+from parallel.sharding.mesh import MeshConfig
 from training.optimizer import OptimizerConfig, decays, move_average, start_average
 from training.step import Program, TrainState
 

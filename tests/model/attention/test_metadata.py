@@ -1,0 +1,500 @@
+"""What attention operations share is filled in, lies as the rules say, and survives JSON."""
+
+import dataclasses
+import enum
+import json
+from types import SimpleNamespace
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model.attention.capabilities import Layout
+from model.attention.metadata import (
+    OPERATION_NAMES,
+    AttnShardingRules,
+    OperationConfig,
+    OperationMetadata,
+)
+from parallel.sharding import axes as ax
+from parallel.sharding.axes import EMPTY_VAL, NOT_GIVEN
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.partition import PartitionAxis, PartitionManager, residual_rules
+
+BATCH = ("dp", "fsdp", "ep")
+MODES = get_args(ax.RUNTIME_MODE_TYPES)
+
+
+def mesh(**sizes: int) -> Mesh:
+    config = MeshConfig(**sizes)
+    return build_mesh(config, jax.devices()[: config.num_devices])
+
+
+def metadata(**fields) -> OperationMetadata:
+    return OperationMetadata(**{"runtime_dtype": jnp.float32, "_stored_mesh": mesh(), **fields})
+
+
+def full_metadata(on: Mesh) -> OperationMetadata:
+    """One with no field at its default."""
+    rules = residual_rules("sequence", PartitionAxis(sequence_parallel_axis="ep"))
+    rules = dataclasses.replace(rules, expert_parallel_axis="sp")
+    return OperationMetadata(
+        *(jnp.bfloat16, jnp.float16, "ep", "tpu", "cuda", rules),
+        PartitionManager(rules, on, frozenset({ax.KV_HEAD})),
+        operation_configs={"ring": OperationConfig(block_q=128), "vanilla": OperationConfig()},
+        _stored_mesh=on,
+        scan_ring_attention=True,
+        softmax_scale=0.1,
+        dropout_prob=0.25,
+        **{"blocksize_q": 512, "blocksize_k": 256, "blocksize_b": 2},
+    )
+
+
+def test_the_documented_fields_come_first_and_in_order() -> None:
+    fields = dataclasses.fields(OperationMetadata)
+    names = "runtime_dtype runtime_softmax_dtype sequence_axis_name platform backend"
+    names += " partition_axis partition_manager base_config operation_configs _stored_mesh"
+    defaults = [dataclasses.MISSING, None, *[NOT_GIVEN] * 5, None, None, NOT_GIVEN]
+    documented = [(f.name, f.default) for f in fields if not f.kw_only]
+    assert documented == list(zip(names.split(), defaults, strict=True))
+    names = "scan_ring_attention softmax_scale dropout_prob blocksize_q blocksize_k blocksize_b"
+    assert [f.name for f in fields if f.kw_only] == names.split()
+    names = "query3d query key value bias mask output q_segment_ids kv_segment_ids softmax_aux"
+    assert AttnShardingRules._fields == tuple(names.split())
+
+
+def test_what_is_not_given_takes_its_default() -> None:
+    on = mesh(tp=2, sp=2)
+    with jax.set_mesh(on):
+        filled = OperationMetadata(NOT_GIVEN)
+    assert filled.runtime_dtype == filled.runtime_softmax_dtype == jnp.float32
+    assert filled.sequence_axis_name == "sp"
+    assert filled.platform == filled.backend == "cpu"
+    assert filled.partition_axis == PartitionAxis()
+    assert filled.partition_manager == PartitionManager(PartitionAxis(), on)
+    assert filled.base_config is None and filled.operation_configs is None
+    assert filled.mesh == on
+    assert filled.scan_ring_attention is False
+    assert filled.softmax_scale is None and filled.dropout_prob == 0.0
+    assert filled.blocksize_q is filled.blocksize_k is filled.blocksize_b is None
+    assert filled == OperationMetadata(jnp.float32, _stored_mesh=on)
+
+
+@pytest.mark.parametrize("unset", [NOT_GIVEN, EMPTY_VAL, EMPTY_VAL(), ..., None])
+def test_every_mark_of_absence_counts_as_not_given(unset) -> None:
+    names = {f.name for f in dataclasses.fields(OperationMetadata)}
+    names -= {"base_config", "_stored_mesh"}
+    assert OperationMetadata(**dict.fromkeys(names, unset), _stored_mesh=mesh()) == metadata()
+
+
+def test_a_base_config_fills_what_is_not_given_and_nothing_else() -> None:
+    rules = PartitionAxis.reference()
+    base = SimpleNamespace(
+        attn_dtype="bfloat16",
+        attn_softmax_dtype=None,
+        sequence_axis_name="never read",
+        partition_axis=rules,
+        platform="TPU",
+        backend="ROCM",
+        operation_configs={"ring": {"block_k": 64}},
+        mesh=mesh(tp=2),
+        scan_ring_attention=True,
+        softmax_scale=0.5,
+        attention_dropout=0.125,
+        **{"blocksize_q": 8, "blocksize_k": 16, "blocksize_b": 1},
+    )
+    filled = OperationMetadata.from_config(base)
+    assert filled.base_config is base
+    assert filled.runtime_dtype == jnp.bfloat16
+    assert filled.runtime_softmax_dtype == jnp.float32
+    assert filled.sequence_axis_name == "sp"
+    assert filled.partition_manager == PartitionManager(rules, base.mesh)
+    assert (filled.platform, filled.backend) == ("tpu", "rocm")
+    assert filled.get_operation_config("ring") == OperationConfig(block_k=64)
+    assert filled.scan_ring_attention is True
+    assert (filled.softmax_scale, filled.dropout_prob) == (0.5, 0.125)
+    assert (filled.blocksize_q, filled.blocksize_k, filled.blocksize_b) == (8, 16, 1)
+    ours = OperationMetadata(jnp.float16, platform="gpu", base_config=base, softmax_scale=2.0)
+    assert (ours.runtime_dtype, ours.platform, ours.softmax_scale) == (jnp.float16, "gpu", 2.0)
+    assert OperationMetadata.from_config(SimpleNamespace(dropout_prob=0.5)).dropout_prob == 0.5
+
+
+def test_rules_that_are_given_leave_those_of_the_base_config_unread() -> None:
+    on = mesh(tp=2)
+    theirs = PartitionManager(PartitionAxis.reference(), on)
+    base = SimpleNamespace(partition_manager=theirs)
+    assert OperationMetadata.from_config(base).partition_axis == PartitionAxis.reference()
+    assert OperationMetadata.from_config(base).mesh == on
+    rules = residual_rules("hidden")
+    ours = OperationMetadata(jnp.float32, base_config=base, partition_axis=rules, _stored_mesh=on)
+    assert ours.partition_manager == PartitionManager(rules, on)
+
+
+def test_attributes_are_set_carefully() -> None:
+    base = SimpleNamespace(colour="red", attn_dtype="bfloat16", empty=None)
+    filled = metadata(base_config=base)
+    filled.set_attrs_carefully("runtime_dtype", "given values stay", "attn_dtype")
+    assert filled.runtime_dtype == jnp.float32
+    filled.set_attrs_carefully("colour", "blue")
+    filled.set_attrs_carefully("paint", "blue", "colour")
+    filled.set_attrs_carefully("other", "blue", "colour", use_base_config=False)
+    filled.set_attrs_carefully("empty", "blue")
+    filled.set_attrs_carefully("absent", "blue")
+    assert (filled.colour, filled.paint, filled.other) == ("red", "red", "blue")
+    assert (filled.empty, filled.absent) == ("blue", "blue")
+
+
+def test_platforms_are_names_or_enums_by_name_and_never_missing() -> None:
+    class Backend(enum.Enum):
+        TPU = "a value that is not read"
+        CUDA = "nor is this"
+
+    given = metadata(platform=Backend.TPU, backend=Backend.CUDA)
+    assert (given.platform, given.backend) == ("tpu", "cuda")
+    assert metadata(platform="CUDA").platform == metadata(platform="rocm").platform == "gpu"
+    assert metadata(backend="GPU").platform == "cpu"
+    assert OperationMetadata(jnp.float32).platform == jax.default_backend()
+    with pytest.raises(ValueError, match=r"platform='abacus' is unknown; use one of cpu, gpu"):
+        metadata(platform="abacus")
+    with pytest.raises(ValueError, match=r"backend=7 is unknown; use one of"):
+        metadata(backend=7)
+
+
+def test_the_mesh_is_the_base_configs_then_the_stored_then_that_of_the_context() -> None:
+    base, stored, context = mesh(tp=2), mesh(sp=2), mesh(dp=2)
+    config = SimpleNamespace(mesh=base)
+    with jax.set_mesh(context):
+        assert metadata(base_config=config, _stored_mesh=stored).mesh is base
+        assert metadata(_stored_mesh=stored).mesh is stored
+        assert metadata(_stored_mesh=None).mesh == context
+        assert metadata(base_config=SimpleNamespace(mesh=None), _stored_mesh=None).mesh == context
+    late = metadata(_stored_mesh=None)
+    assert late.partition_manager is NOT_GIVEN
+    for ask in (lambda: late.mesh, lambda: late.get_shardings(ax.MODE_TRAIN)):
+        with pytest.raises(ValueError, match=r"no mesh.*set metadata.mesh = mesh, or call jax.set"):
+            ask()
+    with jax.set_mesh(context):
+        assert late.mesh == context
+        assert late.get_shardings(ax.MODE_TRAIN).query == P(BATCH, "sp", "tp", None)
+    late.mesh = stored
+    assert late.mesh is stored and late.partition_manager.mesh is stored
+
+
+def test_a_mesh_that_the_base_configs_would_hide_is_refused() -> None:
+    on, other = mesh(tp=2), mesh(sp=2)
+    filled = OperationMetadata.from_config(SimpleNamespace(mesh=on))
+    filled.mesh = on
+    with pytest.raises(
+        ValueError, match=r"'sp', 2.*would never be read: base_config.mesh.*'tp', 2"
+    ):
+        filled.mesh = other
+    with pytest.raises(ValueError, match=r"would never be read.*or replace base_config too"):
+        filled.replace(mesh=other)
+    assert filled.replace(mesh=other, base_config=None).mesh is other
+    moved = filled.replace(base_config=SimpleNamespace(mesh=other))
+    assert moved.mesh is other and moved.partition_manager.mesh is other
+    assert filled.mesh is on
+
+
+def test_while_jax_traces_the_mesh_is_abstract_and_cannot_be_written() -> None:
+    said = []
+
+    def body(x: jax.Array) -> jax.Array:
+        said.append(OperationMetadata(jnp.float32))
+        return x
+
+    on = mesh(tp=2, sp=2)
+    with jax.set_mesh(on):
+        jax.jit(body).trace(jnp.zeros(()))
+    assert isinstance(said[0].mesh, AbstractMesh) and said[0].platform == "cpu"
+    rules = metadata(_stored_mesh=on).get_shardings(ax.MODE_TRAIN)
+    assert said[0].get_shardings(ax.MODE_TRAIN) == rules
+    with pytest.raises(ValueError, match=r"is abstract and has no devices to write"):
+        said[0].to_json()
+    bare = AbstractMesh((2,), ("tp",), axis_types=(AxisType.Explicit,))
+    assert metadata(_stored_mesh=bare).platform == jax.default_backend()
+    manager = PartitionManager(PartitionAxis(), on)
+    metadata(partition_manager=manager, _stored_mesh=on.abstract_mesh)
+
+
+# By layout: query | key | bias | mask | ids of queries | ids of keys; L: the queries' axis.
+GOLDEN = {
+    "bthd": "B L tp - | B sp tp - | B - L - | B - L - | B L | B sp",
+    "bhtd": "B tp L - | B tp sp - | B - L - | B - L - | B L | B sp",
+    "thd": "L tp - | sp tp - | - L - | - L - | L | sp",
+}
+
+
+@pytest.mark.parametrize("residual", ["default", "hidden", "sequence", "replicated"])
+@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("mode", MODES)
+def test_layouts_of_every_array_in_every_mode(mode: str, layout: Layout, residual: str) -> None:
+    rules = PartitionAxis() if residual == "default" else residual_rules(residual)
+    length = None if mode in ax.GENERATION_MODES else "sp"  # one token cannot be split
+    entries = {"B": BATCH, "L": length, "-": None, "tp": "tp", "sp": "sp"}
+    query, key, bias, mask, q_ids, kv_ids = (
+        P(*(entries[letter] for letter in text.split())) for text in GOLDEN[layout].split("|")
+    )
+    filled = metadata(partition_axis=rules)
+    expected = AttnShardingRules(
+        query3d=P(BATCH, "tp", None),
+        query=query,
+        key=key,
+        value=key,
+        bias=bias,
+        mask=mask,
+        output=query,
+        q_segment_ids=q_ids,
+        kv_segment_ids=kv_ids,
+        softmax_aux=None,
+    )
+    assert filled.get_shardings(mode, layout) == expected
+    if layout == "bthd":
+        assert filled.get_shardings(mode) == expected
+
+
+def test_keys_of_all_heads_lie_as_queries_do() -> None:
+    rules = PartitionAxis()
+    for name, rule in ((ax.KV_HEAD, None), (ax.HEAD_DIM, "ep"), (ax.BATCH, "dp")):
+        rules = rules.register(name, rule, override=True)
+    for layout, grouped, whole in (
+        ("bthd", P("dp", "sp", None, None), P("dp", "sp", "tp", "ep")),
+        ("bhtd", P("dp", None, "sp", None), P("dp", "tp", "sp", "ep")),
+        ("thd", P("sp", None, None), P("sp", "tp", "ep")),
+    ):
+        filled = metadata(partition_axis=rules)
+        ours = filled.get_shardings(ax.MODE_TRAIN, layout)
+        theirs = filled.get_shardings(ax.MODE_TRAIN, layout, qkv_mni_sharding=True)
+        assert (ours.key, ours.value) == (grouped, grouped)
+        assert (theirs.key, theirs.value) == (whole, whole)
+        assert theirs._replace(key=grouped, value=grouped) == ours
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_goes_with_the_softmax_lies_by_its_rank(mode: str) -> None:
+    rules = PartitionAxis().register(ax.HEAD, ("tp", "sp"), override=True)
+    filled = metadata(partition_axis=rules.register(ax.QUERY_LENGTH, None, override=True))
+
+    def spec(shape: tuple[int, ...]):
+        array = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return filled.get_shardings(mode, "bthd", False, array).softmax_aux
+
+    assert spec((8,)) == P(("tp", "sp"))
+    assert spec((2, 4)) == P(None, "tp")
+    assert filled.get_shardings(mode, softmax_aux=jnp.zeros(4)).softmax_aux == P(("tp", "sp"))
+    for shape in ((), (2, 3, 4)):
+        with pytest.raises(ValueError, match=r"softmax_aux of shape .*one number per head \(H\)"):
+            spec(shape)
+
+
+def test_arrays_of_every_layout_can_lie_so() -> None:
+    on = mesh(dp=2, tp=2, sp=2)
+    filled = metadata(_stored_mesh=on)
+    B, L, T, H, K, h = 2, 4, 6, 4, 2, 3
+    for layout in get_args(Layout):
+        order = [{"b": 0, "t": 1, "h": 2, "d": 3}[letter] for letter in layout]
+        batch = (B,) if layout != "thd" else ()
+        rules = filled.get_shardings(ax.MODE_TRAIN, layout, softmax_aux=np.zeros(H))
+        shapes = {
+            "query3d": (B, H, h),
+            "query": tuple((B, L, H, h)[i] for i in order),
+            "key": tuple((B, T, K, h)[i] for i in order),
+            "bias": (*batch, H, L, T),
+            "mask": (*batch, 1, L, T),
+            "q_segment_ids": (*batch, L),
+            "kv_segment_ids": (*batch, T),
+            "softmax_aux": (H,),
+        }
+        shapes |= {"output": shapes["query"], "value": shapes["key"]}
+        for name, spec in rules._asdict().items():
+            assert len(spec) == len(shapes[name]), name
+            NamedSharding(on, spec).shard_shape(shapes[name])  # every dim divides
+
+
+def test_modes_and_layouts_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mode 'train' is unknown; use __autoregressive__, __pre"):
+        metadata().get_shardings("train")
+    with pytest.raises(ValueError, match=r"layout 'tbhd' is unknown; use bthd, bhtd, thd"):
+        metadata().get_shardings(ax.MODE_TRAIN, "tbhd")
+
+
+def test_settings_are_found_by_the_name_of_an_operation() -> None:
+    ring = OperationConfig(block_q=128, block_k=256)
+    filled = metadata(operation_configs={"ring": ring, "flash_attn2": {"block_k": 64}})
+    assert filled.get_operation_config("ring") is ring
+    assert filled.get_operation_config("flash_attn2") == OperationConfig(block_k=64)
+    for name in OPERATION_NAMES:
+        assert metadata().get_operation_config(name) is None
+    assert filled.get_operation_config("vanilla") is None
+    with pytest.raises(ValueError, match=r"unknown attention operation 'flash'; use one of vanil"):
+        filled.get_operation_config("flash")
+    documented = "flash_attn2 ring blocksparse ragged_page_attention_v2 ragged_page_attention_v3"
+    assert {*documented.split(), "sdpa", "vanilla"} <= set(OPERATION_NAMES)
+
+
+def test_the_scale_of_scores_follows_the_head_unless_it_is_given() -> None:
+    assert metadata().scale_of(64) == 0.125
+    assert metadata(softmax_scale=0.3).scale_of(64) == 0.3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"runtime_dtype": "floaty"}, r"runtime_dtype='floaty' is not a dtype; use float32"),
+        ({"runtime_softmax_dtype": "int32"}, r"runtime_softmax_dtype=int32 has no fractions"),
+        ({"softmax_scale": 0.0}, r"softmax_scale=0.0: use a number above 0, or none"),
+        ({"softmax_scale": float("nan")}, r"softmax_scale=nan: use"),
+        ({"softmax_scale": float("inf")}, r"softmax_scale=inf: use"),
+        ({"softmax_scale": "1"}, r"softmax_scale='1': use"),
+        ({"dropout_prob": 1.0}, r"dropout_prob=1.0: use at least 0 and less than 1"),
+        ({"dropout_prob": -0.1}, r"dropout_prob=-0.1: use"),
+        ({"dropout_prob": True}, r"dropout_prob=True: use"),
+        ({"blocksize_q": 0}, r"blocksize_q=0: use a whole number of at least 1, or none"),
+        ({"blocksize_k": 1.5}, r"blocksize_k=1.5: use"),
+        ({"blocksize_b": True}, r"blocksize_b=True: use"),
+        ({"scan_ring_attention": 1}, r"scan_ring_attention=1: use true or false"),
+        ({"operation_configs": 3}, r"operation_configs=3 is not a mapping; its keys are names"),
+        ({"operation_configs": {"rings": {}}}, r"unknown attention operation 'rings'"),
+        ({"operation_configs": {"ring": 3}}, r"operation_configs.ring=3 is not a mapping"),
+        (
+            {"operation_configs": {"ring": {"block_qq": 1}}},
+            r"_configs.ring: unknown key 'block_qq'",
+        ),
+        ({"operation_configs": {"ring": {"block_q": 0}}}, r"_configs.ring.block_q=0: use a whole"),
+        ({"operation_configs": {"ring": {"block_q": "8"}}}, r"ring.block_q='8': use a whole"),
+        (
+            {
+                "sequence_axis_name": "sp",
+                "partition_axis": PartitionAxis(sequence_parallel_axis="x"),
+            },
+            r"sequence_axis_name='sp', but the rules call that axis 'x'; give partition_axis=",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused_on_one_line(fields, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        metadata(**fields)
+    assert "\n" not in str(refusal.value)
+
+
+def test_rules_and_meshes_that_contradict_each_other_are_refused() -> None:
+    manager = PartitionManager(PartitionAxis.reference(), mesh(tp=2))
+    with pytest.raises(ValueError, match=r"partition_axis and partition_manager.partition_axis"):
+        metadata(partition_axis=PartitionAxis(), partition_manager=manager, _stored_mesh=None)
+    with pytest.raises(ValueError, match=r"partition_manager is on the mesh .*'tp', 2.*give one"):
+        metadata(partition_manager=manager, _stored_mesh=mesh(sp=2))
+    own = OperationMetadata(jnp.float32, partition_manager=manager)
+    assert own.mesh == manager.mesh and own.partition_axis == manager.partition_axis
+    named = metadata(sequence_axis_name="rows", _stored_mesh=None)
+    assert named.partition_axis.sequence_parallel_axis == "rows"
+
+
+def test_replace_changes_what_follows_from_a_change() -> None:
+    on, other = mesh(tp=2), mesh(sp=2)
+    full = full_metadata(on)
+    assert full.replace() == full
+    assert full.replace(dropout_prob=0.0).dropout_prob == 0.0
+    assert full.replace(softmax_scale=None).softmax_scale is None
+    moved = full.replace(mesh=other)
+    assert moved.mesh is other and moved.partition_manager.mesh is other
+    assert moved.partition_manager.replicate == frozenset({ax.KV_HEAD})
+    assert (moved.platform, moved.backend) == ("cpu", "cpu")
+    assert full.replace(mesh=other, platform="gpu").platform == "gpu"
+    ruled = full.replace(partition_axis=PartitionAxis())
+    assert ruled.sequence_axis_name == "sp"
+    assert ruled.partition_manager == PartitionManager(PartitionAxis(), on, frozenset({ax.KV_HEAD}))
+    assert (ruled.platform, ruled.backend) == ("tpu", "cuda")
+    manager = PartitionManager(PartitionAxis.reference(), other)
+    managed = full.replace(partition_manager=manager)
+    assert managed.partition_manager is manager and managed.mesh is other
+    assert managed.partition_axis == PartitionAxis.reference()
+    assert full.replace(partition_axis=None).partition_axis == PartitionAxis()
+    with pytest.raises(ValueError, match=r"unknown key 'dropout'; did you mean dropout_prob\?"):
+        full.replace(dropout=0.1)
+    assert full == full_metadata(on)
+
+
+def test_replace_does_not_ask_the_base_config_again() -> None:
+    base = SimpleNamespace(softmax_scale=0.5, attn_dtype="bfloat16")
+    filled = OperationMetadata.from_config(base)
+    assert filled.replace(softmax_scale=None).softmax_scale is None
+    assert filled.replace(blocksize_q=8).base_config is base
+    assert filled.replace(runtime_dtype=None).runtime_dtype == jnp.float32
+
+
+positive = st.none() | st.integers(1, 2**20)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "runtime_dtype": st.sampled_from(["float32", "bfloat16", "float16", "float64"]),
+        "runtime_softmax_dtype": st.sampled_from(["float32", "bfloat16"]),
+        "platform": st.sampled_from(["cpu", "gpu", "tpu"]),
+        "backend": st.sampled_from(["cpu", "cuda", "rocm", "tpu"]),
+        "partition_axis": st.sampled_from(
+            [PartitionAxis(), PartitionAxis.reference(), residual_rules("hidden")]
+        ),
+        "operation_configs": st.none()
+        | st.dictionaries(
+            st.sampled_from(OPERATION_NAMES),
+            st.builds(OperationConfig, block_q=positive, block_k=positive),
+        ),
+        "_stored_mesh": st.sampled_from([{"tp": 8}, {"dp": 2, "sp": 2}, {}]),
+        "scan_ring_attention": st.booleans(),
+        "softmax_scale": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
+        "dropout_prob": st.floats(0, 1, exclude_max=True),
+        **dict.fromkeys(("blocksize_q", "blocksize_k", "blocksize_b"), positive),
+    }
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(SETTINGS)
+def test_every_metadata_survives_a_dict_and_json(fields) -> None:
+    one = OperationMetadata(**{**fields, "_stored_mesh": mesh(**fields["_stored_mesh"])})
+    data = one.to_dict()
+    assert json.loads(one.to_json(indent=1)) == data
+    assert OperationMetadata.from_dict(data) == one
+    assert OperationMetadata.from_json(one.to_json(sort_keys=True)) == one
+    assert one.replace() == one
+
+
+def test_no_field_is_lost_on_the_way() -> None:
+    full, plain = full_metadata(mesh(tp=2)), OperationMetadata(jnp.float32)
+    data = full.to_dict()
+    assert all(data[name] != value for name, value in plain.to_dict().items())
+    assert "base_config" not in data and data["partition_manager"] == {"replicate": [ax.KV_HEAD]}
+    assert OperationMetadata.from_json(full.to_json()) == full
+    assert OperationMetadata.from_json(plain.to_json()) == plain
+    assert OperationMetadata.from_dict({}) == plain
+    base = SimpleNamespace(attn_dtype="bfloat16", mesh=mesh(sp=2), softmax_scale=0.5)
+    filled = OperationMetadata.from_config(base)
+    same = OperationMetadata.from_json(filled.to_json())
+    assert same == filled and same.base_config is None and same.mesh == base.mesh
+
+
+def test_a_mesh_of_another_machine_can_take_the_place_of_the_written_one() -> None:
+    data, here = full_metadata(mesh(tp=8)).to_dict(), mesh(tp=2)
+    data["mesh"]["device_ids"][3] = 4096
+    with pytest.raises(ValueError, match=r"no cpu devices \[4096\].*pass mesh="):
+        OperationMetadata.from_dict(data)
+    same = OperationMetadata.from_json(json.dumps(data), mesh=here)
+    assert same == full_metadata(here).replace(platform="cpu", backend="cpu")
+
+
+def test_what_is_not_metadata_is_refused() -> None:
+    for data, message in (
+        ({"dropout": 0.1}, r"OperationMetadata: unknown key 'dropout'; did you mean dropout_prob"),
+        ({"base_config": {}}, r"unknown key 'base_config'"),
+        ({"partition_axis": {"rule": {}}}, r"PartitionAxis: unknown key 'rule'; did you mean"),
+        ({"partition_manager": {"mesh": 1}}, r"partition_manager: unknown key 'mesh'"),
+        ({"partition_manager": {"replicate": []}}, r"attention has no mesh"),
+        ({"mesh": {"axis_names": ["tp"]}}, r"mesh: key 'axis_sizes' is missing"),
+        ([1], r"\[1\] is not a mapping; its keys are runtime_dtype"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            OperationMetadata.from_dict(data)

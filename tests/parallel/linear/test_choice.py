@@ -1,0 +1,54 @@
+"""`auto` chooses what the compiled schedules favour, and `none` where a ring cannot win."""
+
+import pytest
+
+from parallel.linear.choice import RingShape, choose_overlap
+from parallel.sharding.mesh import CHIPS, Chip
+
+V5P, V5E = CHIPS["TPU v5"], CHIPS["TPU v5 lite"]
+
+
+def block(rows: int, width: int, gather: int = 0, scatter: int = 0, **more) -> RingShape:
+    return RingShape(
+        rows=rows,
+        width=width,
+        block_bytes=2 * rows * width,
+        gather_columns=gather,
+        scatter_columns=scatter,
+        **more,
+    )
+
+
+@pytest.mark.parametrize("chip", [V5P, V5E], ids=["v5p", "v5e"])
+@pytest.mark.parametrize(
+    ("shape", "best"),
+    [
+        # The blocks of `scripts/bench.py overlap`: 1024 rows per device are too few to halve.
+        (block(1024, 8192, gather=3584, scatter=3584), "bidirectional"),
+        (block(1024, 8192, gather=7168, scatter=3584), "bidirectional"),
+        (block(1024, 8192, gather=1280), "bidirectional"),
+        (block(1024, 8192, scatter=1024), "bidirectional"),
+        # Llama-3-8B at two sequences per chip: an MLP bound by its links.
+        (block(8192, 4096, gather=3584, scatter=1792), "split"),
+        (block(8192, 4096, gather=3584, scatter=1792, halves=False), "bidirectional"),
+        # A few rows: every partial matmul would read the whole kernel again.
+        (block(16, 4096, gather=768), "none"),
+    ],
+)
+def test_auto_takes_what_the_compiled_schedule_favours(chip: Chip, shape, best) -> None:
+    choice = choose_overlap(shape, 8, chip)
+    assert choice.overlap == best
+    assert "estimated ms forward: none" in choice.reason
+
+
+def test_without_a_ring_or_figures_nothing_is_chosen_and_the_reason_is_said() -> None:
+    shape = block(1024, 8192, gather=3584)
+    assert choose_overlap(shape, 1, V5P).overlap == "none"
+    for chip in (None, CHIPS["NVIDIA H200"]):
+        choice = choose_overlap(shape, 8, chip)
+        assert choice.overlap == "none" and "no link figures" in choice.reason
+
+
+def test_two_devices_use_both_directions() -> None:
+    # A whole block one way takes twice as long as its halves both ways.
+    assert choose_overlap(block(8192, 4096, gather=512, scatter=512), 2, V5P).overlap == "split"

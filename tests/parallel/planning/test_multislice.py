@@ -1,0 +1,126 @@
+"""What crosses the network between slices is the sum of gradients, each chip's share of it once.
+
+The programs are compiled for absent slices by libtpu (`pip install -e ".[plan]"`), each in a
+process of its own; prices are held by schedules written by hand.
+"""
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from hlo_text import matmul, program
+
+from configs.schema import load_config
+from parallel.planning.hlo import read_program
+from parallel.planning.schedule import Prediction, predict
+from parallel.sharding.mesh import CHIPS, Chip
+
+# One cycle is a microsecond; a megabyte takes 4 ms to another slice.
+CHIP = Chip(1e12, hbm_bandwidth=1e9, ici_bandwidth=1e9, clock_hz=1e6, dcn_bandwidth=0.25e9)
+MS = 1e-3
+LABEL = "all-reduce between slices"
+
+
+def cross(name: str, slices: str = "1,2", kind: str = "ALL_REDUCE") -> list[str]:
+    """The messages of one collective of %x, a megabyte; the last two lines wait for it."""
+    told = (
+        "is_host_transfer=true, frontend_attributes={"
+        f'_xla_host_transfer_rendezvous="{name}",_xla_megascale_target="{{{slices}}}x{{0:7}}",'
+        f'_xla_megascale_transfer_type="{kind}"}}'
+    )
+    shape = "(f32[250000]{0}, u32[], token[])"
+    return [
+        f"%s_{name} = {shape} send(%x, %t), channel_id=1, {told}",
+        f"%r_{name} = {shape} recv(%t), channel_id=2, {told}",
+        f"%sd_{name} = token[] send-done(%s_{name}), channel_id=1",
+        f"%rd_{name} = (f32[250000]{{0}}, token[]) recv-done(%r_{name}), channel_id=2",
+    ]
+
+
+def time_of(*lines: str) -> Prediction:
+    return predict(program("%t = token[] after-all()", *lines), CHIP)
+
+
+@pytest.mark.parametrize(("slices", "megabytes"), [("1,2", 1.0), ("1,2,3,4", 1.5)])
+@pytest.mark.parametrize("cycles", [1000, 9000])
+def test_a_sum_over_slices_takes_its_share_of_the_host_and_hides_under_matmuls(
+    slices, megabytes, cycles
+) -> None:
+    lines = cross("a", slices)
+    found = time_of(*lines[:2], matmul("m", cycles), *lines[2:])
+    assert found.bytes_by == {LABEL: megabytes * 1e6}
+    assert found.communication == pytest.approx(4 * megabytes * MS)
+    assert found.exposed_by[LABEL] == pytest.approx(max(0.0, 4 * megabytes - cycles / 1000) * MS)
+    assert found.total == pytest.approx(max(4 * megabytes, cycles / 1000) * MS)
+
+
+def test_sums_over_slices_wait_for_one_another() -> None:
+    one, two = cross("a"), cross("b")
+    found = time_of(*one[:2], *two[:2], *one[2:], *two[2:])
+    assert found.total == found.exposed == pytest.approx(8 * MS)
+    assert found.counts[LABEL] == 2
+
+
+def test_what_is_not_summed_over_slices_has_no_price() -> None:
+    with pytest.raises(ValueError, match="no price for all-gather between slices"):
+        time_of(*cross("a", kind="ALL_GATHER"))
+    with pytest.raises(ValueError, match=r"no price for all-reduce .* at 0\.0 bytes/s"):
+        predict(
+            program("%t = token[] after-all()", *cross("a")),
+            dataclasses.replace(CHIP, dcn_bandwidth=0.0),
+        )
+
+
+STEP = """
+import sys
+import jax, jax.numpy as jnp
+from configs.build import build_program
+from configs.schema import load_config
+from parallel.sharding.mesh import absent_devices
+program = build_program(load_config("configs/tp8.yaml", sys.argv[2:]), absent_devices(sys.argv[1]))
+fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
+with jax.set_mesh(program.tp.manager.mesh):
+    batch = {
+        name: jax.ShapeDtypeStruct((1, 16, 512), dtype, sharding=program.batch_sharding)
+        for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
+    }
+    print(program.train_step.lower(program.abstract_state, batch).compile().as_text())
+"""
+MODEL = [
+    "model.hidden_size=512", "model.intermediate_size=2048", "model.vocab_size=1024",
+    "model.dtype=bfloat16", "data.sequence_length=512", "mesh.dcn_dp=2",
+]  # fmt: skip
+PADDING = 16384
+"""Bytes: sums of a few floats (counts, scales of norms) are sent as whole tiles."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"')
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ["mesh.dp=2", "mesh.fsdp=1", "mesh.tp=4"],
+        ["mesh.dp=4", "mesh.fsdp=2", "mesh.tp=1"],
+    ],
+    ids=" ".join,
+)
+def test_each_chip_sends_its_share_of_the_gradient_to_the_other_slice_once(mesh) -> None:
+    overrides = [*MODEL, *mesh]
+    command = [sys.executable, "-c", STEP, "v5p:2x2x1*2", *overrides]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = read_program(done.stdout)
+    # The program is that of one slice: by number its collectives cannot name chips of another.
+    assert compiled.num_partitions == 4
+    parts = [x for computation in compiled.scheduled for x in computation.instructions]
+    crossings = [x.crossing for x in parts if x.opcode in ("send", "recv")]
+    assert {crossing and (crossing.kind, crossing.num_slices) for crossing in crossings} == {
+        ("all-reduce", 2)
+    }
+    # Whatever dp within a slice, a chip sends what is left when its slice has reduce-scattered.
+    sent = predict(done.stdout, CHIPS["TPU v5"], (2, 2, 1)).bytes_by[LABEL]
+    share = 4 * load_config("configs/tp8.yaml", overrides).model.num_parameters / 4
+    assert share <= sent <= share + PADDING

@@ -1,0 +1,126 @@
+"""Rules resolve to the specs they promise; whatever cannot hold is refused by name."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from parallel.sharding import axes as ax
+from parallel.sharding.mesh import AXIS_NAMES, MeshConfig, build_mesh, find_devices
+from parallel.sharding.partition import PartitionAxis, PartitionManager, residual_rules
+
+
+def manager(layout="hidden", **sizes: int) -> PartitionManager:
+    config = MeshConfig(**sizes)
+    mesh = build_mesh(config, jax.devices()[: config.num_devices])
+    return PartitionManager(residual_rules(layout), mesh)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        ("hidden", P(("dp", "fsdp", "ep"), "sp", "tp")),
+        ("sequence", P(("dp", "fsdp", "ep"), ("sp", "tp"), None)),
+        ("replicated", P(("dp", "fsdp", "ep"), "sp", None)),
+    ],
+)
+def test_each_residual_layout_is_a_rule(layout: str, spec: P) -> None:
+    assert manager(layout, tp=8).resolve(ax.ResidualSharding) == spec
+
+
+def test_parameters_lie_column_and_row_wise() -> None:
+    rules = manager(tp=8)
+    assert rules.resolve(ax.ColumnWise) == P(("fsdp", "sp"), "tp")
+    assert rules.resolve(ax.RowWise) == P("tp", ("fsdp", "sp"))
+    assert rules.resolve(ax.SRowWise) == P("tp")
+    assert rules.resolve(ax.Replicated) == P(None)
+    assert rules.resolve(ax.UnifiedExpertRowWise) == P(("fsdp", "sp", "ep"), "tp", None)
+
+
+def test_the_reference_rules_repeat_the_batch_over_ep() -> None:
+    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
+    rules = PartitionManager(PartitionAxis.reference(), mesh)
+    assert rules.resolve(ax.HiddenStateSharding, shape=(4, 8, 16)) == P(("fsdp", "dp"), "sp", "tp")
+
+
+def test_an_integer_mode_looks_at_that_dim() -> None:
+    rules = manager(sp=2)
+    assert rules.resolve(ax.AttnQSharding, shape=(2, 4, 2, 8))[1] == "sp"
+    assert rules.resolve(ax.AttnQSharding, shape=(2, 1, 2, 8))[1] is None
+    with pytest.raises(ValueError, match="shape is needed"):
+        rules.resolve(ax.AttnQSharding)
+
+
+def test_registration_returns_a_new_table_and_leaves_the_old() -> None:
+    old = PartitionAxis()
+    new = old.register("__STATE__", ("tp", "sp"), "tp")
+    assert new.resolve_axis("__STATE__", ax.MODE_TRAIN) == ("tp", "sp")
+    assert new.resolve_axis("__STATE__", ax.MODE_DECODE) == ("tp",)
+    with pytest.raises(ValueError, match="unknown semantic axis '__STATE__'"):
+        old.resolve_axis("__STATE__", ax.MODE_TRAIN)
+    with pytest.raises(ValueError, match="already registered"):
+        new.register("__STATE__", "tp")
+
+
+def test_what_cannot_hold_is_refused_by_name() -> None:
+    rules = manager(tp=8)
+    with pytest.raises(ValueError, match=r"kernel \(16, 20\): dim 1 = 20 is not divisible by tp"):
+        rules.resolve(ax.ColumnWise, shape=(16, 20), name="kernel")
+    with pytest.raises(ValueError, match="'tp' twice"):
+        rules.resolve([ax.HEAD, ax.VOCAB])
+    with pytest.raises(ValueError, match="has not 2 dims"):
+        rules.resolve(ax.ColumnWise, shape=(8,))
+    with pytest.raises(ValueError, match="use hidden, sequence or replicated"):
+        residual_rules("columns")
+
+
+def test_constrain_moves_to_the_resolved_layout() -> None:
+    rules = manager("sequence", tp=4, sp=2)
+    with jax.set_mesh(rules.mesh):
+        x = rules.constrain(jnp.arange(2 * 16 * 4.0).reshape(2, 16, 4), ax.ResidualSharding)
+    assert x.sharding.spec == P(("dp", "fsdp", "ep"), ("sp", "tp"), None)
+    assert x.addressable_shards[0].data.shape == (2, 2, 4)
+
+
+def test_a_mesh_has_all_five_axes_and_takes_exactly_its_devices() -> None:
+    config = MeshConfig(tp=2, sp=2)
+    mesh = build_mesh(config, jax.devices()[:4])
+    assert mesh.axis_names == AXIS_NAMES
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": 1, "ep": 1, "sp": 2, "tp": 2}
+    with pytest.raises(ValueError, match="needs 4 devices, got 8"):
+        build_mesh(config, jax.devices())
+
+
+def test_simulated_devices_are_announced() -> None:
+    devices, notice = find_devices(4)
+    assert len(devices) == 4
+    assert notice == "found no accelerator; simulating 4 devices on the CPU"
+    with pytest.raises(ValueError, match="needs 9 CPU devices"):
+        find_devices(9)
+
+
+def test_a_mesh_axis_that_no_rule_names_is_refused() -> None:
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match="mesh axis 'model' of size 8 has no part in the rules"):
+        PartitionManager(PartitionAxis(), mesh)
+
+
+def test_a_mode_that_is_none_is_refused() -> None:
+    rules = manager(dp=2, sp=2, tp=2)
+    with pytest.raises(ValueError, match="mode 'decode' is none of __autoregressive__, "):
+        rules.resolve(ax.HiddenStateSharding, mode="decode")
+    with pytest.raises(ValueError, match=r"mode 3 is no dim of \(2, 4, 4\)"):
+        rules.resolve(ax.HiddenStateSharding, mode=3, shape=(2, 4, 4))
+
+
+def test_a_table_is_its_own_and_can_be_copied() -> None:
+    given = dict(PartitionAxis().rules)
+    table = PartitionAxis(rules=given)
+    given[ax.BATCH] = None
+    assert table == PartitionAxis()
+    assert copy.deepcopy(table) == pickle.loads(pickle.dumps(table)) == table
+    with pytest.raises(ValueError, match="'tp' is a mesh axis, which no rule places"):
+        table.register("tp", None, override=True)
