@@ -14,6 +14,7 @@ from jax._src import clusters
 from jax.experimental import multihost_utils
 
 from parallel.cluster.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
+from parallel.sharding.simulation import simulate_cpu_devices
 
 MAX_SKEW = 30.0
 """Seconds by which clocks may differ: logs and lineages are read side by side."""
@@ -82,7 +83,7 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
         told = ", ".join(f"process {n} on {peers.hosts[n]} by {s:.0f} s" for n, s in ahead.items())
         peers.disagree(f"clocks differ from that of process 0: {told}; set them (NTP)")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        jax.config.update("jax_num_cpu_devices", num_devices // cluster.num_processes)
+        simulate_cpu_devices(num_devices // cluster.num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":
         _silence_gloo()

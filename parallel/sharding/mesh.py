@@ -22,6 +22,8 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
 from pydantic import BaseModel, PositiveInt, model_validator
 
+from parallel.sharding.simulation import simulate_cpu_devices
+
 _LOG = logging.getLogger(__name__)
 
 AXIS_NAMES = ("dp", "fsdp", "ep", "sp", "tp")
@@ -111,7 +113,7 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
         and jax.config.values["jax_num_cpu_devices"] < num_devices
     ):
         try:
-            jax.config.update("jax_num_cpu_devices", num_devices)
+            simulate_cpu_devices(num_devices)
         except RuntimeError as error:
             raise ValueError(
                 f"the mesh needs {num_devices} CPU devices, but jax already started with "
