@@ -74,7 +74,7 @@ def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0):
             rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
             x, _ = model(*rows, index_L=index, dropout_key=key)
             args = x, model.head_kernel(), data["targets"], data["mask"]
-            return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+            return cross_entropy_sum(*args, config=config, tp=tp)
 
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return float(value), jax.tree.map(np.asarray, grads), order

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
+from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from parallel.sharding.axes import ColumnWise, ResidualSharding, TokenSharding
 
@@ -48,7 +49,7 @@ def run(tp, arrays, chunk):
     with jax.set_mesh(tp.mesh):
         placed = place(tp, arrays)
         args, fixed = placed[:2], placed[2:]
-        f = partial(cross_entropy_sum, tp=tp, chunk=chunk)
+        f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=chunk), tp=tp)
         loss, grads = jax.jit(jax.value_and_grad(lambda a, k: f(a, k, *fixed), (0, 1)))(*args)
         only = jax.jit(lambda a, k: f(a, k, *fixed))(*args)
     return np.asarray(loss), np.asarray(only), *map(np.asarray, grads)
@@ -76,7 +77,7 @@ def test_any_chunk_gives_the_same_loss(arrays, chunk) -> None:
 def test_the_whole_logits_never_exist(arrays) -> None:
     tp = tensor_parallel(ONE_DEVICE)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, tp=tp, chunk=8)
+        f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=8), tp=tp)
         text = jax.jit(jax.grad(f)).lower(*place(tp, arrays)).compile().as_text()
     assert f"f32[8,{V}]" in text
     assert f"[{B * L},{V}]" not in text and f"[{B},{L},{V}]" not in text
@@ -107,6 +108,6 @@ def test_a_count_without_divisors_is_filled_up_not_cut_to_pieces(arrays) -> None
     )
     assert_is_oracle(run(tp, odd, chunk=8), odd)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, tp=tp, chunk=8)
+        f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=8), tp=tp)
         text = str(jax.make_jaxpr(f)(*place(tp, odd)))
     assert "length=2" in text  # 13 tokens in two chunks of 8

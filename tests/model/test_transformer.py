@@ -59,7 +59,7 @@ def loss_of(config: ModelConfig, tp):
         model = nnx.merge(definition, params)
         x, _ = model(data["tokens"], data["positions"], data["segment_ids"])
         args = x, model.head_kernel(), data["targets"], data["loss_mask"]
-        return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+        return cross_entropy_sum(*args, config=config, tp=tp)
 
     return loss, params
 
