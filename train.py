@@ -28,7 +28,7 @@ from configs.schema import Config, dump_config, load_config
 from data.pipeline import Rows
 from data.source import DataError
 from data.tokenizer import open_tokenizer
-from model.generation.generate import Generator
+from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
 from model.moe import choose_experts
 from parallel.cluster.distributed import Cluster, StopRequest, find_cluster, is_cluster, start

@@ -1,163 +1,215 @@
-"""Rotary positions: the wavelengths of a head's pairs, and the turn of queries and keys by them.
+"""Rotary position embeddings (RoPE) and the scaling rules that extend a model's context.
 
-`RopeScaling` says how a model reads longer texts than it was first trained on; the frequencies that
-follow from it are numbers, computed once in numpy float64. Without scaling this is RoFormer (arXiv
-2104.09864). Nothing here knows a mesh or holds a parameter. Letters: B batch, L length, H heads,
-h head dim (frequency_h has h / 2 entries, one per pair).
+Frequencies are computed once, in numpy float64. Without scaling they are those of RoFormer (arXiv
+2104.09864). To add a scaling rule, decorate a function with `register_scaling`.
+
+Letters: B batch, L length, H heads, h head dim. frequency_h has h / 2 entries, one per pair.
 """
 
 import math
-from typing import Any, Literal, Self
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, PositiveFloat, PositiveInt, field_validator, model_validator
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+Rescale = Callable[[np.ndarray, float, "RopeScaling"], tuple[np.ndarray, float]]
+"""(frequency_h, theta, scaling) -> (rescaled frequency_h, factor on rotated queries and keys)."""
 
 
-# The fields that a type reads; all but attention_factor must be given.
-_READ: dict[RopeType, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "original_max_position_embeddings",
-        "low_freq_factor",
-        "high_freq_factor",
-    ),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-    ),
-}
+@dataclass(frozen=True)
+class ScalingRule:
+    """A registered scaling rule and the fields of `RopeScaling` that it reads."""
+
+    rescale: Rescale
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    increasing: tuple[str, str] | None
+    """Two fields of which the first must be less than the second."""
+
+
+_RULES: dict[str, ScalingRule] = {}
+
+
+def register_scaling(
+    name: str,
+    *,
+    required: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    increasing: tuple[str, str] | None = None,
+) -> Callable[[Rescale], Rescale]:
+    """Return a decorator that registers a function as the rule `model.rope_scaling.type=name`.
+
+    Raises: ValueError if the name is taken.
+    """
+
+    def register(rescale: Rescale) -> Rescale:
+        if name in _RULES:
+            raise ValueError(f"rope scaling type {name} is registered already; use another name")
+        _RULES[name] = ScalingRule(rescale, required, optional, increasing)
+        return rescale
+
+    return register
 
 
 class RopeScaling(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
-    """How rotary wavelengths are stretched; names and defaults are those of Hugging Face."""
+    """Scaling of rotary frequencies; field names and defaults are those of Hugging Face."""
 
-    type: RopeType = "default"
-    """default: not at all; linear: all alike; llama3: the long ones; yarn: by turns in training."""
+    type: str = "default"
+    """Scaling rule. default: none; linear: all frequencies divided by factor; llama3: only low
+    frequencies, as in Llama 3.1; yarn: as in YaRN."""
     factor: PositiveFloat | None = None
-    """How many times longer texts become, at least 1; read by every type but default."""
+    """Ratio of the new context length to the original one, at least 1; every type but default."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Length of the texts before the stretch; read by llama3 and yarn."""
+    """Context length before scaling, in tokens; llama3 and yarn."""
     low_freq_factor: PositiveFloat | None = None
-    """llama3: pairs that turn less often in the original length are stretched in full."""
+    """llama3: pairs with fewer rotations over the original length are divided by factor."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: pairs that turn more often in the original length stay as they are."""
+    """llama3: pairs with more rotations over the original length are not changed."""
     beta_fast: PositiveFloat = 32.0
-    """yarn: pairs that turn more often in the original length stay as they are."""
+    """yarn: pairs with more rotations over the original length are not changed."""
     beta_slow: PositiveFloat = 1.0
-    """yarn: pairs that turn less often in the original length are stretched in full."""
+    """yarn: pairs with fewer rotations over the original length are divided by factor."""
     attention_factor: PositiveFloat | None = None
-    """yarn: of rotated queries and keys; null: 0.1 ln(factor) + 1."""
+    """yarn: multiplier on rotated queries and keys; null: 0.1 ln(factor) + 1."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_registered(cls, name: str) -> str:
+        if name not in _RULES:
+            raise ValueError(f"no rope scaling type {name}; use one of {', '.join(_RULES)}")
+        return name
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
-        read = _READ[self.type]
+    def _check_fields(self) -> Self:
+        rule = _RULES[self.type]
+        read = rule.required + rule.optional
         for name, info in type(self).model_fields.items():
             value = getattr(self, name)
             if name not in ("type", *read) and value != info.default:
+                readers = [k for k, r in _RULES.items() if name in r.required + r.optional]
                 raise ValueError(
-                    f"rope_scaling.{name}={value} is not read by type {self.type}; leave it out, "
-                    f"or use type {' or '.join(kind for kind in _READ if name in _READ[kind])}"
+                    f"rope_scaling.{name}={value} has no effect with type {self.type}; remove it, "
+                    f"or use type {' or '.join(readers)}"
                 )
-            if name in read and value is None and name != "attention_factor":
+            if name in rule.required and value is None:
                 raise ValueError(
-                    f"rope_scaling type {self.type} needs {name}; give it, or use type default"
+                    f"rope_scaling type {self.type} needs {name}; set it, or use type default"
                 )
         if self.factor is not None and self.factor < 1:
             raise ValueError(
-                f"rope_scaling.factor={self.factor} would shorten texts; use at least 1"
+                f"rope_scaling.factor={self.factor} would shorten the context; use at least 1"
             )
-        if self.type == "llama3":
-            self._ordered("low_freq_factor", "high_freq_factor")
-        if self.type == "yarn":
-            self._ordered("beta_slow", "beta_fast")
+        if rule.increasing is not None:
+            low, high = rule.increasing
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"rope_scaling.{low}={getattr(self, low)} must be less than "
+                    f"{high}={getattr(self, high)}; lower {low} or raise {high}"
+                )
         return self
-
-    def _ordered(self, less: str, more: str) -> None:
-        if getattr(self, less) >= getattr(self, more):
-            raise ValueError(
-                f"rope_scaling.{less}={getattr(self, less)} is not less than "
-                f"{more}={getattr(self, more)}; slow pairs turn less often than fast ones"
-            )
 
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[np.ndarray, float]:
-    """Radians per position of every pair (float64, `h / 2`), and the factor of rotated heads.
+    """Return the radians per position of every pair (float64, `h / 2`) and the attention factor.
 
-    Unscaled: theta ** (-2 i / h). linear: divided by `factor` (arXiv 2306.15595). llama3: as Meta
-    released it with Llama 3.1: `_llama3`. yarn: arXiv 2309.00071: `_yarn`.
-    Raises: ValueError for an odd head_dim, or a theta that is not above 1.
+    The attention factor multiplies rotated queries and keys. Unscaled frequencies are
+    theta ** (-2 i / h).
+    Raises: ValueError if head_dim is odd, or theta is not above 1.
     """
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim={head_dim}: rope turns pairs; use an even width")
+        raise ValueError(f"head_dim={head_dim}: rope rotates pairs; use an even head_dim")
     if not 1 < theta < math.inf:
         raise ValueError(f"rope_theta={theta}: wavelengths must grow with it; use more than 1")
     frequency_h = float(theta) ** -(np.arange(head_dim // 2, dtype=np.float64) * 2 / head_dim)
-    if scaling is None or scaling.type == "default":
-        return frequency_h, 1.0
+    scaling = scaling or RopeScaling()
+    return _RULES[scaling.type].rescale(frequency_h, theta, scaling)
+
+
+@register_scaling("default")
+def _unscaled(
+    frequency_h: np.ndarray, theta: float, scaling: RopeScaling
+) -> tuple[np.ndarray, float]:
+    """Return the frequencies as they are."""
+    return frequency_h, 1.0
+
+
+@register_scaling("linear", required=("factor",))
+def _linear(
+    frequency_h: np.ndarray, theta: float, scaling: RopeScaling
+) -> tuple[np.ndarray, float]:
+    """Divide every frequency by `factor`. Source: position interpolation, arXiv 2306.15595."""
     assert scaling.factor is not None
-    if scaling.type == "linear":
-        return frequency_h / scaling.factor, 1.0
-    if scaling.type == "llama3":
-        return _llama3(frequency_h, scaling), 1.0
-    own = 0.1 * math.log(scaling.factor) + 1.0
-    factor = own if scaling.attention_factor is None else scaling.attention_factor
-    return _yarn(frequency_h, theta, scaling), factor
+    return frequency_h / scaling.factor, 1.0
 
 
-def _llama3(frequency_h: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Stretched in full below `low_freq_factor` turns, not at all above `high_freq_factor`.
+@register_scaling(
+    "llama3",
+    required=("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    increasing=("low_freq_factor", "high_freq_factor"),
+)
+def _llama3(
+    frequency_h: np.ndarray, theta: float, scaling: RopeScaling
+) -> tuple[np.ndarray, float]:
+    """Divide frequencies by `factor` where a pair rotates rarely over the original length.
 
-    In between, a straight line in the number of turns that a pair makes in the original length.
+    Pairs below `low_freq_factor` rotations are divided in full, pairs above `high_freq_factor` not
+    at all, and a linear ramp in the number of rotations lies in between. Source: the code released
+    with Llama 3.1.
     """
     original = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     assert original and low and high and scaling.factor
-    turns_h = original * frequency_h / (2 * np.pi)
-    kept_h = np.clip((turns_h - low) / (high - low), 0.0, 1.0)
-    return frequency_h * (kept_h + (1 - kept_h) / scaling.factor)
+    rotations_h = original * frequency_h / (2 * np.pi)
+    kept_h = np.clip((rotations_h - low) / (high - low), 0.0, 1.0)
+    return frequency_h * (kept_h + (1 - kept_h) / scaling.factor), 1.0
 
 
-def _yarn(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Stretched in full from pair `last` on, not at all up to pair `first`, a line in between.
+@register_scaling(
+    "yarn",
+    required=("factor", "original_max_position_embeddings"),
+    optional=("beta_fast", "beta_slow", "attention_factor"),
+    increasing=("beta_slow", "beta_fast"),
+)
+def _yarn(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    """Divide frequencies by `factor` along a linear ramp over pairs. Source: arXiv 2309.00071.
 
-    These are the pairs that make beta_slow and beta_fast turns in the original length, rounded
-    outwards and kept within the head as Hugging Face does, so that released weights fit.
+    The ramp runs between the pairs that make beta_fast and beta_slow rotations over the original
+    length. Its ends are rounded outwards and kept within the head as Hugging Face does, so that
+    released weights fit.
     """
     original = scaling.original_max_position_embeddings
     assert original and scaling.factor
     half = len(frequency_h)
 
-    def pair(turns: float) -> float:
-        return half * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
+    def pair(rotations: float) -> float:
+        return half * math.log(original / (rotations * 2 * math.pi)) / math.log(theta)
 
     first = max(math.floor(pair(scaling.beta_fast)), 0)
     last = min(math.ceil(pair(scaling.beta_slow)), 2 * half - 1)
-    # One pair wide at least, in effect a step: there is nothing to divide by.
+    # A ramp of no width becomes a step; the small width avoids a division by zero.
     width = max(last - first, 1e-3)
-    stretched_h = np.clip((np.arange(half) - first) / width, 0.0, 1.0)
-    return frequency_h * (1 - stretched_h + stretched_h / scaling.factor)
+    ramp_h = np.clip((np.arange(half) - first) / width, 0.0, 1.0)
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(scaling.factor) + 1.0
+    return frequency_h * (1 - ramp_h + ramp_h / scaling.factor), factor
 
 
 def rope(
     x_BLHh: jax.Array, positions_BL: jax.Array, frequency_h: Any, attention_factor: float = 1.0
 ) -> jax.Array:
-    """Rotates the pairs (i, i + h/2) of every head by position * frequency, in float32.
+    """Rotate the pairs (i, i + h/2) of every head by position * frequency, in float32.
 
-    frequency_h, attention_factor: of `rope_frequencies`. The half-split pairing is that of the
-    Hugging Face models. Raises: ValueError if the frequencies are not one per pair.
+    frequency_h and attention_factor come from `rope_frequencies`. The half-split pairing is that of
+    the Hugging Face models. Raises: ValueError unless there is one frequency per pair.
     """
     frequency_h = jnp.asarray(frequency_h, jnp.float32)
     if frequency_h.shape != (x_BLHh.shape[-1] / 2,):

@@ -17,7 +17,7 @@ from jax import lax
 from configs.build import build_program, open_devices
 from configs.schema import Config
 from model.config import ModelConfig
-from model.generation.generate import Generator
+from model.generation.generator import Generator
 
 
 def plain_step(

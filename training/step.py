@@ -125,8 +125,8 @@ class Program:
                 model.head_kernel(),
                 batch["targets"],
                 batch["loss_mask"],
+                config=self.config,
                 tp=self.tp,
-                chunk=self.config.loss_chunk,
             )
             return loss, report
 

@@ -71,7 +71,7 @@ def mark(
     specs = cache.specs(config, tp)
     rows = P(*specs.lengths_B, None)
     island = jax.shard_map(
-        lambda cache, *arrays: cache.mark(*arrays),
+        lambda cache, *arrays: cache.write_index(*arrays),
         mesh=tp.manager.mesh,
         in_specs=(specs, rows, rows),
         out_specs=specs,
@@ -112,7 +112,7 @@ def attend_cached(
         )
     specs = view.cache.specs(config, tp)
     read = jax.shard_map(
-        lambda cache, layer: cache.layer(layer),
+        lambda cache, layer: cache.read_layer(layer),
         mesh=tp.manager.mesh,
         in_specs=(specs, P()),
         out_specs=(P(*specs.k_NBTKh[1:]),) * 2,
@@ -178,7 +178,7 @@ def _pages_body(
 ) -> jax.Array:
     """q `B L H/tp h` -> `B L H/tp h`; rows with fewer than L tokens give zeros for the rest."""
     B, L, H, h = q_BLHh.shape
-    pages, page_table_BP = cache.layer(layer)
+    pages, page_table_BP = cache.read_layer(layer)
     if kv_whole:
         first = jax.lax.axis_index(head_axis) * H
         own_H = (first + jnp.arange(H)) // heads_per_key

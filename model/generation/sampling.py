@@ -1,8 +1,9 @@
-"""From logits to the next token: greedy, or drawn with temperature, top-k and top-p.
+"""Sampling of the next token from logits: greedy, temperature, top-k and top-p.
 
-A row is drawn with a key of its own (`row_keys`), so that what it becomes does not depend on the
-rows beside it. Nothing here knows a model, a tokenizer or a mesh: logits have a whole vocabulary.
-Letters: B batch, V vocabulary, k kept tokens, likeliest first.
+Every row draws with its own key (`row_keys`), so its text does not depend on the other rows of the
+batch. Each row needs the logits of the whole vocabulary.
+
+Letters: B batch, V vocabulary, k candidate tokens, most likely first.
 """
 
 import math
@@ -15,76 +16,76 @@ from jax import lax
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How a token is drawn; hashable, so that it can be a static argument of jax.jit."""
+    """Sampling parameters; hashable, so that they can be a static argument of jax.jit."""
 
     temperature: float = 0.0
-    """Logits are divided by it; 0: the likeliest token every time, whatever the others say."""
+    """Divisor of the logits; 0: greedy, the most likely token."""
     top_k: int | None = None
-    """Only this many likeliest tokens; None: all."""
+    """Number of most likely tokens to sample from; None: all."""
     top_p: float | None = None
-    """Only the fewest likeliest tokens, of those of top_k, whose share reaches it; None: all."""
+    """Total probability of the smallest set of most likely tokens, after top_k; None: all."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"temperature={self.temperature}: use a number above 0, or 0 for the likeliest "
-                "token every time"
+                f"temperature={self.temperature}: use a number above 0, or 0 for greedy decoding"
             )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k}: use a whole number of at least 1, or none")
+            raise ValueError(f"top_k={self.top_k}: use an integer of at least 1, or none")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use more than 0 and at most 1, or none")
 
 
-def row_keys(seed: jax.Array, row_ids_B: jax.Array, positions_B: jax.Array) -> jax.Array:
-    """A key per row that depends on its own number and position alone.
+def row_keys(key: jax.Array, row_ids_B: jax.Array, positions_B: jax.Array) -> jax.Array:
+    """Return one key per row, derived from its row id and from the position to be drawn."""
 
-    seed: a key of jax.random.key. positions_B: of the tokens that are to be drawn.
-    """
+    def fold(row: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(key, row), position)
 
-    def one(row: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(seed, row), position)
-
-    return jax.vmap(one)(row_ids_B, positions_B)
+    return jax.vmap(fold)(row_ids_B, positions_B)
 
 
 def sample_tokens(logits_BV: jax.Array, keys_B: jax.Array, sampling: SamplingConfig) -> jax.Array:
-    """The next token of every row, int32 `B`; of equally likely ones the lowest id comes first.
+    """Draw the next token of every row, int32 `B`; ties go to the lowest id.
 
-    logits_BV: V whole on every device, B split as one likes. keys_B: see `row_keys`.
-    Temperature, then top_k, then top_p of what that leaves; at least one token stays. A logit of
-    -inf is never drawn. With neither top_k nor top_p it is jax.random.categorical, key by key.
-    Source of top_p: arXiv 1904.09751, section 3.1.
+    Temperature comes first, then top_k, then top_p among the tokens that are left; at least one
+    token stays. A logit of -inf is never drawn. Without top_k and top_p this is
+    jax.random.categorical with one key per row. Source of top_p: arXiv 1904.09751, section 3.1.
+
+    logits_BV: V whole on every device; B may be split. keys_B: from `row_keys`.
     """
     logits_BV = logits_BV.astype(jnp.float32)
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    # Relative to the likeliest, so that no temperature is so low that logits overflow.
+    # Relative to the maximum, so that a low temperature cannot overflow.
     top_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
-    less_BV = (top_B1 - logits_BV) / sampling.temperature
-    kept_BV = _kept_BV(less_BV, sampling)
-    # Drawn over all ids, whatever is kept: the same key draws alike from a smaller set.
-    logits_BV = -less_BV if kept_BV is None else jnp.where(kept_BV, -less_BV, -jnp.inf)
+    gap_BV = (top_B1 - logits_BV) / sampling.temperature
+    kept_BV = _kept_BV(gap_BV, sampling)
+    # The draw runs over all ids, so a smaller set of kept tokens does not shift the random bits.
+    logits_BV = -gap_BV if kept_BV is None else jnp.where(kept_BV, -gap_BV, -jnp.inf)
     return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
 
 
-def _kept_BV(less_BV: jax.Array, sampling: SamplingConfig) -> jax.Array | None:
-    """Which tokens may be drawn, from what their logits lack to the likeliest; None: all."""
-    V = less_BV.shape[-1]
+def _kept_BV(gap_BV: jax.Array, sampling: SamplingConfig) -> jax.Array | None:
+    """Return the mask of tokens that may be drawn, or None for all.
+
+    gap_BV: the maximum logit minus each logit, divided by the temperature.
+    """
+    V = gap_BV.shape[-1]
     top_p = None if sampling.top_p == 1 else sampling.top_p
     k = min(sampling.top_k or V, V)
     if top_p is None and k == V:
         return None
-    # Of equal ones the lowest id comes first: jax.lax.top_k says so.
-    values_Bk, ids_Bk = lax.top_k(-less_BV, k)
+    # lax.top_k orders ties by id.
+    values_Bk, ids_Bk = lax.top_k(-gap_BV, k)
     kept_Bk = jnp.ones_like(values_Bk, bool)
     if top_p is not None:
         weights_Bk = jnp.exp(values_Bk)
         sums_Bk = jnp.cumsum(weights_Bk, axis=-1)
         kept_Bk = sums_Bk - weights_Bk < top_p * sums_Bk[:, -1:]
-        kept_Bk |= jnp.arange(k) == 0  # a top_p below float32's least would keep none
-    # The last kept one splits the vocabulary; comparing costs less than a scatter.
+        kept_Bk |= jnp.arange(k) == 0  # a top_p that underflows float32 would keep no token
+    # Compare every token with the last one kept, by value and then id: cheaper than a scatter.
     value_B1 = jnp.min(jnp.where(kept_Bk, values_Bk, jnp.inf), axis=-1, keepdims=True)
     last_Bk = kept_Bk & (values_Bk == value_B1)
     id_B1 = jnp.max(jnp.where(last_Bk, ids_Bk, -1), axis=-1, keepdims=True)
-    return (-less_BV > value_B1) | ((-less_BV == value_B1) & (jnp.arange(V) <= id_B1))
+    return (-gap_BV > value_B1) | ((-gap_BV == value_B1) & (jnp.arange(V) <= id_B1))

@@ -1,4 +1,4 @@
-"""The activations of the table lie as the model's own do, by their types."""
+"""Activations in the sharding table have the shapes and sharding of the model's activations."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ BATCH, LENGTH = 8, 16
 CONFIG = ModelConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=64, dtype="float32")
 
 
-def seen_by_the_model(tp) -> dict[str, jax.Array]:
-    """Abstract activations, as the parts of a model return them."""
+def activations_of_the_model(tp) -> dict[str, jax.Array]:
+    """Return abstract activations of the model's layers."""
 
     def forward():
         model = Transformer(CONFIG, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
@@ -42,11 +42,11 @@ def seen_by_the_model(tp) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("residual", ["sequence", "hidden", "replicated"])
 @pytest.mark.parametrize("name", MESHES)
-def test_activations_of_the_table_lie_as_in_the_model(name, residual):
+def test_activations_of_the_table_are_sharded_as_in_the_model(name, residual):
     tp = tensor_parallel(MESHES[name], residual)
     tensors = activation_tensors(CONFIG, tp.manager, batch=BATCH, length=LENGTH)
     rows = {row.name: row for row in sharding_table(tensors, tp.manager)}
-    for kind, activation in seen_by_the_model(tp).items():
+    for kind, activation in activations_of_the_model(tp).items():
         found = rows.pop(kind)
         assert (found.shape, found.dtype) == (activation.shape, activation.dtype.name)
         sharding = jax.sharding.NamedSharding(tp.manager.mesh, activation.sharding.spec)
@@ -54,7 +54,7 @@ def test_activations_of_the_table_lie_as_in_the_model(name, residual):
     assert rows.keys() == {"logits_CV"}
 
 
-def test_logits_are_those_of_one_chunk_of_every_device():
+def test_logits_are_those_of_one_loss_chunk():
     tp = tensor_parallel(MESHES["dp2-fsdp2-tp2"])
     config = CONFIG.model_copy(update={"loss_chunk": 8})
     tensors = activation_tensors(config, tp.manager, batch=BATCH, length=LENGTH)

@@ -1,4 +1,4 @@
-"""Models with windows, chunks, sinks, norms of heads and dropout: the same on every mesh."""
+"""Windows, chunks, sinks, head norms and dropout give the same results on every mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
 )
 B, L = 4, 32
 SP8, SP4 = MeshConfig(sp=8), MeshConfig(tp=2, sp=4)
-# Stated bound: float32 rounding, loss relative, gradients relative to the largest of each array.
+# Bounds from float32 rounding: relative for the loss, relative to the largest entry per gradient.
 LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
 
 
@@ -74,7 +74,7 @@ def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0):
             rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
             x, _ = model(*rows, index_L=index, dropout_key=key)
             args = x, model.head_kernel(), data["targets"], data["mask"]
-            return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+            return cross_entropy_sum(*args, config=config, tp=tp)
 
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return float(value), jax.tree.map(np.asarray, grads), order
@@ -94,7 +94,7 @@ def one_device():
     return run(CONFIG, ONE_DEVICE)
 
 
-def test_every_feature_is_the_same_with_heads_and_rows_split(one_device) -> None:
+def test_every_feature_equals_one_device_with_heads_and_rows_split(one_device) -> None:
     assert_equal_runs(run(CONFIG, MESHES["dp2-fsdp2-tp2"]), one_device)
     got = run(CONFIG, MESHES["tp4-sp2"])
     assert got[2] is None, "rows this short are gathered over sp, in natural order"
@@ -111,7 +111,7 @@ def test_every_feature_is_the_same_with_heads_and_rows_split(one_device) -> None
     ],
     ids=str,
 )
-def test_rows_split_over_sp_by_name_equal_one_device(one_device, name, mesh, changes) -> None:
+def test_rows_split_over_sp_equal_one_device(one_device, name, mesh, changes) -> None:
     config = CONFIG.model_copy(update={"attention": name, **changes})
     got = run(config, mesh)
     assert (got[2] is not None) == (name == "ring" and config.zigzag)
@@ -127,8 +127,7 @@ def test_chunked_layers_equal_one_device() -> None:
     assert_equal_runs(run(config.model_copy(update={"attention": "ring"}), SP4), want)
 
 
-def test_what_is_left_of_a_period_has_its_own_types(one_device) -> None:
-    """Two types over three layers are the same three layers as when they are written out."""
+def test_an_incomplete_period_of_layer_types_equals_the_written_out_list(one_device) -> None:
     types = (*CONFIG.layer_types, CONFIG.layer_types[0])
     assert CONFIG.layer_kinds == types
     config = CONFIG.model_copy(update={"layer_types": types})
@@ -136,14 +135,14 @@ def test_what_is_left_of_a_period_has_its_own_types(one_device) -> None:
 
 
 @pytest.mark.slow
-def test_dropout_is_a_function_of_its_key_and_off_without(one_device) -> None:
+def test_dropout_is_a_function_of_its_key_and_off_without_one(one_device) -> None:
     losses = [run(CONFIG, ONE_DEVICE, seed)[0] for seed in (0, 1)]
     assert losses[0] == one_device[0] != losses[1]
     off = run(CONFIG.model_copy(update={"attention_dropout": 0.0}), ONE_DEVICE)
     assert run(CONFIG, ONE_DEVICE, None)[0] == off[0] != losses[0]
 
 
-def test_what_a_window_or_a_norm_adds_is_counted() -> None:
+def test_parameters_and_visible_keys_are_counted() -> None:
     with jax.set_mesh(tensor_parallel(ONE_DEVICE).mesh):
         model = nnx.eval_shape(
             lambda: Transformer(CONFIG, tensor_parallel(ONE_DEVICE), rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Norm and embedding equal their formulas."""
+"""Norm, embedding and initialiser equal their formulas."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def test_rms_norm_equals_its_formula_in_every_layout(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
 @pytest.mark.parametrize("mesh", ["tp8", "dp2-fsdp2-tp2", "tp4-sp2"])
-def test_embedding_looks_rows_up_on_every_mesh(mesh: str, layout: str) -> None:
+def test_embedding_looks_up_rows_on_every_mesh(mesh: str, layout: str) -> None:
     tp = tensor_parallel(MESHES[mesh], layout)
     tokens = np.random.default_rng(2).integers(0, 64, (8, 16)).astype(np.int32)
     with jax.set_mesh(tp.mesh):
@@ -53,7 +53,7 @@ def test_embedding_looks_rows_up_on_every_mesh(mesh: str, layout: str) -> None:
     np.testing.assert_allclose(grads["table"][...], want, atol=1e-6)
 
 
-def test_bell_has_the_moments_it_promises_and_exact_values() -> None:
+def test_truncated_normal_has_its_moments_and_exact_values() -> None:
     x = np.asarray(bell(0.5)(jax.random.key(0), (1000, 1000), jnp.float32), np.float64) / 0.5
     assert abs(x.mean()) < 4e-3 and abs(x.std() - 1) < 2e-3
     assert 2.7 - 0.02 < (x**4).mean() < 2.7 + 0.02  # a normal has 3, a uniform 1.8
@@ -62,7 +62,7 @@ def test_bell_has_the_moments_it_promises_and_exact_values() -> None:
     np.testing.assert_allclose(levels, np.round(levels), atol=0.05)
 
 
-def test_equal_tokens_add_up_their_gradients_in_float32() -> None:
+def test_gradients_of_equal_tokens_are_summed_in_float32() -> None:
     tp = tensor_parallel(MESHES["tp8"])
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
     with jax.set_mesh(tp.mesh):

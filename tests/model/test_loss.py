@@ -1,4 +1,4 @@
-"""The chunked vocab-parallel loss equals the whole-logits formula, in values and gradients."""
+"""The chunked vocab-parallel loss and its gradients equal the formula on whole logits."""
 
 from functools import partial
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
+from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from parallel.sharding.axes import ColumnWise, ResidualSharding, TokenSharding
 
@@ -25,7 +26,7 @@ def arrays():
 
 
 def oracle(x, kernel, targets, mask):
-    """numpy, float64: loss and gradients of the whole logits."""
+    """Loss and gradients from the whole logits, in numpy float64."""
     x, kernel = x.astype(np.float64), kernel.astype(np.float64)
     logits = x @ kernel
     logits -= logits.max(-1, keepdims=True)
@@ -36,7 +37,7 @@ def oracle(x, kernel, targets, mask):
     return (loss * mask).sum(), dlogits @ kernel.T, np.einsum("bld,blv->dv", x, dlogits)
 
 
-def place(tp, arrays) -> list[jax.Array]:
+def shard(tp, arrays) -> list[jax.Array]:
     kinds = ResidualSharding, ColumnWise, TokenSharding, TokenSharding
     return [
         jax.device_put(array, tp.manager.sharding(axes))
@@ -46,15 +47,15 @@ def place(tp, arrays) -> list[jax.Array]:
 
 def run(tp, arrays, chunk):
     with jax.set_mesh(tp.mesh):
-        placed = place(tp, arrays)
-        args, fixed = placed[:2], placed[2:]
-        f = partial(cross_entropy_sum, tp=tp, chunk=chunk)
+        sharded = shard(tp, arrays)
+        args, fixed = sharded[:2], sharded[2:]
+        f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=chunk), tp=tp)
         loss, grads = jax.jit(jax.value_and_grad(lambda a, k: f(a, k, *fixed), (0, 1)))(*args)
         only = jax.jit(lambda a, k: f(a, k, *fixed))(*args)
     return np.asarray(loss), np.asarray(only), *map(np.asarray, grads)
 
 
-def assert_is_oracle(got, arrays) -> None:
+def assert_equals_oracle(got, arrays) -> None:
     loss, dx, dkernel = oracle(*arrays)
     np.testing.assert_allclose(got[0], loss, rtol=1e-6)
     np.testing.assert_array_equal(got[1], got[0])
@@ -64,20 +65,20 @@ def assert_is_oracle(got, arrays) -> None:
 
 @pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_loss_equals_the_whole_logits_formula_on_every_mesh(arrays, mesh, layout) -> None:
-    assert_is_oracle(run(tensor_parallel(MESHES[mesh], layout), arrays, chunk=8), arrays)
+def test_loss_and_gradients_equal_the_formula_on_every_mesh(arrays, mesh, layout) -> None:
+    assert_equals_oracle(run(tensor_parallel(MESHES[mesh], layout), arrays, chunk=8), arrays)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
-def test_any_chunk_gives_the_same_loss(arrays, chunk) -> None:
-    assert_is_oracle(run(tensor_parallel(ONE_DEVICE), arrays, chunk), arrays)
+def test_every_chunk_size_gives_the_same_loss(arrays, chunk) -> None:
+    assert_equals_oracle(run(tensor_parallel(ONE_DEVICE), arrays, chunk), arrays)
 
 
-def test_the_whole_logits_never_exist(arrays) -> None:
+def test_whole_logits_are_never_materialised(arrays) -> None:
     tp = tensor_parallel(ONE_DEVICE)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, tp=tp, chunk=8)
-        text = jax.jit(jax.grad(f)).lower(*place(tp, arrays)).compile().as_text()
+        f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=8), tp=tp)
+        text = jax.jit(jax.grad(f)).lower(*shard(tp, arrays)).compile().as_text()
     assert f"f32[8,{V}]" in text
     assert f"[{B * L},{V}]" not in text and f"[{B},{L},{V}]" not in text
 
@@ -100,13 +101,13 @@ def test_bfloat16_hidden_states_keep_a_float32_loss(arrays) -> None:
     np.testing.assert_allclose(loss, oracle(rounded, kernel, targets, mask)[0], rtol=2e-3)
 
 
-def test_a_count_without_divisors_is_filled_up_not_cut_to_pieces(arrays) -> None:
+def test_a_prime_number_of_tokens_is_padded_to_whole_chunks(arrays) -> None:
     tp = tensor_parallel(ONE_DEVICE)
     odd = tuple(
         array[:1, :13] if array.ndim > 1 and array.shape[0] == B else array for array in arrays
     )
-    assert_is_oracle(run(tp, odd, chunk=8), odd)
+    assert_equals_oracle(run(tp, odd, chunk=8), odd)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, tp=tp, chunk=8)
-        text = str(jax.make_jaxpr(f)(*place(tp, odd)))
+        f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=8), tp=tp)
+        text = str(jax.make_jaxpr(f)(*shard(tp, odd)))
     assert "length=2" in text  # 13 tokens in two chunks of 8

@@ -1,5 +1,4 @@
-"""Rotations are those of the papers, written here a second time with loops; products of rotated
-queries and keys know only distances."""
+"""Frequencies and rotations equal the papers' formulas; dot products depend on distances only."""
 
 import math
 from functools import lru_cache, partial
@@ -14,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
-from model.rope import RopeScaling, rope, rope_frequencies
+from model.rope import _RULES, RopeScaling, register_scaling, rope, rope_frequencies
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
-# Released: Llama-3.1-8B and -70B; Qwen2.5 for 128k tokens; linear as in LongChat.
+# Llama-3.1-8B and -70B; Qwen2.5 for 128k tokens; linear as in LongChat.
 LLAMA = RopeScaling(
     type="llama3",
     factor=8,
@@ -40,7 +39,7 @@ def plain(head_dim: int, theta: float) -> list[float]:
 
 
 def llama3(head_dim: int, theta: float, factor, low, high, original) -> list[float]:
-    """Meta's rule, by wavelengths."""
+    """Meta's rule, by wavelength."""
     out = []
     for frequency in plain(head_dim, theta):
         wavelength = 2 * math.pi / frequency
@@ -55,7 +54,7 @@ def llama3(head_dim: int, theta: float, factor, low, high, original) -> list[flo
 
 
 def yarn(head_dim: int, theta: float, factor, original, fast=32.0, slow=1.0) -> list[float]:
-    """The ramp over dims between two numbers of rotations: section 3.2 of the paper."""
+    """The ramp over dims between two numbers of rotations (paper, section 3.2)."""
 
     def dim(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -68,28 +67,39 @@ def yarn(head_dim: int, theta: float, factor, original, fast=32.0, slow=1.0) -> 
     return out
 
 
-def close(one, other) -> None:
-    np.testing.assert_allclose(one, other, rtol=1e-13)
-
-
-def test_frequencies_are_those_of_the_papers() -> None:
-    close(rope_frequencies(64, 1e4)[0], plain(64, 1e4))
-    close(rope_frequencies(64, 1e4, RopeScaling())[0], plain(64, 1e4))
-    close(rope_frequencies(128, 1e4, LINEAR)[0], [f / 8 for f in plain(128, 1e4)])
-    close(rope_frequencies(128, 5e5, LLAMA)[0], llama3(128, 5e5, 8, 1, 4, 8192))
-    close(rope_frequencies(128, 1e6, QWEN)[0], yarn(128, 1e6, 4, 32768))
-    own = RopeScaling(
-        type="yarn", factor=16, original_max_position_embeddings=256, beta_fast=8, beta_slow=2
+def yarn_scaling(factor, original, **betas) -> RopeScaling:
+    return RopeScaling(
+        type="yarn", factor=factor, original_max_position_embeddings=original, **betas
     )
-    close(rope_frequencies(32, 1e4, own)[0], yarn(32, 1e4, 16, 256, 8, 2))
-    # A ramp that ends beyond the last pair (1 to 5 of 4 pairs) is cut there, not squeezed.
-    beyond = RopeScaling(
-        type="yarn", factor=4, original_max_position_embeddings=18730, beta_fast=100, beta_slow=0.1
-    )
-    close(rope_frequencies(8, 1e4, beyond)[0], yarn(8, 1e4, 4, 18730, 100, 0.1))
 
 
-def test_llama_3_1_leaves_29_pairs_and_stretches_29_in_full() -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "theta", "scaling", "expected"),
+    [
+        (64, 1e4, None, plain(64, 1e4)),
+        (64, 1e4, RopeScaling(), plain(64, 1e4)),
+        (128, 1e4, LINEAR, [f / 8 for f in plain(128, 1e4)]),
+        (128, 5e5, LLAMA, llama3(128, 5e5, 8, 1, 4, 8192)),
+        (128, 1e6, QWEN, yarn(128, 1e6, 4, 32768)),
+        (128, 1e6, yarn_scaling(1, 64), plain(128, 1e6)),
+        (32, 1e4, yarn_scaling(16, 256, beta_fast=8, beta_slow=2), yarn(32, 1e4, 16, 256, 8, 2)),
+        # A ramp that ends past the last pair (1 to 5 of 4 pairs) is clipped, not compressed.
+        (
+            8,
+            1e4,
+            yarn_scaling(4, 18730, beta_fast=100, beta_slow=0.1),
+            yarn(8, 1e4, 4, 18730, 100, 0.1),
+        ),
+        # At most one rotation over the original length: a ramp without width is a step.
+        (32, 1e4, yarn_scaling(4, 4), [f / (4 if i else 1) for i, f in enumerate(plain(32, 1e4))]),
+    ],
+)
+def test_frequencies_equal_the_formulas_of_the_papers(head_dim, theta, scaling, expected) -> None:
+    frequency_h = rope_frequencies(head_dim, theta, scaling)[0]
+    np.testing.assert_allclose(frequency_h, expected, rtol=1e-13)
+
+
+def test_llama_3_1_keeps_29_frequencies_and_divides_29_in_full() -> None:
     # Of 64 wavelengths 2 pi 500000 ** (i / 64): 0 .. 28 are below 2048, 35 .. 63 above 8192.
     ratio = rope_frequencies(128, 5e5, LLAMA)[0] / rope_frequencies(128, 5e5)[0]
     assert (ratio[:29] == 1).all() and (ratio[35:] == 1 / 8).all()
@@ -106,25 +116,15 @@ def test_qwen_with_yarn_ramps_from_pair_23_to_40() -> None:
     assert factor == 0.1 * math.log(4) + 1 == pytest.approx(1.1386294361119891)
 
 
-def test_only_yarn_scales_heads_and_its_factor_can_be_given() -> None:
+def test_only_yarn_has_an_attention_factor_and_it_can_be_set() -> None:
     for name, (head_dim, theta, scaling) in FAMILIES.items():
         assert (rope_frequencies(head_dim, theta, scaling)[1] == 1.0) == (name != "yarn")
     given_factor = QWEN.model_copy(update={"attention_factor": 0.75})
     assert rope_frequencies(128, 1e6, given_factor)[1] == 0.75
-    whole = RopeScaling(type="yarn", factor=1, original_max_position_embeddings=64)
-    frequency_h, factor = rope_frequencies(128, 1e6, whole)
-    assert factor == 1.0
-    close(frequency_h, plain(128, 1e6))
+    assert rope_frequencies(128, 1e6, yarn_scaling(1, 64))[1] == 1.0
 
 
-def test_a_ramp_without_width_is_a_step() -> None:
-    # One turn in the original length at most: both ends of the ramp lie before the first pair.
-    short = RopeScaling(type="yarn", factor=4, original_max_position_embeddings=4)
-    ratio = rope_frequencies(32, 1e4, short)[0] / plain(32, 1e4)
-    np.testing.assert_allclose(ratio, [1.0] + [0.25] * 15)
-
-
-def test_the_rotation_is_bit_equal_to_one_whose_frequencies_are_computed_on_the_device() -> None:
+def test_rotation_is_bit_equal_to_frequencies_computed_on_the_device() -> None:
     def on_device(x_BLHh, positions_BL, theta):
         half = x_BLHh.shape[-1] // 2
         frequency_h = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
@@ -146,8 +146,15 @@ def test_the_rotation_is_bit_equal_to_one_whose_frequencies_are_computed_on_the_
             np.testing.assert_array_equal(out, theirs(x_BLHh, positions_BL))
 
 
+@lru_cache
+def rotation(family: str):
+    """The jitted rotation, compiled once per family."""
+    frequency_h, factor = rope_frequencies(*FAMILIES[family])
+    return jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pairs_turn_like_complex_numbers(family: str) -> None:
+def test_pairs_rotate_like_complex_numbers(family: str) -> None:
     head_dim, theta, scaling = FAMILIES[family]
     frequency_h, factor = rope_frequencies(head_dim, theta, scaling)
     x = np.random.default_rng(0).standard_normal((2, 3, 2, head_dim)).astype(np.float32)
@@ -155,17 +162,10 @@ def test_pairs_turn_like_complex_numbers(family: str) -> None:
     half = head_dim // 2
     turned = (x[..., :half] + 1j * x[..., half:]) * factor
     turned = turned * np.exp(1j * positions[..., None, None] * frequency_h)
-    out = jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))(x, positions)
+    out = rotation(family)(x, positions)
     expected = np.concatenate([turned.real, turned.imag], axis=-1)
     np.testing.assert_allclose(out, expected, atol=1e-4)
-    np.testing.assert_allclose(out[0, 0], factor * x[0, 0], rtol=1e-6)  # position 0: no turn
-
-
-@lru_cache
-def _turn(family: str):
-    """Compiled once per family."""
-    frequency_h, factor = rope_frequencies(*FAMILIES[family])
-    return jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))
+    np.testing.assert_allclose(out[0, 0], factor * x[0, 0], rtol=1e-6)  # position 0: no rotation
 
 
 @settings(max_examples=30, deadline=None)
@@ -175,20 +175,20 @@ def _turn(family: str):
     starts=st.lists(st.integers(0, 500), min_size=3, max_size=3),
     seed=st.integers(0, 2**31),
 )
-def test_products_depend_on_distances_and_norms_stay(family, distance, starts, seed) -> None:
+def test_dot_products_depend_on_distance_and_norms_are_kept(family, distance, starts, seed) -> None:
     head_dim, theta, scaling = FAMILIES[family]
     frequency_h, factor = rope_frequencies(head_dim, theta, scaling)
     q, k = np.random.default_rng(seed).standard_normal((2, 1, 1, 1, head_dim), dtype=np.float32)
     queries_BL = np.array([starts]) + distance
     q_BLHh, k_BLHh = (np.repeat(y, 3, axis=1) for y in (q, k))
-    turn = _turn(family)
-    q_turned, k_turned = turn(q_BLHh, queries_BL), turn(k_BLHh, np.array([starts]))
-    products_L = np.sum(q_turned * k_turned, axis=-1)[0, :, 0]
+    rotate = rotation(family)
+    q_rotated, k_rotated = rotate(q_BLHh, queries_BL), rotate(k_BLHh, np.array([starts]))
+    products_L = np.sum(q_rotated * k_rotated, axis=-1)[0, :, 0]
     half = head_dim // 2
     pairs = (q[..., :half] + 1j * q[..., half:]) * (k[..., :half] - 1j * k[..., half:])
     expected = np.sum(pairs * np.exp(1j * distance * frequency_h)).real * factor**2
     np.testing.assert_allclose(products_L, expected, atol=5e-3)
-    norms = np.linalg.norm(q_turned, axis=-1)
+    norms = np.linalg.norm(q_rotated, axis=-1)
     np.testing.assert_allclose(norms, factor * np.linalg.norm(q), rtol=1e-5)
 
 
@@ -199,7 +199,7 @@ def test_products_depend_on_distances_and_norms_stay(family, distance, starts, s
     factor=st.floats(1, 64),
     original=st.integers(1, 2**20),
 )
-def test_scaled_frequencies_stay_between_the_plain_and_the_stretched(
+def test_scaled_frequencies_lie_between_unscaled_and_divided_ones(
     half, theta, factor, original
 ) -> None:
     unscaled = rope_frequencies(2 * half, theta)[0]
@@ -223,7 +223,7 @@ def test_linear_scaling_is_positions_divided_by_the_factor() -> None:
     )
 
 
-def test_rows_and_heads_stay_where_they_lie() -> None:
+def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
     config = MeshConfig(dp=2, sp=2, tp=2)
     on = build_mesh(config, jax.devices()[:8])
     frequency_h, _ = rope_frequencies(8, 1e4)
@@ -242,7 +242,7 @@ def test_rows_and_heads_stay_where_they_lie() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"type": "linear"}, r"rope_scaling type linear needs factor; give it, or use type def"),
+        ({"type": "linear"}, r"rope_scaling type linear needs factor; set it, or use type def"),
         (
             {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
             r"rope_scaling type llama3 needs original_max_position_embeddings",
@@ -252,42 +252,48 @@ def test_rows_and_heads_stay_where_they_lie() -> None:
             r"rope_scaling type llama3 needs low_freq_factor",
         ),
         ({"type": "yarn", "factor": 4}, r"type yarn needs original_max_position_embeddings"),
-        ({"type": "linear", "factor": 0.5}, r"factor=0.5 would shorten texts; use at least 1"),
-        ({"factor": 8}, r"factor=8.0 is not read by type default; .*use type linear or llama3"),
+        (
+            {"type": "linear", "factor": 0.5},
+            r"factor=0.5 would shorten the context; use at least 1",
+        ),
+        ({"factor": 8}, r"factor=8.0 has no effect with type default; .*use type linear or llama3"),
         (
             {"type": "linear", "factor": 2, "beta_fast": 16},
-            r"rope_scaling.beta_fast=16.0 is not read by type linear; leave it out, or use type y",
+            r"rope_scaling.beta_fast=16.0 has no effect with type linear; remove it, or use type y",
         ),
         (
             {"type": "linear", "factor": 2, "attention_factor": 1.0},
-            r"attention_factor=1.0 is not read by type linear",
+            r"attention_factor=1.0 has no effect with type linear",
         ),
         (
             {**LLAMA.model_dump(), "low_freq_factor": 4.0},
-            r"low_freq_factor=4.0 is not less than high_freq_factor=4.0; slow pairs turn less",
+            r"low_freq_factor=4.0 must be less than high_freq_factor=4.0; lower low_freq_factor",
         ),
-        ({**QWEN.model_dump(), "beta_slow": 64.0}, r"beta_slow=64.0 is not less than beta_fast"),
-        ({"type": "dynamic"}, r"Input should be 'default', 'linear', 'llama3' or 'yarn'"),
+        ({**QWEN.model_dump(), "beta_slow": 64.0}, r"beta_slow=64.0 must be less than beta_fast"),
+        (
+            {"type": "dynamic"},
+            r"no rope scaling type dynamic; use one of default, linear, llama3, yarn",
+        ),
         ({"rope_type": "yarn"}, r"Extra inputs are not permitted"),
         ({"type": "linear", "factor": math.inf}, r"finite number"),
     ],
 )
-def test_scaling_that_cannot_hold_is_refused(fields, message: str) -> None:
+def test_invalid_scaling_is_refused(fields, message: str) -> None:
     with pytest.raises(ValidationError, match=message) as refusal:
         RopeScaling(**fields)
     assert all("\n" not in item["msg"] for item in refusal.value.errors())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scaling_survives_being_written_with_its_defaults(family: str) -> None:
+def test_scaling_round_trips_through_its_dump(family: str) -> None:
     scaling = FAMILIES[family][2]
     assert RopeScaling.model_validate(scaling.model_dump(), strict=True) == scaling
     assert hash(scaling) == hash(RopeScaling(**scaling.model_dump()))
 
 
-def test_heads_and_frequencies_that_do_not_fit_are_refused() -> None:
+def test_odd_heads_and_wrong_frequencies_are_refused() -> None:
     for head_dim in (0, 7):
-        with pytest.raises(ValueError, match=rf"head_dim={head_dim}: rope turns pairs"):
+        with pytest.raises(ValueError, match=rf"head_dim={head_dim}: rope rotates pairs"):
             rope_frequencies(head_dim, 1e4)
     for theta in (1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=r"rope_theta=.*use more than 1"):
@@ -295,3 +301,19 @@ def test_heads_and_frequencies_that_do_not_fit_are_refused() -> None:
     for frequencies in (rope_frequencies(16, 1e4)[0], np.float64(1.0)):
         with pytest.raises(ValueError, match=r"frequencies for heads of 8: give one per pair"):
             rope(jnp.zeros((1, 2, 1, 8)), jnp.zeros((1, 2)), frequencies)
+
+
+def test_a_rule_is_registered_once_by_name() -> None:
+    @register_scaling("halved", required=("factor",))
+    def halved(frequency_h, theta, scaling):
+        return frequency_h / 2, scaling.factor
+
+    try:
+        scaling = RopeScaling(type="halved", factor=3)
+        frequency_h, factor = rope_frequencies(8, 1e4, scaling)
+        np.testing.assert_array_equal(frequency_h, rope_frequencies(8, 1e4)[0] / 2)
+        assert factor == 3
+        with pytest.raises(ValueError, match="rope scaling type halved is registered already"):
+            register_scaling("halved")(halved)
+    finally:
+        del _RULES["halved"]

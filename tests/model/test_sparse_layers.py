@@ -10,7 +10,7 @@ from flax import nnx
 from configs.build import build_program
 from configs.schema import Config
 from model.config import ModelConfig, MoEConfig
-from model.generation.generate import Generator
+from model.generation.generator import Generator
 from parallel.sharding.mesh import MeshConfig
 from training.step import Program
 

@@ -1,4 +1,4 @@
-"""The whole model: the same loss, gradients and initial parameters on every mesh and layout."""
+"""Loss, gradients and initial parameters are the same on every mesh and layout."""
 
 from typing import get_args
 
@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     loss_chunk=8,
 )
 B, L = 8, 16
-# Stated bound: float32 rounding, loss relative, gradients relative to the largest of each array.
+# Bounds from float32 rounding: relative for the loss, relative to the largest entry per gradient.
 LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
 
 
@@ -46,7 +46,7 @@ def batch() -> dict[str, np.ndarray]:
 
 
 def loss_of(config: ModelConfig, tp):
-    """(the loss as a function of parameters, initial parameters); on the mesh of tp."""
+    """Return (the loss as a function of parameters, initial parameters)."""
 
     def build() -> Transformer:
         return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
@@ -59,7 +59,7 @@ def loss_of(config: ModelConfig, tp):
         model = nnx.merge(definition, params)
         x, _ = model(data["tokens"], data["positions"], data["segment_ids"])
         args = x, model.head_kernel(), data["targets"], data["loss_mask"]
-        return cross_entropy_sum(*args, tp=tp, chunk=config.loss_chunk)
+        return cross_entropy_sum(*args, config=config, tp=tp)
 
     return loss, params
 
@@ -88,7 +88,7 @@ def one_device():
 
 
 def parallel(mesh: str, layout: str, overlap: str | dict[str, str]) -> TensorParallelConfig:
-    """overlap: of all linears, or of those kinds that differ from none."""
+    """overlap: method of all linears, or of the kinds that differ from none."""
     if isinstance(overlap, str):
         return tensor_parallel(MESHES[mesh], layout, overlap)
     return tensor_parallel(MESHES[mesh], layout).replace(kind_overlaps=overlap)
@@ -128,7 +128,7 @@ def test_every_layout_and_overlap_equals_one_device(one_device, mesh, layout, ov
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_remat_changes_memory_not_numbers(one_device, remat) -> None:
+def test_remat_does_not_change_results(one_device, remat) -> None:
     config = CONFIG.model_copy(update={"remat": remat})
     assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)
     kinds = {"qkv": "ring", "o": "split", "mlp": "split" if remat == "full" else "bidirectional"}
@@ -139,7 +139,7 @@ def test_remat_changes_memory_not_numbers(one_device, remat) -> None:
     ("attention", "mesh", "work"),
     [("flash_attn2", ONE_DEVICE, " exp "), ("ring", MESHES["tp4-sp2"], "ppermute[")],
 )
-def test_only_full_remat_attends_again(attention, mesh, work) -> None:
+def test_only_full_remat_recomputes_attention(attention, mesh, work) -> None:
     def count(remat: str) -> int:
         config = CONFIG.model_copy(update={"attention": attention, "remat": remat})
         tp = tensor_parallel(mesh)
@@ -157,14 +157,14 @@ def test_fewer_kv_heads_than_tp_equal_one_device(kv_heads) -> None:
     assert_equal_runs(run(config, tensor_parallel(MESHES["tp8"])), want)
 
 
-def test_a_tied_head_gets_both_gradients() -> None:
+def test_a_tied_head_sums_both_gradients() -> None:
     config = CONFIG.model_copy(update={"tie_word_embeddings": True})
     want = run(config, tensor_parallel(ONE_DEVICE))
     assert "head" not in want[2]
     assert_equal_runs(run(config, tensor_parallel(MESHES["dp2-fsdp2-tp2"])), want)
 
 
-def test_bfloat16_stays_near_float32(one_device) -> None:
+def test_bfloat16_is_close_to_float32(one_device) -> None:
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
     loss, grads, _ = run(config, tensor_parallel(MESHES["tp8"]))
     assert loss == pytest.approx(one_device[0], rel=2e-3)
@@ -173,7 +173,7 @@ def test_bfloat16_stays_near_float32(one_device) -> None:
         assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b)
 
 
-def test_parameters_are_counted_right() -> None:
+def test_parameter_count_equals_the_model() -> None:
     for tied in (False, True):
         config = CONFIG.model_copy(update={"tie_word_embeddings": tied})
         tp = tensor_parallel(ONE_DEVICE)
@@ -183,7 +183,7 @@ def test_parameters_are_counted_right() -> None:
         assert sum(leaf.size for leaf in leaves) == config.num_parameters
 
 
-def test_flops_are_six_per_matmul_parameter_and_causal_attention() -> None:
+def test_flops_are_six_per_matmul_parameter_plus_causal_attention() -> None:
     per_token = CONFIG.flops_per_token(L)
     visible = sum(range(1, L + 1)) / L
     attention = 3 * CONFIG.num_hidden_layers * 4 * CONFIG.hidden_size * visible

@@ -1,4 +1,4 @@
-"""`scripts/generate.py` on a real run: the text alone on stdout, the same from every mesh."""
+"""`scripts/generate.py` on a trained run: stdout is the text, the same on every mesh."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 from conftest import ROOT
 
 import train
-from data.tokenizer import ByteTokenizer
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate as script
@@ -34,7 +33,7 @@ checkpoint: {every: 2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Holds a run of four steps, with checkpoints of steps 2 and 4."""
+    """A folder with a run of four steps and checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "a.txt").write_text("".join(f"def f{n}(x): return x * {n}\n" for n in range(400)))
     (folder / "config.yaml").write_text(CONFIG.replace("FOLDER", str(folder)))
@@ -42,8 +41,8 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def write(capsys, folder: Path, *arguments: str) -> str:
-    """stdout of a command that succeeds."""
+def stdout_of(capsys, folder: Path, *arguments: str) -> str:
+    """stdout of a successful command."""
     capsys.readouterr()
     prompt = [] if "--prompt" in arguments else ["--prompt", "def "]
     common = ["--run", str(folder / "run"), "--max-new-tokens", "8", "--temperature", "0"]
@@ -51,12 +50,12 @@ def write(capsys, folder: Path, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_samples_are_logged_on_the_way_and_at_the_end(folder, capsys) -> None:
+def test_samples_are_logged_during_training_and_equal_the_script(folder, capsys) -> None:
     log = (folder / "run" / "log.txt").read_text()
     middle, end = log.index("sample at step 2:\ndef "), log.rindex("sample:\ndef ")
     assert middle < end and log.count("sample") == 2
-    # The last one is what the script writes from the last checkpoint.
-    text = write(capsys, folder)
+    # The script continues from the last checkpoint like the last sample.
+    text = stdout_of(capsys, folder)
     assert script.main(["--run", str(folder / "run"), "--prompt", "def ", "--cache", "paged"]) == 0
     notes = capsys.readouterr().err
     assert "attention vanilla for sliding_attention, prefill: native form" in notes
@@ -75,21 +74,21 @@ def test_samples_are_logged_on_the_way_and_at_the_end(folder, capsys) -> None:
     ids=str,
 )
 def test_mesh_and_cache_do_not_change_the_text(folder, capsys, arguments) -> None:
-    assert write(capsys, folder, *arguments) == write(capsys, folder)
+    assert stdout_of(capsys, folder, *arguments) == stdout_of(capsys, folder)
 
 
-def test_several_prompts_are_the_same_as_one_by_one(folder, capsys) -> None:
+def test_several_prompts_equal_one_at_a_time(folder, capsys) -> None:
     prompts = ("def f1(x)", "é", "x")
-    alone = [write(capsys, folder, "--prompt", prompt) for prompt in prompts]
-    together = write(capsys, folder, *(word for p in prompts for word in ("--prompt", p)))
+    alone = [stdout_of(capsys, folder, "--prompt", prompt) for prompt in prompts]
+    together = stdout_of(capsys, folder, *(word for p in prompts for word in ("--prompt", p)))
     assert together == "".join(alone)
 
 
-def test_other_checkpoints_and_draws_write_other_text(folder, capsys) -> None:
-    late = write(capsys, folder)
-    assert write(capsys, folder, "--step", "2") != late
+def test_other_checkpoints_and_seeds_give_other_text(folder, capsys) -> None:
+    late = stdout_of(capsys, folder)
+    assert stdout_of(capsys, folder, "--step", "2") != late
     hot = ["--temperature", "3", "--top-k", "100", "--top-p", "0.99", "--seed"]
-    drawn = [write(capsys, folder, *hot, seed) for seed in ("1", "1", "2")]
+    drawn = [stdout_of(capsys, folder, *hot, seed) for seed in ("1", "1", "2")]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -97,12 +96,12 @@ def test_other_checkpoints_and_draws_write_other_text(folder, capsys) -> None:
     ("arguments", "law"),
     [
         (("--step", "3"), "has no checkpoint 3; found: 2, 4"),
-        (("--run", "/nowhere"), "--run /nowhere holds no config.yaml; give a run directory"),
+        (("--run", "/nowhere"), "/nowhere has no config.yaml; give a run directory"),
         (("--top-p", "2"), "top_p=2.0: use more than 0 and at most 1, or none"),
         (("--prompt", ""), "every prompt needs at least one token"),
         (("--max-new-tokens", "0"), "--max-new-tokens 0: use at least 1"),
         (("model.hidden_size=64",), "restore the values of the run's config.yaml"),
-        (("mesh.sp=2", "--cache", "paged"), "the pages of a row are not split over sp"),
+        (("mesh.sp=2", "--cache", "paged"), "a paged cache cannot split rows over sp"),
         (("mesh.dpp=2",), "mesh.dpp: unknown key; did you mean mesh.dp?"),
     ],
     ids=str,
@@ -113,11 +112,3 @@ def test_bad_input_is_one_line(folder, capsys, arguments, law) -> None:
     out, error = capsys.readouterr()
     assert law in error and out == ""
     assert error.splitlines()[-1].startswith("error: ") and "Traceback" not in error
-
-
-def test_characters_are_shown_when_they_are_whole() -> None:
-    tokens = list("aé→z".encode())
-    pieces = list(script.readable(ByteTokenizer(), script.np.array([104]), iter(tokens)))
-    assert "".join(pieces) == "haé→z" and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
-    broken = list(script.readable(ByteTokenizer(), script.np.array([104]), iter([0xC3])))
-    assert "".join(broken) == "h\N{REPLACEMENT CHARACTER}"

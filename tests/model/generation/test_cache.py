@@ -1,4 +1,4 @@
-"""Caches hold what was written where it was written, on every mesh, and are not copied for it."""
+"""Caches return what was written, on every mesh, and writing does not copy them."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from parallel.sharding.axes import MODE_DECODE, AttnKVSharding
 from parallel.sharding.mesh import MeshConfig
 
 LAYERS, ROWS, SLOTS, WIDTH, SIZE = 2, 4, 12, 4, 3
-# Tokens of every row: of the prompt, and of two steps after it. Row 1 has none at first.
+# New tokens per row in the prompt and in two steps. Row 1 has no prompt.
 COUNTS = [[5, 0, 3, 7], [1, 1, 1, 1], [1, 0, 1, 1]]
 TOTALS = np.sum(COUNTS, axis=0)
 DENSE_MESHES = {
@@ -46,7 +46,7 @@ def values(step: int, length: int, kv_heads: int) -> np.ndarray:
 
 
 def expected_rows(kv_heads: int) -> np.ndarray:
-    """Keys and values `N 2 B T K h`, written by numpy."""
+    """Keys and values `N 2 B T K h` after all steps, written with numpy."""
     rows = np.zeros((LAYERS, 2, ROWS, SLOTS, kv_heads, WIDTH), np.float32)
     at = np.zeros(ROWS, int)
     for step, counts in enumerate(COUNTS):
@@ -57,11 +57,11 @@ def expected_rows(kv_heads: int) -> np.ndarray:
     return rows
 
 
-def steps(cache, tp, kv_heads):
-    """Writes `COUNTS` as a model would: layers in a scan, the cache as carry, donated."""
+def write_steps(cache, tp, kv_heads):
+    """Write `COUNTS` as a model does: a scan over layers carries the donated cache."""
     specs = type(cache).specs(config(kv_heads), tp)
     new_spec = tp.manager.resolve(AttnKVSharding, MODE_DECODE)
-    # New rows are whole over sp; heads as in the cache.
+    # New rows are not split over sp; heads are split as in the cache.
     heads = jax.tree.leaves(specs)[0][-2]
     new_spec = P(new_spec[0], None, heads, None)
     slots_spec = P(new_spec[0], None)
@@ -70,13 +70,15 @@ def steps(cache, tp, kv_heads):
         lambda cache, layer, k, v, slots: cache.write(layer, k, v, slots),
         in_specs=(specs, P(), new_spec, new_spec, slots_spec),
     )
-    mark = island(lambda cache, slots: cache.mark(slots, slots), in_specs=(specs, slots_spec))
+    write_index = island(
+        lambda cache, slots: cache.write_index(slots, slots), in_specs=(specs, slots_spec)
+    )
 
     @partial(jax.jit, donate_argnums=0)
     def step(cache, new, count_B):
         slots = cache.next_slots(count_B, new.shape[3])
         if isinstance(cache, DenseCache):
-            cache = mark(cache, slots)
+            cache = write_index(cache, slots)
 
         def body(carry, kv):
             cache, layer = carry
@@ -101,7 +103,7 @@ def test_dense_writes_equal_numpy_on_every_mesh(name, kv_heads) -> None:
     tp = tensor_parallel(DENSE_MESHES[name])
     with jax.set_mesh(tp.mesh):
         cache = DenseCache.empty(config(kv_heads), tp, batch=ROWS, length=SLOTS)
-        written = steps(cache, tp, kv_heads)
+        written = write_steps(cache, tp, kv_heads)
     rows = expected_rows(kv_heads)
     np.testing.assert_array_equal(written.k_NBTKh, rows[:, 0])
     np.testing.assert_array_equal(written.v_NBTKh, rows[:, 1])
@@ -117,7 +119,7 @@ def test_paged_writes_equal_numpy_on_every_mesh(name, kv_heads) -> None:
     tp = tensor_parallel(DENSE_MESHES[name])
     with jax.set_mesh(tp.mesh):
         cache = PagedCache.allocate(config(kv_heads), tp, lengths=TOTALS, page_size=SIZE)
-        written = steps(cache, tp, kv_heads)
+        written = write_steps(cache, tp, kv_heads)
     pages, table = np.asarray(written.pages_PSKh), np.asarray(written.page_table_BP)
     pools = tp.manager.axis_size(AttnKVSharding.axes[0])
     pages = pages.reshape(pools, LAYERS, -1, SIZE, kv_heads, 2, WIDTH)
@@ -131,7 +133,7 @@ def test_paged_writes_equal_numpy_on_every_mesh(name, kv_heads) -> None:
     np.testing.assert_array_equal(written.lengths_B, TOTALS)
 
 
-def test_caches_are_born_sharded_also_under_a_trace() -> None:
+def test_new_caches_are_sharded_eagerly_and_under_jit() -> None:
     tp = tensor_parallel(MeshConfig(dp=2, tp=2, sp=2))
     batch = ("dp", "fsdp", "ep")
     build = partial(DenseCache.empty, config(), tp, batch=ROWS, length=SLOTS)
@@ -144,7 +146,7 @@ def test_caches_are_born_sharded_also_under_a_trace() -> None:
     assert shard == (LAYERS, ROWS // 2, SLOTS // 2, 4, WIDTH)
 
 
-def test_pages_are_as_many_as_the_neediest_pool_asks_for() -> None:
+def test_every_pool_has_the_pages_of_the_largest_pool() -> None:
     lengths = np.array([7, 0, 1, 3])  # 3, 0, 1 and 1 pages of three slots
     tp = tensor_parallel(ONE_DEVICE)
     with jax.set_mesh(tp.mesh):
@@ -158,7 +160,7 @@ def test_pages_are_as_many_as_the_neediest_pool_asks_for() -> None:
     np.testing.assert_array_equal(cache.page_table_BP, [[1, 2, 3], [0, 0, 0], [1, 0, 0], [2, 0, 0]])
 
 
-def test_tokens_beyond_the_room_of_a_row_are_dropped() -> None:
+def test_tokens_beyond_the_slots_of_a_row_are_dropped() -> None:
     tp = tensor_parallel(ONE_DEVICE)
     lengths = np.array([7, 1])
     with jax.set_mesh(tp.mesh):
@@ -171,24 +173,23 @@ def test_tokens_beyond_the_room_of_a_row_are_dropped() -> None:
         island = jax.shard_map(type(empty).write, mesh=tp.mesh, out_specs=specs)
         written = jax.jit(island)(empty, jnp.int32(0), ones, ones, slots)
         kept = jax.tree.leaves(written)[0]
-        # The dense row has a slot 3; everything else is nowhere.
+        # Only slot 3 of the dense cache exists.
         assert jnp.sum(kept) == (8 * WIDTH if empty is dense else 0)
 
 
-def test_a_layer_of_pages_is_read_where_it_lies() -> None:
-    """What the paged operations are given for one layer is that layer's keys and values."""
+def test_reading_a_layer_of_pages_returns_its_keys_and_values() -> None:
     tp = tensor_parallel(ONE_DEVICE)
     with jax.set_mesh(tp.mesh):
         cache = PagedCache.allocate(config(), tp, lengths=TOTALS, page_size=SIZE)
-        cache = steps(cache, tp, 8)
+        cache = write_steps(cache, tp, 8)
     q = np.random.default_rng(0).normal(size=(ROWS, 8, WIDTH)).astype(np.float32)
     rows = expected_rows(8)
 
     def attend(cache, layer, q):
-        pages, table = cache.layer(layer)
+        pages, table = cache.read_layer(layer)
         return one_query_each(q, pages, PagedInputs(table, cache.lengths_B), ScoreRule(scale=1.0))
 
-    # The mesh is of one device: what varies over axes of size one is the same everywhere.
+    # One device: values that vary over axes of size one are equal everywhere.
     island = jax.jit(jax.shard_map(attend, mesh=tp.mesh, out_specs=P(), check_vma=False))
     for layer in range(LAYERS):
         out = island(cache, jnp.int32(layer), q)
@@ -201,17 +202,17 @@ def test_a_layer_of_pages_is_read_where_it_lies() -> None:
 
 
 def decode(specs, tp, layers, cache, x_BKh):
-    """One decoded token through all layers of a toy model: attention alone."""
+    """Decode one token through all layers of a toy model with attention only."""
     rows = tp.manager.resolve(AttnKVSharding, MODE_DECODE)
     x_spec, slots_spec = P(rows[0], rows[2], None), P(rows[0], None)
 
     def attend(cache, layer, x_BKh, slots):
         cache = cache.write(layer, x_BKh[:, None], x_BKh[:, None], slots)
         if isinstance(cache, PagedCache):
-            pages, table = cache.layer(layer)
+            pages, table = cache.read_layer(layer)
             inputs = PagedInputs(table, cache.lengths_B + 1)
             return cache, one_query_each(x_BKh, pages, inputs, ScoreRule(scale=1.0, block_k=16))
-        k_BTKh, v_BTKh = cache.layer(layer)
+        k_BTKh, v_BTKh = cache.read_layer(layer)
         weights = jax.nn.softmax(jnp.einsum("BKh,BTKh->BKT", x_BKh, k_BTKh))
         return cache, jnp.einsum("BKT,BTKh->BKh", weights, v_BTKh)
 
@@ -220,7 +221,7 @@ def decode(specs, tp, layers, cache, x_BKh):
         mesh=tp.mesh,
         in_specs=(specs, P(), x_spec, slots_spec),
         out_specs=(specs, x_spec),
-        check_vma=False,  # sp is of size one: what varies over it is the same everywhere
+        check_vma=False,  # sp has size one: values that vary over it are equal everywhere
     )
     count_B = jnp.ones_like(cache.lengths_B)
     slots = cache.next_slots(count_B, 1)
@@ -233,10 +234,10 @@ def decode(specs, tp, layers, cache, x_BKh):
     return cache.advance(count_B), x_BKh
 
 
-# With one row per device XLA makes the scatter a dynamic-update-slice: another program.
+# With one row per device XLA would replace the scatter by a dynamic-update-slice.
 @pytest.mark.parametrize("mesh", [MESHES["dp2-fsdp2-tp2"], MeshConfig(tp=2)])
 @pytest.mark.parametrize("kind", [DenseCache, PagedCache])
-def test_a_decoded_token_does_not_copy_the_cache(kind, mesh) -> None:
+def test_decoding_a_token_does_not_copy_the_cache(kind, mesh) -> None:
     layers, slots = 8, 1024
     tp = tensor_parallel(mesh)
     wide = ModelConfig(
@@ -256,13 +257,13 @@ def test_a_decoded_token_does_not_copy_the_cache(kind, mesh) -> None:
         memory = step.lower(cache, x).compile().memory_analysis()
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(cache))
     assert memory.alias_size_in_bytes >= own
-    # XLA:CPU lays one layer out anew for its matmuls (keys and values); pages are never copied.
+    # XLA:CPU transposes the keys and values of one layer for its matmuls; it never copies pages.
     assert memory.temp_size_in_bytes < (1.2 * own / layers if kind is DenseCache else own / 40)
 
 
-def test_a_cache_that_does_not_fit_the_mesh_is_refused() -> None:
+def test_a_cache_that_the_mesh_does_not_divide_is_refused() -> None:
     allocate = partial(PagedCache.allocate, config())
-    with pytest.raises(ValueError, match=r"mesh.sp=2: the pages of a row are not split over sp; u"):
+    with pytest.raises(ValueError, match=r"mesh.sp=2: a paged cache cannot split rows over sp; u"):
         allocate(tensor_parallel(MESHES["tp4-sp2"]), lengths=TOTALS, page_size=SIZE)
     dp8 = tensor_parallel(MESHES["dp8"])
     with pytest.raises(ValueError, match=r"rows of the cache \(4,\): dim 0 = 4 is not divisible"):

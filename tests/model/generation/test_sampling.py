@@ -1,4 +1,4 @@
-"""A row draws with its own key, from the set that a sort in numpy keeps, as often as it should."""
+"""Draws follow each row's key and come from the set and distribution that numpy computes."""
 
 import math
 from functools import partial
@@ -37,7 +37,7 @@ def keys(count: int, seed: int = 0) -> jax.Array:
 
 
 def kept(logits_V: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
-    """The ids that may be drawn: sorted, cut at k, then where the share reaches p."""
+    """The ids that may be drawn: sort, keep k, then keep until the probability reaches p."""
     order = np.lexsort((np.arange(V), -logits_V))[: sampling.top_k]
     with np.errstate(over="ignore"):
         weights = np.exp((logits_V[order] - logits_V.max()) / np.float64(sampling.temperature))
@@ -49,7 +49,7 @@ def kept(logits_V: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
 def expected_draws(
     logits_BV: np.ndarray, keys_B: jax.Array, sampling: SamplingConfig
 ) -> np.ndarray:
-    """Plain draws with the same keys, once everything else is -inf."""
+    """Categorical draws with the same keys after all other logits are set to -inf."""
     masked_BV = np.full(logits_BV.shape, -np.inf, np.float32)
     for row, logits_V in enumerate(logits_BV):
         ids = kept(logits_V, sampling)
@@ -58,7 +58,7 @@ def expected_draws(
 
 
 @pytest.mark.parametrize("sampling", GRID, ids=str)
-def test_draws_are_those_from_the_set_that_numpy_keeps(sampling: SamplingConfig) -> None:
+def test_draws_equal_categorical_draws_from_the_set_of_numpy(sampling: SamplingConfig) -> None:
     rows = 64
     logits_BV = np.random.default_rng(0).normal(0, 2, (rows, V)).astype(np.float32)
     for seed in range(8):
@@ -69,7 +69,7 @@ def test_draws_are_those_from_the_set_that_numpy_keeps(sampling: SamplingConfig)
         )
 
 
-# Whole numbers tie often.
+# Integers tie often.
 logits = st.lists(st.integers(-2, 2) | st.just(-math.inf), min_size=V, max_size=V)
 
 
@@ -101,25 +101,25 @@ def test_ties_go_to_the_lowest_ids_and_minus_infinity_is_never_drawn(rows, seed,
     ],
     ids=str,
 )
-def test_one_token_left_is_the_likeliest(sampling: SamplingConfig) -> None:
+def test_a_single_candidate_is_the_most_likely_token(sampling: SamplingConfig) -> None:
     logits_BV = np.random.default_rng(1).normal(0, 1, (32, V)).astype(np.float32)
     logits_BV[0] = 0.0  # all equal: the lowest id, unless a temperature draws among them
     logits_BV[1, 2:4] = 9.0
-    logits_BV[2] = [-0.0, 0.0, -1, 0.0, -1, -1, -1, -1]  # zeros are equal, whatever their sign
+    logits_BV[2] = [-0.0, 0.0, -1, 0.0, -1, -1, -1, -1]  # 0.0 and -0.0 tie
     rows = slice(3, None) if sampling.temperature == 1e-30 else slice(None)
     tokens_B = sample(logits_BV, keys(32), sampling=sampling)
     np.testing.assert_array_equal(tokens_B[rows], np.argmax(logits_BV, axis=-1)[rows])
 
 
 @pytest.mark.parametrize("limits", [{}, {"top_k": V}, {"top_p": 1.0}, {"top_k": 99, "top_p": 1.0}])
-def test_without_limits_it_is_the_plain_draw(limits) -> None:
+def test_without_limits_it_is_a_categorical_draw(limits) -> None:
     logits_BV = np.random.default_rng(2).normal(0, 3, (512, V)).astype(np.float32)
     tokens_B = sample(logits_BV, keys(512), sampling=SamplingConfig(temperature=1.5, **limits))
     np.testing.assert_array_equal(tokens_B, categorical(keys(512), logits_BV / 1.5))
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(temperature=1.0), *GRID], ids=str)
-def test_tokens_come_as_often_as_their_share(sampling: SamplingConfig) -> None:
+def test_token_frequencies_match_probabilities(sampling: SamplingConfig) -> None:
     draws = 20_000
     logits_V = np.array([1.0, -1.0, 0.5, 2.0, -np.inf, 0.0, 1.5, -3.0], np.float32)
     shares_V = np.zeros(V)
@@ -132,13 +132,13 @@ def test_tokens_come_as_often_as_their_share(sampling: SamplingConfig) -> None:
     likely_V = shares_V > 0
     expected = draws * shares_V[likely_V]
     chi_square = np.sum((counts_V[likely_V] - expected) ** 2 / expected)
-    # Mean n - 1, standard deviation sqrt(2 (n - 1)); the seed is fixed, so this never flickers.
+    # Mean n - 1, standard deviation sqrt(2 (n - 1)); the seed is fixed, so the result is too.
     freedom = likely_V.sum() - 1
     assert chi_square <= freedom + 4 * math.sqrt(2 * freedom)
 
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(temperature=1.0), *GRID], ids=str)
-def test_a_row_draws_the_same_alone_and_among_others(sampling: SamplingConfig) -> None:
+def test_a_row_draws_the_same_alone_and_in_a_batch(sampling: SamplingConfig) -> None:
     seed = jax.random.key(3)
     logits_BV = np.random.default_rng(3).normal(0, 1, (16, V)).astype(np.float32)
     rows_B, positions_B = jnp.arange(16), jnp.arange(16) * 7
@@ -177,7 +177,7 @@ def test_rows_may_be_split_over_devices() -> None:
     np.testing.assert_array_equal(tokens_B, whole)
 
 
-def test_half_precision_is_read_as_float32() -> None:
+def test_bfloat16_logits_are_sampled_in_float32() -> None:
     logits_BV = jax.random.normal(jax.random.key(6), (64, V), jnp.bfloat16)
     sampling = SamplingConfig(temperature=0.3, top_p=0.9)
     wide = sample(logits_BV.astype(jnp.float32), keys(64), sampling=sampling)
@@ -187,10 +187,13 @@ def test_half_precision_is_read_as_float32() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"temperature": -1.0}, r"temperature=-1.0: use a number above 0, or 0 for the likeliest"),
+        (
+            {"temperature": -1.0},
+            r"temperature=-1.0: use a number above 0, or 0 for greedy decoding",
+        ),
         ({"temperature": math.inf}, r"temperature=inf: use"),
         ({"temperature": math.nan}, r"temperature=nan: use"),
-        ({"top_k": 0}, r"top_k=0: use a whole number of at least 1, or none"),
+        ({"top_k": 0}, r"top_k=0: use an integer of at least 1, or none"),
         ({"top_k": 2.0}, r"top_k=2.0: use"),
         ({"top_k": True}, r"top_k=True: use"),
         ({"top_p": 0.0}, r"top_p=0.0: use more than 0 and at most 1, or none"),
@@ -198,7 +201,7 @@ def test_half_precision_is_read_as_float32() -> None:
         ({"top_p": math.nan}, r"top_p=nan: use"),
     ],
 )
-def test_sampling_that_cannot_hold_is_refused(fields, message: str) -> None:
+def test_invalid_sampling_is_refused(fields, message: str) -> None:
     with pytest.raises(ValueError, match=message) as refusal:
         SamplingConfig(**fields)
     assert "\n" not in str(refusal.value)

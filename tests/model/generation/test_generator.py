@@ -1,4 +1,4 @@
-"""Decoding token by token equals the full forward pass, whatever the cache, mesh and batch."""
+"""Decoding token by token equals the full forward pass, for every cache, mesh and batch."""
 
 from functools import cache as once
 from functools import partial
@@ -12,7 +12,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
-from model.generation.generate import Generator, _step, bucket
+from model.generation.generator import Generator, _step, bucket_length
 from model.generation.sampling import SamplingConfig
 from model.rope import RopeScaling
 from model.transformer import Transformer
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
     rope_local_theta=100.0,
     rope_scaling=RopeScaling(type="linear", factor=2.0),
 )
-# Stated bound: float32 rounding of logits, relative to the largest.
+# Bound on the error of logits from float32 rounding, relative to the largest logit.
 BOUND = 2e-6
 LENGTHS, NEW, WIDTH = np.array([9, 3, 14, 1]), 6, 16
 MESHES_HERE = {"one": ONE_DEVICE, **{k: MESHES[k] for k in ("tp8", "dp2-fsdp2-tp2", "tp4-sp2")}}
@@ -46,7 +46,7 @@ PAGED_ON = [("paged", mesh) for mesh in MESHES_HERE if mesh != "tp4-sp2"]
 
 @once
 def program(mesh: str, config: ModelConfig = CONFIG):
-    """(parallel config, model definition, parameters); the sinks are not zero."""
+    """(parallel config, model definition, parameters); the attention sinks are not zero."""
     tp = tensor_parallel(MESHES_HERE[mesh])
 
     def build() -> Transformer:
@@ -64,7 +64,7 @@ def program(mesh: str, config: ModelConfig = CONFIG):
 
 @once
 def full_logits() -> np.ndarray:
-    """Of every token of the rows, by one forward pass on one device."""
+    """Logits of every token of the rows, by one forward pass on one device."""
     tp, definition, params = program("one")
     tokens = jnp.asarray(rows())
 
@@ -78,7 +78,7 @@ def full_logits() -> np.ndarray:
 
 
 def rows() -> np.ndarray:
-    """Prompts and what follows them, row by row."""
+    """Prompts and their continuations, row by row."""
     return np.random.default_rng(1).integers(0, 64, (4, WIDTH + NEW)).astype(np.int32)
 
 
@@ -95,7 +95,7 @@ def empty(kind: str, tp):
 @pytest.mark.parametrize("insert", [0, 5], ids=["prefill", "insert"])
 @pytest.mark.parametrize(("kind", "mesh"), [*(("dense", m) for m in MESHES_HERE), *PAGED_ON])
 def test_decoding_equals_the_full_forward_for_ragged_rows(kind, mesh, insert) -> None:
-    """insert: so many tokens of every prompt come in a second part, attending to the first."""
+    """insert: number of tokens of every prompt that arrive in a second call."""
     tp, definition, params = program(mesh)
 
     @partial(jax.jit, static_argnames="mode", donate_argnums=1)
@@ -141,9 +141,9 @@ PROMPTS = [np.array([5, 9, 2]), np.arange(11), np.array([63])]
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 @pytest.mark.parametrize("mesh", MESHES_HERE)
-def test_every_mesh_and_cache_writes_the_same_text(mesh: str, cache: str) -> None:
+def test_every_mesh_and_cache_generates_the_same_text(mesh: str, cache: str) -> None:
     if cache == "paged" and mesh == "tp4-sp2":
-        with pytest.raises(ValueError, match="the pages of a row are not split over sp"):
+        with pytest.raises(ValueError, match="a paged cache cannot split rows over sp"):
             write(mesh, PROMPTS, cache=cache, max_new_tokens=2)
         return
     texts = write(mesh, PROMPTS, cache=cache, max_new_tokens=NEW)
@@ -163,7 +163,7 @@ def test_greedy_generation_follows_the_argmax_of_the_full_forward() -> None:
     np.testing.assert_array_equal(np.argmax(logits[0, 2:-1], -1), text[3:])
 
 
-def test_a_row_does_not_depend_on_the_batch_and_sampling_repeats_with_its_seed() -> None:
+def test_a_row_is_independent_of_the_batch_and_sampling_repeats_with_its_seed() -> None:
     options = {"sampling": SamplingConfig(temperature=2.0, top_k=40, top_p=0.95)}
     together = write("one", PROMPTS, max_new_tokens=NEW, seed=1, **options)
     assert write("one", PROMPTS[:1], max_new_tokens=NEW, seed=1, **options) == together[:1]
@@ -183,8 +183,8 @@ def test_rows_end_at_their_stop_tokens() -> None:
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 def test_prefill_is_compiled_per_bucket_and_decoding_once(cache) -> None:
-    assert [bucket(n, 8) for n in (1, 64, 65, 200)] == [64, 64, 128, 256]
-    assert bucket(1, 48) == 96
+    assert [bucket_length(n, 8) for n in (1, 64, 65, 200)] == [64, 64, 128, 256]
+    assert bucket_length(1, 48) == 96
     write("one", [np.arange(3)], max_new_tokens=3, cache=cache)
     compiled = _step._cache_size()
     for length in (2, 7, 40, 60):
@@ -192,13 +192,13 @@ def test_prefill_is_compiled_per_bucket_and_decoding_once(cache) -> None:
     assert _step._cache_size() == compiled
 
 
-def test_nothing_to_continue_is_refused() -> None:
+def test_an_empty_prompt_is_refused() -> None:
     for prompts in ([], [np.array([1]), np.array([], np.int32)]):
         with pytest.raises(ValueError, match="every prompt needs at least one token"):
             write("one", prompts, max_new_tokens=1)
 
 
-def test_pages_and_seeds_that_cannot_be_are_refused() -> None:
+def test_invalid_page_sizes_and_seeds_are_refused() -> None:
     tp, definition, _ = program("one")
     for options, law in (
         ({"page_size": 0}, "page_size=0: use at least 1"),
@@ -208,7 +208,7 @@ def test_pages_and_seeds_that_cannot_be_are_refused() -> None:
             Generator(definition, CONFIG, tp, **options)
 
 
-def test_tokens_that_the_model_does_not_know_are_refused() -> None:
+def test_unknown_token_ids_are_refused() -> None:
     for token in (-1, CONFIG.vocab_size):
         with pytest.raises(ValueError, match=r"token ids from .*; use 0 to 63"):
             write("one", [np.array([1, token])], max_new_tokens=1)

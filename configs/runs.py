@@ -1,0 +1,74 @@
+"""Opening a finished or running training run: its configuration, tokenizer and parameters."""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.build import build_program, open_devices
+from configs.schema import Config, load_config
+from data.tokenizer import Tokenizer, open_tokenizer
+from training.checkpoint import CheckpointConfig, Checkpoints
+from training.step import Program
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as `load_run` opens it, on a mesh of this process.
+
+    notice: a line on simulated devices, or None.
+    """
+
+    directory: Path
+    config: Config
+    program: Program
+    tokenizer: Tokenizer
+    notice: str | None
+
+    def load_params(self, step: int | None = None, *, ema: bool = False) -> tuple[int, Any]:
+        """Return (step, parameters) of a checkpoint, by default of the newest, on the run's mesh.
+
+        ema: load the moving average of the parameters instead.
+        Raises: ValueError if there is no such checkpoint or it belongs to another model;
+        CheckpointError if it cannot be read.
+        """
+        if ema and self.program.abstract_state.ema is None:
+            raise ValueError(
+                f"run {self.directory} has no moving average of its parameters (ema); train with "
+                "optimizer.ema_decay to get one"
+            )
+        folder = self.directory / "checkpoints"
+        found = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+        if not found or step not in (None, *found):
+            wanted = "checkpoint" if step is None else f"checkpoint {step}"
+            steps = ", ".join(map(str, found)) or "none"
+            raise ValueError(f"run {self.directory} has no {wanted}; found: {steps}")
+        checkpoints = Checkpoints(folder, CheckpointConfig(), read_only=True)
+        with contextlib.closing(checkpoints):
+            chosen = checkpoints.latest_step if step is None else step
+            if chosen is None:
+                raise ValueError(
+                    f"run {self.directory} has no finished checkpoint; wait until it has saved one"
+                )
+            state = self.program.abstract_state
+            checkpoints.check(chosen, state)
+            part = "ema" if ema else "params"
+            return chosen, checkpoints.restore_params(chosen, state, part)
+
+
+def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
+    """Open a run directory of train.py, with `section.key=value` overrides of its configuration.
+
+    Nothing in the directory is changed, so the run may still be training.
+    Raises: ValueError if it is no run directory, or its configuration or tokenizer is invalid.
+    """
+    path = directory / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no config.yaml; give a run directory of train.py")
+    config = load_config(path, overrides)
+    devices, notice = open_devices(config)
+    saved = directory / "tokenizer.json"
+    name = str(saved) if saved.is_file() else config.data.tokenizer
+    tokenizer = open_tokenizer(name, config.data.eos_token)
+    return Run(directory, config, build_program(config, devices), tokenizer, notice)
