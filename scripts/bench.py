@@ -16,13 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import overlap
 from attention import bench_attention
 from decode import bench_decode

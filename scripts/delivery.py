@@ -18,8 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import numpy as np
 
@@ -87,7 +86,7 @@ def _told_rate(command: list[str]) -> float:
 
 
 def _run(command: list[str]) -> str:
-    """stdout of another process. Raises: RuntimeError with its stderr."""
+    """Stdout of another process. Raises: RuntimeError with its stderr."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{done.stderr}")

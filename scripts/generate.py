@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import numpy as np
 
