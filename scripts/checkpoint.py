@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -27,8 +28,6 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 from ruamel.yaml import YAML
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.pipeline import explain_change
 from parallel.sharding.mesh import MeshConfig, build_mesh

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 
 from configs.runs import Run, load_run

@@ -13,14 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import _clone  # noqa: F401 (first: it selects the packages below)
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
+from prepare_data import load_data_config
 from rich.console import Console
 from rich.text import Text
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from prepare_data import load_data_config
 
 from data.config import DataConfig, phases
 from data.pipeline import Fields, Rows, Source

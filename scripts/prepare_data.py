@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import _clone  # noqa: F401 (first: it selects the packages below)
 
 # No jax in any of these: worker processes import this file.
 from configs.reading import ConfigError, apply_overrides, read_tree, validate

@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from soak_corruptions import serve_restores, soak_corruptions
 from soak_disk import soak_disk
 from soak_run import (
@@ -214,7 +212,8 @@ def soak_kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def usual_seconds(turns: list[list[float]]) -> float:
     """Of a turn of steps: for every place in it the median of all turns, so that no hiccup counts
-    and a save, always at the same place, does."""
+    and a save, always at the same place, does.
+    """
     return sum(statistics.median(place) for place in zip(*turns, strict=True))
 
 

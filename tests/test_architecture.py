@@ -107,6 +107,11 @@ def test_public_names_have_docstrings(path: Path) -> None:
             assert inherited or ast.get_docstring(node), f"{node.name} has no docstring"
 
 
+def test_one_module_alone_selects_the_clone_that_scripts_import_from() -> None:
+    patched = {path.name for path in SOURCES if "sys.path" in path.read_text()}
+    assert patched == {"_clone.py"}
+
+
 def test_the_readme_names_every_file() -> None:
     tree = (ROOT / "README.md").read_text()
     for path in SOURCES:

@@ -1,7 +1,7 @@
-"""Speed of the data path: text to tokens, store to batches, and the opening of a store of 10 GB.
+"""Speed of the data path: text to tokens, tokens to batches, and opening a store of 10 GB.
 
-The store is a sparse file: its documents have an index, its tokens are all zero. It is opened by
-processes of their own (this file, run as a script), whose clock begins after their imports.
+That store is a sparse file: it has a real index of documents, and all its tokens are zero.
+Processes of their own open it (this module, run with -m); their clock starts after their imports.
 """
 
 import argparse
@@ -18,8 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import _clone
 import jax
 import numpy as np
 
@@ -29,16 +28,18 @@ from data.source import find_files
 from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
 from data.tokenizer import ByteTokenizer, train_tokenizer
 
+SCRIPTS = _clone.ROOT / "scripts"
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
 WARMUP, NUM_BATCHES, NUM_RANDOM_BATCHES = 10, 100, 1000
-# Documents of the sparse store: half of them are shorter than this, and the mean is 1,006 tokens.
+# Lengths of documents in the sparse store are log-normal; their mean is 1,006 tokens.
 MEDIAN_DOCUMENT, SPREAD = 610, 1.0
 
 
 def bench_data(*, copies: int, gigabytes: float, repeats: int) -> dict[str, Any]:
-    """All three figures; every one is the median of `repeats`.
+    """Measure tokenisation, delivery and start-up; each figure is the median of `repeats`.
 
-    copies: of the standard library, which is what is tokenised. gigabytes: of the sparse store.
+    copies: how many times the source of Python's standard library is tokenised.
+    gigabytes: the size of the sparse store.
     """
     with tempfile.TemporaryDirectory(prefix="bench-data-") as name:
         folder = Path(name)
@@ -56,46 +57,47 @@ def bench_data(*, copies: int, gigabytes: float, repeats: int) -> dict[str, Any]
 
 
 def _bench_tokenise(folder: Path, repeats: int) -> dict[str, float]:
-    """MB of JSON lines per second as prepare_data.py tells it, the start of workers included.
+    """Return MB of JSON lines per second as prepare_data.py reports it, worker start-up included.
 
-    Not from here: worker processes import the script that starts them, and this one imports jax.
+    It runs as a command: its workers import the script that starts them, and this one imports jax.
     """
     text, found = folder / "text.jsonl", {}
     for kind, name in (("bytes", "bytes"), ("bpe", str(folder / "tokenizer.json"))):
         for workers in (0, 2):
+            command = [sys.executable, str(SCRIPTS / "prepare_data.py"), f"--workers={workers}"]
+            command += [f"data.files={text}", f"data.tokenizer={name}"]
             with tempfile.TemporaryDirectory(dir=folder) as caches:
-                script = Path(__file__).with_name("prepare_data.py")
-                options = f"--workers {workers} data.files={text} data.tokenizer={name}".split()
-                command = [sys.executable, str(script), *options]
                 rates = [
-                    _told_rate([*command, f"data.cache_dir={caches}/{repeat}"])
+                    _reported_rate([*command, f"data.cache_dir={caches}/{repeat}"])
                     for repeat in range(repeats)
                 ]
             key = f"{kind}, {workers} workers"
             found[key] = statistics.median(rates)
-            print(
-                f"tokenise {text.stat().st_size / 1e6:.0f} MB, {key}: {found[key]:.1f} MB/s",
-                flush=True,
-            )
+            megabytes = text.stat().st_size / 1e6
+            print(f"tokenise {megabytes:.0f} MB, {key}: {found[key]:.1f} MB/s", flush=True)
     return found
 
 
-def _told_rate(command: list[str]) -> float:
-    told = re.search(r"([\d.]+) MB/s", _run(command))
-    assert told is not None
-    return float(told[1])
+def _reported_rate(command: list[str]) -> float:
+    found = re.search(r"([\d.]+) MB/s", _stdout_of(command))
+    assert found is not None
+    return float(found[1])
 
 
-def _run(command: list[str]) -> str:
-    """stdout of another process. Raises: RuntimeError with its stderr."""
-    done = subprocess.run(command, capture_output=True, text=True)
+def _stdout_of(command: list[str]) -> str:
+    """Run a command and return its stdout.
+
+    Raises:
+        RuntimeError: It failed. The message has its stderr.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS)
     if done.returncode:
         raise RuntimeError(f"{command} failed:\n{done.stderr}")
     return done.stdout
 
 
 def _bench_delivery(folder: Path, repeats: int) -> dict[str, float]:
-    """Batches of 32 rows of 2048 from the standard library's store, read by one thread."""
+    """Return tokens per second of batches 32 x 2048, prepared by one thread."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     found, stop = {}, WARMUP + NUM_BATCHES
     for packing in get_args(Packing):
@@ -109,22 +111,22 @@ def _bench_delivery(folder: Path, repeats: int) -> dict[str, float]:
             )
         )
 
-        def placed(rows: Rows = rows) -> Iterator[Any]:
+        def on_device(rows: Rows = rows) -> Iterator[Any]:
             batches = train_batches(rows, sharding, start=0, stop=stop, accumulation=1)
             return map(jax.block_until_ready, batches)
 
         def read(rows: Rows = rows) -> Iterator[Any]:
             return (rows.read_train(step, range(BATCH)) for step in range(stop))
 
-        for what, batches in (("on a device", placed), ("read alone", read)):
+        for what, batches in (("on a device", on_device), ("read alone", read)):
             key = f"{packing}, {what}"
-            found[key] = statistics.median(_rate(batches) for _ in range(repeats))
+            found[key] = statistics.median(_tokens_per_second(batches) for _ in range(repeats))
             print(f"delivery {key}: {found[key] / 1e6:.2f} M tokens/s", flush=True)
     return found
 
 
-def _rate(batches: Callable[[], Iterator[Any]]) -> float:
-    """Tokens per second after the first batches."""
+def _tokens_per_second(batches: Callable[[], Iterator[Any]]) -> float:
+    """Time all batches but the first `WARMUP`."""
     iterator = batches()
     for _ in islice(iterator, WARMUP):
         pass
@@ -134,7 +136,7 @@ def _rate(batches: Callable[[], Iterator[Any]]) -> float:
 
 
 def write_sparse_store(folder: Path, num_documents: int) -> None:
-    """A store of about 1,006 zeros per document, which take no place on the disk."""
+    """Write a store of about 1,006 zeros per document whose tokens take no disk space."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     lengths = np.ceil(MEDIAN_DOCUMENT * rng.lognormal(0, SPREAD, num_documents)).astype(np.int64)
@@ -154,7 +156,7 @@ def write_sparse_store(folder: Path, num_documents: int) -> None:
         num_tokens=int(lengths.sum()),
         num_documents=num_documents,
         digest=f"{num_documents} sparse documents",
-        # Nobody reads all the tokens, so nobody misses their digest.
+        # Only a reader of all tokens would check their digest, and no benchmark reads them all.
         digests={TOKENS: ""} | {name: _digest(folder / name) for name in (ENDS, NUM_BYTES)},
         skipped={},
         source={},
@@ -169,13 +171,13 @@ def _digest(path: Path) -> str:
 
 
 def _bench_start_up(folder: Path, gigabytes: float, repeats: int) -> dict[str, Any]:
-    """Seconds from a configuration to rows, and memory; the first process packs the rows."""
+    """Measure new processes that open the store; the first of each packing packs its rows."""
     mean = MEDIAN_DOCUMENT * np.exp(SPREAD**2 / 2)
     write_sparse_store(folder, round(gigabytes * 1e9 / 2 / mean))
-    command = [sys.executable, __file__, str(folder)]
+    command = [sys.executable, "-m", "benchmarks.delivery", str(folder)]
     result: dict[str, Any] = {}
     for packing in get_args(Packing):
-        runs = [json.loads(_run([*command, packing])) for _ in range(1 + repeats)]
+        runs = [json.loads(_stdout_of([*command, packing])) for _ in range(1 + repeats)]
         later = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
         result[packing] = {"first": runs[0], "later": later}
         for which, run in result[packing].items():
@@ -185,7 +187,7 @@ def _bench_start_up(folder: Path, gigabytes: float, repeats: int) -> dict[str, A
 
 
 def measure_start_up(folder: Path, packing: Packing) -> dict[str, float]:
-    """Opens a store in this process and reads batches all over it."""
+    """Open a store in this process, read random batches, and return seconds and memory."""
     config = DataConfig(
         files=str(folder),
         packing=packing,
@@ -211,14 +213,14 @@ def measure_start_up(folder: Path, packing: Packing) -> dict[str, float]:
 
 
 def _resident() -> dict[str, float]:
-    """Memory of this process in MB (Linux): its own; pages of files, which can go any time."""
+    """Return this process's resident memory in MB (Linux): its own, and evictable file pages."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {name: int(fields[name].split()[0]) * 1024 / 1e6 for name in ("RssAnon", "RssFile")}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("store", type=Path)
-    parser.add_argument("packing", choices=get_args(Packing))
+    parser.add_argument("store", type=Path, help="folder of the store to open")
+    parser.add_argument("packing", choices=get_args(Packing), help="how documents fill rows")
     arguments = parser.parse_args()
     print(json.dumps(measure_start_up(arguments.store, arguments.packing)))

@@ -1,0 +1,40 @@
+"""Predicted time and memory of a whole training step on a TPU slice that is not here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.prediction import chip_of, compile_for
+from configs.build import build_program, choose_overlaps
+from configs.schema import load_config
+from parallel.sharding.mesh import absent_devices
+
+
+def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Predict the training step of a configuration and print what its time consists of."""
+    config = load_config(path, overrides)
+    program = build_program(config, absent_devices(topology))
+    mesh = program.tp.manager.mesh
+    for kind, choice in choose_overlaps(config, program.tp).items():
+        print(f"overlap {choice.overlap} for {kind}: {choice.reason}")
+    parts, length = config.training.gradient_accumulation, config.data.row_length
+    shape = (parts, max(config.data.batch_sizes) // parts, length)
+    fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
+        for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
+    }
+    compiled = compile_for(topology, mesh, program.train_step, [program.abstract_state, batch])
+    memory = compiled.program.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    hbm = compiled.temporary_gib + held / 2**30
+    prediction = compiled.prediction
+    flops = config.model.flops_per_token(length) * shape[0] * shape[1] * shape[2]
+    mfu = flops / prediction.total / mesh.size / chip_of(topology).peak_flops
+    print(prediction.table(25))
+    seconds = compiled.compile_seconds
+    print(f"MFU {mfu:.3f}, HBM {hbm:.1f} GiB per device, compiled in {seconds:.0f} CPU seconds")
+    result = {"bench": "model", "config": path, "topology": topology, "mfu": mfu, "hbm_gib": hbm}
+    return {**result, **compiled.figures}

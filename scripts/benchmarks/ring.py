@@ -1,0 +1,45 @@
+"""Predicted time of ring attention on a TPU slice that is not here."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.prediction import HEADER, PASSES, compile_pass
+from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.ring import zigzag_order
+from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
+from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.partition import PartitionAxis, PartitionManager
+
+
+def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Predict one row of `length` tokens over sp, with the hops unrolled and in a scan.
+
+    head_dim 128, bfloat16, the tokens in zigzag order.
+    """
+    devices, rows = absent_devices(topology), []
+    mesh = build_mesh(MeshConfig(sp=len(devices)), devices)
+    manager = PartitionManager(PartitionAxis(), mesh)
+    order = jnp.asarray(zigzag_order(length, len(devices)))
+
+    def array(count: int, axes: Any) -> jax.ShapeDtypeStruct:
+        shape, sharding = (1, length, count, 128), manager.sharding(axes, MODE_TRAIN)
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
+
+    q, kv = array(heads, AttnQSharding), array(kv_heads, AttnKVSharding)
+    print(f"{'':33}" + HEADER)
+    for method in ("unrolled", "scan"):
+        metadata = OperationMetadata(
+            jnp.bfloat16, partition_manager=manager, scan_ring_attention=method == "scan"
+        )
+        operation = OperationRegistry.create("ring", metadata)
+
+        def attend(*qkv: jax.Array, operation: Any = operation) -> jax.Array:
+            return operation(*qkv, q_index=order, kv_index=order)
+
+        for name in PASSES:
+            compiled = compile_pass(name, topology, mesh, attend, [q, kv, kv])
+            print(f"{topology:10} {name:8} {method:14}" + compiled.columns, flush=True)
+            rows.append({"pass": name, "method": method, **compiled.figures})
+    return {"bench": "ring", "topology": topology, "rows": rows}
