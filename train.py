@@ -10,17 +10,15 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from configs.build import (
+    build_plan,
     build_program,
     build_sharding_table,
-    choose_attention,
-    choose_overlaps,
     open_devices,
 )
 from configs.preflight import describe_machine, describe_program
@@ -30,15 +28,12 @@ from data.source import DataError
 from data.tokenizer import open_tokenizer
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
-from model.moe import choose_experts
 from parallel.cluster.distributed import Cluster, StopRequest, find_cluster, is_cluster, start
 from parallel.cluster.peers import EXIT_PEER, PeerError, Peers
-from parallel.linear.choice import Choice
 from parallel.planning.sharding_table import render, summary
 from training.checkpoint import CheckpointError
 from training.loop import EXIT_RESUMABLE, TrainingError, open_run
 from training.metrics import log
-from training.step import Program
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -63,34 +58,15 @@ def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Ca
     peers.compare("preflight", describe_machine(rows, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
-    sizes = program.tp.manager.mesh.shape
-    mesh = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
     announce = [
         *([notice] if notice else []),
-        f"model {config.model.num_parameters:,} parameters, mesh {mesh or 'one device'}, "
-        f"residual {config.parallel.residual}",
-        *_overlap_lines(choose_overlaps(config, program.tp)),
-        *(
-            f"attention {choice.name} for {kind}: {choice.reason}"
-            for kind, choice in choose_attention(config, program.tp).items()
-        ),
-        *_expert_lines(config, program),
+        *program.plan.describe(),
         *(source.summary for source in rows.sources),
         f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
     ]
-    model, tp = config.model, config.mesh.tp
-    if model.num_key_value_heads % tp:
-        width = 2 * model.num_key_value_heads * model.head_size
-        size = width * jnp.dtype(model.dtype).itemsize
-        announce.append(
-            f"{model.num_key_value_heads} kv heads do not divide over tp {tp}: every device "
-            f"gathers all keys and values, {size:,} bytes per token and layer"
-        )
-
     generator = Generator(
         program.definition,
-        config.model,
-        program.tp,
+        program.plan,
         sampling=SamplingConfig(temperature=config.training.sample_temperature),
         seed=config.training.seed,
     )
@@ -120,27 +96,14 @@ def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Ca
         yield lambda: session.train(sample)
 
 
-def _overlap_lines(choices: Mapping[str, Choice]) -> list[str]:
-    """One line per choice and reason, with the kinds of linears that it holds for."""
-    kinds: dict[Choice, list[str]] = {}
-    for kind, choice in choices.items():
-        kinds.setdefault(choice, []).append(kind)
-    return [
-        f"overlap {choice.overlap} for {', '.join(names)}: {choice.reason}"
-        for choice, names in kinds.items()
-    ]
+def print_plan(config: Config) -> None:
+    """Print every choice between implementations and its reason, without data or arrays.
 
-
-def _expert_lines(config: Config, program: Program) -> list[str]:
-    """What the sparse layers are, and how their tokens get to the experts."""
-    sparse, moe = sum(config.model.sparse_layers), config.model.moe
-    if not sparse:
-        return []
-    choice = choose_experts(config.model, program.tp.manager)
-    return [
-        f"experts {choice.exchange}, {choice.form} for {sparse} layers of {moe.num_experts}, "
-        f"{moe.num_experts_per_tok} per token ({moe.router}): {choice.reason}"
-    ]
+    Raises:
+        ValueError: The configuration cannot run on the devices of this machine.
+    """
+    devices, notice = open_devices(config)
+    print(*([notice] if notice else []), *build_plan(config, devices).describe(), sep="\n")
 
 
 def print_sharding(config: Config) -> None:
@@ -215,6 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument(
+        "--print-plan", action="store_true", help="print every choice and its reason, and stop"
+    )
+    parser.add_argument(
         "--print-sharding", action="store_true", help="print where every tensor lies, and stop"
     )
     many = parser.add_argument_group("several processes (found without these under SLURM and GKE)")
@@ -228,6 +194,9 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(args.config, args.overrides)
         if args.print_config:
             print(dump_config(config), end="")
+            return 0
+        if args.print_plan:
+            print_plan(config)
             return 0
         if args.print_sharding:
             print_sharding(config)

@@ -1,4 +1,4 @@
-"""From a configuration to the things that it describes."""
+"""From a configuration to its devices, execution plan, program and sharding table."""
 
 import dataclasses
 import os
@@ -9,24 +9,24 @@ import jax
 from flax import nnx
 
 from configs.schema import Config
-from model.attention.dispatch import AttentionChoice, choose_for_layer
-from model.config import LayerType, LinearKind
+from data.config import phases
+from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
-from model.moe import choose_experts
+from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import Choice, choose_overlap
 from parallel.linear.layout import TensorParallelConfig
 from parallel.planning.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
 from parallel.sharding.axes import KV_HEAD, TP
 from parallel.sharding.mesh import CHIPS, build_mesh, find_devices
-from parallel.sharding.partition import residual_rules
+from parallel.sharding.partition import PartitionManager, residual_rules
 from training.optimizer import make_optimizer, make_schedule
 from training.step import Program
 
 
 def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
-    """The devices of this configuration, and a line on those that are simulated.
+    """Return the devices of this configuration, and a line to show if they are simulated.
 
-    From here on, compiled programs are kept where the configuration says.
+    Also turns on the compilation cache of the configuration.
     """
     devices, notice = find_devices(config.mesh.num_devices)
     if config.run.compilation_cache is not None:
@@ -37,26 +37,34 @@ def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
     return devices, notice
 
 
-def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
-    """The jitted functions of this configuration on these devices."""
+def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
+    """Make every choice of a run on these devices: the mesh, rules, overlap, attention, experts.
+
+    Raises:
+        ValueError: The configuration cannot run on these devices; names the key and a remedy.
+    """
     tp = TensorParallelConfig(
         mesh=build_mesh(config.mesh, devices),
         partition_axis=residual_rules(config.parallel.residual),
         reduce_scatter_output=True,
         overlap="none" if config.parallel.overlap == "auto" else config.parallel.overlap,
     )
-    choices = choose_overlaps(config, tp)
-    tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in choices.items()})
-    choose_attention(config, tp)
-    if True in config.model.sparse_layers:
-        for dropless in (False, True):  # training, and evaluation
-            choose_experts(config.model, tp.manager, dropless=dropless)
+    overlap = _choose_overlaps(config, tp.manager)
+    tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in overlap.items()})
+    lengths = {config.data.row_length, *phases(config.data.sequence_length).values()}
+    return make_plan(config.model, tp, lengths=sorted(lengths), overlap=overlap.items())
+
+
+def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
+    """Return the jitted functions of this configuration on these devices.
+
+    Raises:
+        ValueError: See `build_plan`.
+    """
     schedule = make_schedule(config.optimizer, config.training.steps)
-    optimizer = make_optimizer(config.optimizer, schedule)
     return Program(
-        config.model,
-        tp,
-        optimizer,
+        build_plan(config, devices),
+        make_optimizer(config.optimizer, schedule),
         schedule,
         config.training.seed,
         config.training.guard,
@@ -64,27 +72,12 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     )
 
 
-def choose_attention(config: Config, tp: TensorParallelConfig) -> dict[LayerType, AttentionChoice]:
-    """The attention operation of every type of layer in training on this mesh, and why.
+def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKind, Choice]:
+    """Choose the overlap method of every kind of linear, with the reason.
 
-    Raises: ValueError if the configured one cannot do what a layer needs, with what it lacks.
+    Raises:
+        ValueError: A method that sends halves was asked for, but the blocks have an odd size.
     """
-    model, length = config.model, config.data.row_length
-    try:
-        return {
-            kind: choose_for_layer(model, kind, tp.manager, length=length)
-            for kind in dict.fromkeys(model.layer_kinds)
-        }
-    except ValueError as error:
-        raise ValueError(f"model.attention: {error}") from error
-
-
-def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choice]:
-    """The overlap method of every kind of linear on this mesh, and why.
-
-    Raises: ValueError if blocks that shall be split cannot be halved.
-    """
-    manager = tp.manager
     n = manager.axis_size(TP)
     shapes = ring_shapes(
         config.model,
@@ -93,7 +86,7 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
         length=config.data.row_length,
     )
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
-    choices: dict[str, Choice] = {}
+    choices: dict[LinearKind, Choice] = {}
     for kind in get_args(LinearKind):
         if kind not in _kinds_of(config):
             continue
@@ -127,7 +120,7 @@ def choose_overlaps(config: Config, tp: TensorParallelConfig) -> dict[str, Choic
 
 
 def _kinds_of(config: Config) -> set[LinearKind]:
-    """The kinds of linears that this model has."""
+    """Return the kinds of linears that this model has."""
     sparse, moe = config.model.sparse_layers, config.model.moe
     kinds: set[LinearKind] = {"qkv", "o"}
     kinds |= {"mlp"} if False in sparse or moe.num_shared_experts else set()
@@ -135,7 +128,7 @@ def _kinds_of(config: Config) -> set[LinearKind]:
 
 
 def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row]]:
-    """Where everything lies that this program keeps, and one activation of every kind."""
+    """Describe the layout of parameters, optimizer state and one activation of every kind."""
     manager = program.tp.manager
     if config.parallel.replicate_kv:
         manager = dataclasses.replace(manager, replicate=frozenset({KV_HEAD}))

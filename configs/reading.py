@@ -5,6 +5,7 @@ ConfigError: path, value, law, remedy, on one line.
 """
 
 import difflib
+import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,6 +46,25 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
         raise ConfigError(f"--config {path} is a {type(tree).__name__}; write 'section:' mappings")
     apply_overrides(tree, overrides)
     return tree
+
+
+def import_plugins(tree: dict[str, Any]) -> None:
+    """Import the modules of the key `plugins`, which register extensions under new names.
+
+    Raises:
+        ConfigError: The key is not a list of module names, or a module cannot be imported.
+    """
+    names = tree.get("plugins") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"plugins={names!r} is not a list of modules; write plugins: [my_module]")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"plugins: cannot import {name!r} ({error}); put the folder of the module on "
+                "PYTHONPATH"
+            ) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:

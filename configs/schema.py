@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from ruamel.yaml import YAML
 
-from configs.reading import ConfigError, read_tree, validate
+from configs.reading import ConfigError, import_plugins, read_tree, validate
 from data.config import DataConfig, phases
 from data.schedule import BatchPlan
 from data.tokenizer import ByteTokenizer
@@ -21,6 +21,7 @@ from model.attention.dispatch import AUTO
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
 from model.moe import rule_of
+from model.remat import remat_policy
 from parallel.cluster.peers import ClusterConfig
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
@@ -52,6 +53,8 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
 class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """The root: one section per component."""
 
+    plugins: tuple[str, ...] = ()
+    """Python modules to import first. They register extensions, such as an attention operation."""
     run: RunConfig = RunConfig()
     """Traces of the run."""
     model: ModelConfig = ModelConfig()
@@ -77,7 +80,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises: ConfigError.
     """
-    config = validate(read_tree(path, overrides), Config)
+    tree = read_tree(path, overrides)
+    import_plugins(tree)
+    config = validate({**tree, "plugins": tuple(tree.get("plugins") or ())}, Config)
     _cross_check(config)
     return config
 
@@ -142,6 +147,10 @@ def _cross_check(config: Config) -> None:
             OperationRegistry.get(model.attention)
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
+    try:
+        remat_policy(model.remat)
+    except ValueError as error:
+        raise ConfigError(f"model.remat: {error}") from error
 
 
 def _check_data(config: Config) -> None:

@@ -4,8 +4,9 @@ Nothing here knows a mesh. Parameter counts and FLOPs are formulas with their so
 plans and tests read the same numbers.
 """
 
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -26,9 +27,25 @@ from parallel.experts.expert import ExpertRule
 from parallel.experts.grouped_matmul import FormName
 
 DTypeName = Literal["bfloat16", "float32"]
-RematPolicy = Literal["none", "dots", "full"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 """What a layer's queries see: all keys before them, a window of them, or those of their chunk."""
+
+
+class LayerKind(NamedTuple):
+    """What determines the program of a layer."""
+
+    layer_type: LayerType
+    is_sparse: bool
+    """The MLP is a mixture of experts."""
+
+
+class Segment(NamedTuple):
+    """Consecutive layers: a pattern of kinds, repeated. One scan runs over the repeats."""
+
+    pattern: tuple[LayerKind, ...]
+    repeats: int
+
+
 LinearKind = Literal["qkv", "o", "mlp", "experts"]
 """Linears whose overlap can be chosen by itself; mlp is gate, up and down in one."""
 
@@ -168,7 +185,7 @@ class ModelConfig(
     causal work is even."""
     moe: MoEConfig = MoEConfig()
     """Mixture of experts."""
-    remat: RematPolicy = "dots"
+    remat: str = "dots"
     """What the backward pass recomputes: none, all but projections and attention in blocks (dots),
     a whole layer (full)."""
     loss_chunk: PositiveInt = 2048
@@ -212,6 +229,26 @@ class ModelConfig(
             and (layer + 1) % moe.decoder_sparse_step == 0
             for layer in range(self.num_hidden_layers)
         )
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The layers as repeated patterns, so that compile time does not grow with depth.
+
+        Leading dense layers (`moe.first_k_dense_replace`) and the layers after them each repeat a
+        pattern; layers that do not complete a pattern are a segment of one repeat.
+        """
+        kinds = tuple(map(LayerKind, self.layer_kinds, self.sparse_layers))
+        is_sparse = True in self.sparse_layers
+        lead = min(self.moe.first_k_dense_replace, len(kinds)) if is_sparse else 0
+        types = len(self.layer_types)
+        period = math.lcm(types, self.moe.decoder_sparse_step if is_sparse else 1)
+        segments = []
+        for part, length in ((kinds[:lead], types), (kinds[lead:], period)):
+            repeats = len(part) // length
+            segments += [Segment(part[:length], repeats)] if repeats else []
+            rest = part[repeats * length :]
+            segments += [Segment(rest, 1)] if rest else []
+        return tuple(segments)
 
     def _matmul_parameters(self, experts: int) -> int:
         """Parameters in matmuls, with so many of the experts of a sparse layer."""

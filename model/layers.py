@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.attention.cached import LayerCache, attend_cached
-from model.attention.dispatch import choose_for_layer, pattern_of
+from model.attention.dispatch import AttentionChoice, pattern_of
 from model.attention.operation import OperationMetadata, OperationRegistry
 from model.config import LayerType, LinearKind, ModelConfig
 from model.rope import RopeScaling, rope, rope_frequencies
@@ -194,6 +194,7 @@ class Attention(nnx.Module):
         rows: RowInfo,
         *,
         layer_type: LayerType,
+        choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
@@ -212,6 +213,7 @@ class Attention(nnx.Module):
                     cache,
                     rows.positions_BL,
                     layer_type=layer_type,
+                    choice=choice,
                     mode=mode,
                     metadata=self._metadata(),
                     config=self.config,
@@ -219,7 +221,7 @@ class Attention(nnx.Module):
                     features=self._features(layer_type),
                 )
             else:
-                out_BLHh = self._attend(q, k, v, rows, layer_type, mode)
+                out_BLHh = self._attend(q, k, v, rows, layer_type, choice, mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
@@ -249,12 +251,10 @@ class Attention(nnx.Module):
         v: jax.Array,
         rows: RowInfo,
         layer_type: LayerType,
+        choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES,
     ) -> jax.Array:
-        """Tokens among themselves."""
-        choice = choose_for_layer(
-            self.config, layer_type, self.tp.manager, length=q.shape[1], mode=mode
-        )
+        """Self-attention without a cache."""
         return OperationRegistry.create(choice.name, self._metadata())(
             q,
             k,

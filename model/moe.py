@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.layers import SwiGLU, bell, gated_silu
+from model.plan import ExecutionPlan
 from model.router import (
     Health,
     RouterRule,
@@ -31,7 +32,6 @@ from model.router import (
     tally,
     z_loss,
 )
-from parallel.experts.exchange import ExchangeMethod
 from parallel.experts.expert import (
     EXPERT_AXES,
     ExpertColumnParallelLinear,
@@ -39,7 +39,6 @@ from parallel.experts.expert import (
     ExpertRowParallelLinear,
     experts_of_tokens,
 )
-from parallel.experts.grouped_matmul import choose_form
 from parallel.linear.layout import TensorParallelConfig, layout_of, mesh_axes_of
 from parallel.linear.linear import named_rngs
 from parallel.linear.projection import as_stored, gather_kernel
@@ -57,15 +56,6 @@ class MoEReport:
 
     health: Health
     dropped: jax.Array
-
-
-@dataclass(frozen=True)
-class ExpertChoice:
-    """How tokens meet experts, and why: exchange and form are names, reason is one line."""
-
-    exchange: ExchangeMethod
-    form: str
-    reason: str
 
 
 class Router(nnx.Module):
@@ -87,8 +77,9 @@ class Router(nnx.Module):
 class MoE(nnx.Module):
     """sum over a token's experts of weight * down(silu(gate(x)) * up(x)), and shared experts."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
-        moe, self.config, self.tp = config.moe, config, tp
+    def __init__(self, plan: ExecutionPlan, *, rngs: nnx.Rngs):
+        config, tp, moe = plan.model, plan.tp, plan.model.moe
+        self.plan, self.config, self.tp = plan, config, tp
         self.router = Router(config, tp, rngs=named_rngs(rngs, "router"))
         sizes: dict[str, Any] = {
             "rule": moe.expert_rule,
@@ -176,7 +167,8 @@ class MoE(nnx.Module):
 
     def _plan(self, column_spec: P, residual: Residual, dropless: bool) -> ExpertPlan:
         moe, manager = self.config.moe, self.tp.manager
-        choice = choose_experts(self.config, manager, dropless=dropless)
+        choice = self.plan.dropless_experts if dropless else self.plan.experts
+        assert choice is not None  # a model with a MoE layer has both
         axes = tuple(name for name in mesh_axes_of(column_spec[0]) if manager.mesh.shape[name] > 1)
         return ExpertPlan(
             num_experts=moe.num_experts,
@@ -212,61 +204,6 @@ def rule_of(config: ModelConfig) -> RouterRule:
 
 def _platform(manager: PartitionManager) -> str:
     return str(manager.mesh.devices.flat[0].platform)
-
-
-def choose_experts(
-    config: ModelConfig, manager: PartitionManager, *, dropless: bool = False
-) -> ExpertChoice:
-    """Exchange and grouped matmul of the sparse layers on this mesh, with the reasons.
-
-    dropless: whatever the capacity of the configuration.
-    Raises: ValueError for a grouped matmul that cannot take the rows of the exchange, or does not
-    run here.
-    """
-    moe, platform = config.moe, _platform(manager)
-    dropless |= moe.capacity_factor is None
-    devices = manager.axis_size(EXPERT_AXES[moe.expert_rule][0].axes[0])
-    exchange, why = _exchange_of(config, platform, devices, dropless)
-    if exchange == "dense":
-        return ExpertChoice("dense", "einsum", f"{why}; every expert sees every token")
-    if exchange == "alltoall" and dropless and devices > 1:
-        rows = moe.num_experts / moe.num_experts_per_tok
-        why += f", with room for all: {rows:.3g} times the rows that exist"
-    form, reason = str(moe.grouped_matmul), "as configured"
-    if form == "auto":
-        form, reason = choose_form(platform, uniform=not dropless and exchange == "alltoall")
-    if form == "padded" and exchange == "ragged":
-        raise ValueError(
-            "model.moe.grouped_matmul=padded needs as many rows for every expert, which "
-            "exchange=ragged does not give; use another form, or alltoall"
-        )
-    if form == "pallas" and platform != "tpu":
-        raise ValueError(
-            f"model.moe.grouped_matmul=pallas runs on TPU only, these devices are {platform}; use "
-            "auto"
-        )
-    return ExpertChoice(exchange, form, f"{why}; grouped matmul {reason}")
-
-
-def _exchange_of(
-    config: ModelConfig, platform: str, devices: int, dropless: bool
-) -> tuple[ExchangeMethod, str]:
-    """How tokens get to experts that `devices` devices share, and why."""
-    moe = config.moe
-    if moe.exchange == "dense":
-        return "dense", "exchange as configured"
-    if devices == 1:
-        return "alltoall", "all experts are on every device, nothing travels"
-    if moe.exchange == "ragged" and platform == "cpu":
-        return "ragged", "emulated: cpu has no ragged_all_to_all, so all rows are gathered"
-    if moe.exchange != "auto":
-        return moe.exchange, "exchange as configured"
-    if platform == "cpu":
-        return "alltoall", "cpu has no ragged_all_to_all"
-    if dropless and moe.exchange_chunks == 1 and moe.grouped_matmul != "padded":
-        return "ragged", "nothing is dropped, and only rows that exist travel"
-    how = "hop by hop under the matmuls" if moe.exchange_chunks > 1 else "in one collective"
-    return "alltoall", f"buffers of equal size travel {how}"
 
 
 def _moe_body(

@@ -5,58 +5,40 @@ dim and scanned, so compile time does not grow with depth.
 """
 
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
 from model.attention.cached import Cache, LayerCache, mark
-from model.attention.dispatch import in_zigzag
-from model.attention.operation import RESULT_NAME
-from model.attention.ring import zigzag_order
-from model.config import LayerType, ModelConfig
+from model.attention.dispatch import AttentionChoice
+from model.config import LayerKind, LayerType, Segment
 from model.generation.cache import DenseCache
 from model.layers import Attention, Embedding, RMSNorm, RowInfo, SwiGLU, linear_of
 from model.moe import MoE, MoEReport
-from parallel.experts.expert import SAVED_NAMES
-from parallel.linear.layout import TensorParallelConfig
+from model.plan import ExecutionPlan
+from model.remat import remat_policy
 from parallel.linear.linear import ColumnParallelLinear, named_rngs
 from parallel.linear.projection import column_parallel
-from parallel.sharding.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES, TokenSharding
-
-# The products of experts have a batch dim, or hide in a loop, as what attention computes block by
-# block: they are saved by their names.
-_POLICIES: dict[str, Any] = {
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, RESULT_NAME),
-    ),
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-
+from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
 
 _STACKS = {False: "layers", True: "sparse_layers"}
-
-Kind = tuple[LayerType, bool]
-"""What makes the program of a layer: what its queries see, and whether its MLP is sparse."""
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); the MLP of a sparse block is a `MoE`."""
 
-    def __init__(
-        self, config: ModelConfig, tp: TensorParallelConfig, *, sparse: bool, rngs: nnx.Rngs
-    ):
+    def __init__(self, plan: ExecutionPlan, *, sparse: bool, rngs: nnx.Rngs):
+        config, tp = plan.model, plan.tp
         self.attention_norm = RMSNorm(config, tp)
         self.attention = Attention(config, tp, rngs=named_rngs(rngs, "attention"))
         self.mlp_norm = RMSNorm(config, tp)
-        self.mlp = (MoE if sparse else SwiGLU)(config, tp, rngs=named_rngs(rngs, "mlp"))
+        mlp_rngs = named_rngs(rngs, "mlp")
+        self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else SwiGLU(config, tp, rngs=mlp_rngs)
 
     def __call__(
         self,
@@ -64,13 +46,14 @@ class Block(nnx.Module):
         rows: RowInfo,
         *,
         layer_type: LayerType,
+        choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
         dropless: bool = False,
     ) -> tuple[jax.Array, LayerCache | None, MoEReport | None]:
         normed_BLD = self.attention_norm(x_BLD)
         out_BLD, cache = self.attention(
-            normed_BLD, rows, layer_type=layer_type, mode=mode, cache=cache
+            normed_BLD, rows, layer_type=layer_type, choice=choice, mode=mode, cache=cache
         )
         x_BLD += out_BLD
         normed_BLD = self.mlp_norm(x_BLD)
@@ -87,12 +70,13 @@ class Transformer(nnx.Module):
     born sharded.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
-        self.config, self.tp = config, tp
+    def __init__(self, plan: ExecutionPlan, *, rngs: nnx.Rngs):
+        config, tp = plan.model, plan.tp
+        self.plan, self.config, self.tp = plan, config, tp
         self.embed = Embedding(config, tp, rngs=named_rngs(rngs, "embed"))
         for sparse, name in _STACKS.items():
             if count := config.sparse_layers.count(sparse):
-                build = partial(Block, config, tp, sparse=sparse)
+                build = partial(Block, plan, sparse=sparse)
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         if not config.tie_word_embeddings:
@@ -135,22 +119,27 @@ class Transformer(nnx.Module):
             valid_BL=segment_ids_BL >= 0 if sparse else None,
         )
 
-        def body(x_BLD: jax.Array, layer: Any, number: jax.Array, kind: Kind) -> Any:
-            block, key = nnx.merge(definitions[kind[1]], layer), dropout_key
+        def body(x_BLD: jax.Array, layer: Any, number: jax.Array, kind: LayerKind) -> Any:
+            block, key = nnx.merge(definitions[kind.is_sparse], layer), dropout_key
             if key is not None:
                 key = jax.random.fold_in(key, number)
-            rows = dataclasses.replace(info, dropout_key=key)
-            x_BLD, _, report = block(x_BLD, rows, layer_type=kind[0], dropless=dropless)
+            x_BLD, _, report = block(
+                x_BLD,
+                dataclasses.replace(info, dropout_key=key),
+                layer_type=kind.layer_type,
+                choice=self.plan.attention_of(kind.layer_type, tokens_BL.shape[1]),
+                dropless=dropless,
+            )
             return x_BLD, report
 
-        if self.config.remat != "none":
+        policy = remat_policy(self.config.remat)
+        if policy is not None:
             # prevent_cse is for code outside of scan; inside it only blocks fusion.
-            policy = _POLICIES[self.config.remat]
             body = jax.checkpoint(body, policy=policy, prevent_cse=False, static_argnums=3)
         with jax.named_scope("embed"):
             x_BLD = self.embed(tokens_BL)
         with jax.named_scope("layers"):
-            x_BLD, reports = self._over_layers(body, x_BLD, stacks)
+            x_BLD, reports = _scan_layers(body, x_BLD, stacks, self.config.segments)
         return self.norm(x_BLD), reports
 
     def extend(
@@ -181,16 +170,27 @@ class Transformer(nnx.Module):
             valid_BL=manager.constrain(real_BL, TokenSharding, mode) if True in stacks else None,
         )
 
-        def body(carry: Any, layer: Any, number: jax.Array, kind: Kind) -> Any:
+        choices = self.plan.generation_attention(
+            mode,
+            tokens_BL.shape[1],
+            paged=mode != MODE_PREFILL and not isinstance(cache, DenseCache),
+        )
+
+        def body(carry: Any, layer: Any, number: jax.Array, kind: LayerKind) -> Any:
             x_BLD, cache = carry
             view = LayerCache(cache=cache, layer=number, slots_BL=slots_BL, counts_B=counts_B)
-            x_BLD, view, _ = nnx.merge(definitions[kind[1]], layer)(
-                x_BLD, rows, layer_type=kind[0], mode=mode, cache=view
+            x_BLD, view, _ = nnx.merge(definitions[kind.is_sparse], layer)(
+                x_BLD,
+                rows,
+                layer_type=kind.layer_type,
+                choice=choices[kind.layer_type],
+                mode=mode,
+                cache=view,
             )
             return (x_BLD, view.cache), None
 
         x_BLD = self.embed(tokens_BL, mode)
-        (x_BLD, cache), _ = self._over_layers(body, (x_BLD, cache), stacks)
+        (x_BLD, cache), _ = _scan_layers(body, (x_BLD, cache), stacks, self.config.segments)
         return self.norm(x_BLD), cache.advance(counts_B)
 
     def _layers(self) -> tuple[dict[bool, Any], dict[bool, Any]]:
@@ -198,48 +198,6 @@ class Transformer(nnx.Module):
         modules = {sparse: getattr(self, name, None) for sparse, name in _STACKS.items()}
         parts = {sparse: nnx.split(m) for sparse, m in modules.items() if m is not None}
         return {s: part[0] for s, part in parts.items()}, {s: part[1] for s, part in parts.items()}
-
-    def _over_layers(self, body: Callable[..., Any], carry: Any, stacks: dict[bool, Any]) -> Any:
-        """body(carry, layer, number, kind) -> (carry, report), for every layer: scans over periods.
-
-        Layers of one period of kinds have different programs and follow each other in the loop's
-        body; what is left of the last period follows the loop. The dense layers that come first
-        have a loop of their own. Returns the carry and all reports, stacked, None without any.
-        """
-        config, count = self.config, self.config.num_hidden_layers
-        sparse = config.sparse_layers
-        kinds = tuple(zip(config.layer_kinds, sparse, strict=True))
-        lead = min(config.moe.first_k_dense_replace, count) if True in sparse else 0
-        types = len(config.layer_types)
-        step = config.moe.decoder_sparse_step if True in sparse else 1
-        reports: list[Any] = []
-        for first, last, period in ((0, lead, types), (lead, count, math.lcm(types, step))):
-            split = first + (last - first) // period * period
-            for start, stop, length in ((first, split, period), (split, last, last - split)):
-                if start == stop:
-                    continue
-                # Where this segment lies in the stack of each kind of block.
-                layers = {
-                    s: _part(stack, sparse[:start].count(s), sparse[:stop].count(s))
-                    for s, stack in stacks.items()
-                }
-                segment = kinds[start : start + length]
-                carry, found = _over_periods(body, carry, layers, start, stop, segment)
-                reports += [found] if found is not None else []
-        if not reports:
-            return carry, None
-        return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *reports)
-
-    def row_order(self, length: int) -> np.ndarray | None:
-        """The order in which training rows of this length shall lie, if not the natural one.
-
-        Entry i is the index of the token that comes i-th: permute tokens, targets and everything
-        else of a batch alike, and pass it as index_L.
-        """
-        manager = self.tp.manager
-        if not in_zigzag(self.config, manager, length):
-            return None
-        return zigzag_order(length, manager.axis_size(QUERY_LENGTH))
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Hidden states -> logits `B L V`, V on tp. Training uses `cross_entropy_sum` instead."""
@@ -252,49 +210,55 @@ class Transformer(nnx.Module):
         return self.head.kernel[...]
 
 
-def _part(stack: Any, start: int, stop: int) -> Any:
-    return jax.tree.map(lambda y: y[start:stop], stack)
-
-
-def _over_periods(
-    body: Callable[..., Any],
-    carry: Any,
-    layers: dict[bool, Any],
-    start: int,
-    stop: int,
-    kinds: tuple[Kind, ...],
+def _scan_layers(
+    body: Callable[..., Any], carry: Any, stacks: dict[bool, Any], segments: Sequence[Segment]
 ) -> tuple[Any, Any]:
-    """Layers start .. stop - 1, whose kinds repeat: one after another, or a scan over periods.
+    """Apply body(carry, layer, number, kind) -> (carry, report) to every layer in order.
 
-    layers: parameters of the dense and of the sparse ones among them, stacked.
+    stacks: the parameters of dense (False) and sparse (True) layers, stacked on dim 0. Each segment
+    is one scan over the repeats of its pattern, so its pattern is compiled once. Returns the last
+    carry, and the reports of all layers stacked, or None if no layer has one.
     """
-    period, counts = len(kinds), {s: sum(k[1] == s for k in kinds) for s in layers}
+    reports: list[Any] = []
+    first, used = 0, dict.fromkeys(stacks, 0)
+    for pattern, repeats in segments:
+        numbers = jnp.arange(first, first + repeats * len(pattern))
+        first += repeats * len(pattern)
+        layers = {}
+        for is_sparse, stack in stacks.items():
+            per_repeat = sum(kind.is_sparse == is_sparse for kind in pattern)
+            start, used[is_sparse] = used[is_sparse], used[is_sparse] + repeats * per_repeat
+            if per_repeat:
+                part = slice(start, used[is_sparse])
+                layers[is_sparse] = jax.tree.map(
+                    lambda y, part=part, n=per_repeat: y[part].reshape(-1, n, *y.shape[1:]), stack
+                )
+        step = partial(_apply_pattern, body, pattern)
+        inputs = (layers, numbers.reshape(repeats, len(pattern)))
+        if repeats == 1:
+            carry, found = step(carry, jax.tree.map(lambda y: y[0], inputs))
+        else:
+            carry, found = lax.scan(step, carry, inputs)
+            found = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), found)
+        reports += [found] if found is not None else []
+    if not reports:
+        return carry, None
+    return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *reports)
 
-    def several(carry: Any, layers: Any, numbers: jax.Array) -> tuple[Any, Any]:
-        found, taken = [], dict.fromkeys(layers, 0)
-        for place, kind in enumerate(kinds):
-            layer = jax.tree.map(lambda y, n=taken[kind[1]]: y[n], layers[kind[1]])
-            taken[kind[1]] += 1
-            carry, report = body(carry, layer, numbers[place], kind)
-            found += [report] if report is not None else []
-        return carry, jax.tree.map(lambda *y: jnp.stack(y), *found) if found else None
 
-    numbers = jnp.arange(start, stop)
-    if period == 1:
-        scanned = (layers[kinds[0][1]], numbers)
-        return lax.scan(lambda x, y: body(x, *y, kinds[0]), carry, scanned)
-    if stop - start == period:
-        return several(carry, layers, numbers)
-    parts = (stop - start) // period
-    split = {
-        s: jax.tree.map(lambda y, n=counts[s]: y.reshape(parts, n, *y.shape[1:]), layer)
-        for s, layer in layers.items()
-        if counts[s]
-    }
-    carry, found = lax.scan(
-        lambda x, y: several(x, *y), carry, (split, numbers.reshape(parts, period))
-    )
-    return carry, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), found)
+def _apply_pattern(
+    body: Callable[..., Any], pattern: Sequence[LayerKind], carry: Any, inputs: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Apply the layers of one repeat of a pattern, one after another."""
+    layers, numbers = inputs
+    reports, used = [], dict.fromkeys(layers, 0)
+    for place, kind in enumerate(pattern):
+        index = used[kind.is_sparse]
+        used[kind.is_sparse] += 1
+        layer = jax.tree.map(lambda y, n=index: y[n], layers[kind.is_sparse])
+        carry, report = body(carry, layer, numbers[place], kind)
+        reports += [report] if report is not None else []
+    return carry, jax.tree.map(lambda *y: jnp.stack(y), *reports) if reports else None
 
 
 def _stack(build: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -24,7 +24,8 @@ from benchmarks.overlap import CASES, METHODS, bench_overlap
 from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 
-from model.config import DTypeName, ModelConfig, RematPolicy
+from model.config import DTypeName, ModelConfig
+from model.remat import remat_policies
 from parallel.experts.grouped_matmul import FormName
 
 Result = dict[str, Any]
@@ -63,7 +64,7 @@ def _add_measured(command: Command) -> None:
     step = command("step", bench_step, "training step compared with a hand-written jitted function")
     step.add_argument(
         "--remat",
-        choices=get_args(RematPolicy),
+        choices=remat_policies(),
         default=ModelConfig().remat,
         help="what the backward pass recomputes",
     )

@@ -66,8 +66,7 @@ def generate(args: argparse.Namespace) -> None:
     with jax.set_mesh(program.tp.manager.mesh):
         generator = Generator(
             program.definition,
-            run.config.model,
-            program.tp,
+            program.plan,
             sampling=sampling,
             cache=args.cache,
             page_size=args.page_size,

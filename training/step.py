@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
 from model.moe import MoEReport, auxiliary_loss, report_arrays, with_moved_bias
+from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.layout import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
@@ -45,16 +46,25 @@ class TrainState:
 class Program:
     """The jitted functions of one run, under `jax.set_mesh(tp.mesh)`."""
 
-    config: ModelConfig
-    tp: TensorParallelConfig
+    plan: ExecutionPlan
     optimizer: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     seed: int
     guard: GuardConfig = field(default_factory=GuardConfig)
     ema_decay: float | None = None
 
+    @property
+    def config(self) -> ModelConfig:
+        """The dimensions of the model."""
+        return self.plan.model
+
+    @property
+    def tp(self) -> TensorParallelConfig:
+        """The mesh and the sharding rules."""
+        return self.plan.tp
+
     def _build(self) -> Transformer:
-        return Transformer(self.config, self.tp, rngs=nnx.Rngs(params=jax.random.key(self.seed)))
+        return Transformer(self.plan, rngs=nnx.Rngs(params=jax.random.key(self.seed)))
 
     @cached_property
     def definition(self) -> Any:
@@ -103,7 +113,7 @@ class Program:
         batch: fields (B, L). dropless: experts have room for all, whatever their capacity.
         """
         model = nnx.merge(self.definition, params)
-        order = model.row_order(batch["tokens"].shape[1])
+        order = self.plan.row_order(batch["tokens"].shape[1])
         index_L = None
         if order is not None:
             spec = jax.typeof(batch["tokens"]).sharding.spec

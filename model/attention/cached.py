@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from model.attention.capabilities import Form
-from model.attention.dispatch import choose_for_layer, pattern_of
+from model.attention.dispatch import AttentionChoice, pattern_of
 from model.attention.metadata import OperationMetadata
 from model.attention.operation import OperationRegistry
 from model.attention.scores import PagedInputs, ScoreRule
@@ -85,6 +85,7 @@ def attend_cached(
     positions_BL: jax.Array,
     *,
     layer_type: LayerType,
+    choice: AttentionChoice,
     mode: RUNTIME_MODE_TYPES,
     metadata: OperationMetadata,
     config: ModelConfig,
@@ -96,10 +97,6 @@ def attend_cached(
     mode: insert or autoregressive. features: what the layer asks of a `BoundOperation`.
     Communication: over sp what the operation needs; a dense cache is split there.
     """
-    paged = isinstance(view.cache, PagedCache)
-    choice = choose_for_layer(
-        config, layer_type, tp.manager, length=q_BLHh.shape[1], mode=mode, paged=paged
-    )
     if isinstance(view.cache, PagedCache):
         rule = ScoreRule(
             scale=metadata.scale_of(config.head_size),

@@ -129,19 +129,3 @@ def choose_for_layer(
     )
     # What serves training need not serve a cache: there, only the features are law.
     return choose_operation(request, AUTO if generating else config.attention)
-
-
-def in_zigzag(config: ModelConfig, manager: PartitionManager, length: int) -> bool:
-    """Whether training rows lie in zigzag order: ring attention over sp, and nobody minds.
-
-    Every device then holds an early and a late part of a row, so that causal work is even.
-    """
-    sp = manager.axis_size(QUERY_LENGTH)
-    if not config.zigzag or sp == 1 or length % (2 * sp):
-        return False
-    choices = [
-        choose_for_layer(config, kind, manager, length=length) for kind in {*config.layer_kinds}
-    ]
-    return any(choice.name == "ring" for choice in choices) and all(
-        "row_order" in choice.form.capabilities.features for choice in choices
-    )

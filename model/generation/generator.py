@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from model.attention.cached import Cache
-from model.attention.dispatch import choose_for_layer
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from model.generation.sampling import SamplingConfig, row_keys, sample_tokens
+from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.layout import TensorParallelConfig
 from parallel.sharding.axes import (
@@ -60,12 +60,21 @@ class Generator:
     """
 
     definition: Any
-    config: ModelConfig
-    tp: TensorParallelConfig
+    plan: ExecutionPlan
     sampling: SamplingConfig = _GREEDY
     cache: CacheKind = "dense"
     page_size: int = 16
     seed: int = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        """The dimensions of the model."""
+        return self.plan.model
+
+    @property
+    def tp(self) -> TensorParallelConfig:
+        """The mesh and the sharding rules."""
+        return self.plan.tp
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -143,16 +152,13 @@ class Generator:
             (MODE_PREFILL, self._bucket(length), False),
             (MODE_DECODE, 1, self.cache == "paged"),
         ]
-        lines = []
-        for kind in dict.fromkeys(self.config.layer_kinds):
-            for mode, rows, paged in phases:
-                choice = choose_for_layer(
-                    self.config, kind, self.tp.manager, length=rows, mode=mode, paged=paged
-                )
-                lines.append(
-                    f"attention {choice.name} for {kind}, {mode.strip('_')}: {choice.reason}"
-                )
-        return lines
+        return [
+            f"attention {choice.name} for {layer_type}, {mode.strip('_')}: {choice.reason}"
+            for mode, rows, paged in phases
+            for layer_type, choice in self.plan.generation_attention(
+                mode, rows, paged=paged
+            ).items()
+        ]
 
     def _bucket(self, length: int) -> int:
         return bucket_length(int(length), self.tp.manager.axis_size(LENGTH))

@@ -44,7 +44,7 @@ def bench_decode(*, batches: list[int], prompt: int, new: int, repeats: int) -> 
             for n in range(config.model.num_hidden_layers)
         ]
         generators = {
-            kind: Generator(program.definition, config.model, program.tp, cache=kind)
+            kind: Generator(program.definition, program.plan, cache=kind)
             for kind in ("dense", "paged")
         }
         for batch in batches:

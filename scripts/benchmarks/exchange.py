@@ -10,7 +10,7 @@ from flax import nnx
 from benchmarks.prediction import HEADER, PASSES, compile_pass
 from configs.build import build_program
 from configs.schema import load_config
-from model.moe import MoE, choose_experts
+from model.moe import MoE
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, ResidualSharding
 from parallel.sharding.mesh import absent_devices
 from training.step import Program
@@ -32,8 +32,7 @@ def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[s
     program = build_program(config, absent_devices(topology))
     batch = max(config.data.batch_sizes) // config.training.gradient_accumulation
     shape = (batch, config.data.row_length, config.model.hidden_size)
-    choice = choose_experts(config.model, program.tp.manager)
-    print(f"experts {choice.exchange}, {choice.form}: {choice.reason}")
+    print(*program.plan.describe(), sep="\n")
     function, arguments = _sparse_layer(program, shape)
     counted = _counted_bytes(program, shape)
     print(f"{'':33}" + HEADER)
@@ -71,7 +70,7 @@ def _sparse_layer(program: Program, shape: tuple[int, int, int]) -> tuple[Any, l
     """Return the MoE of one layer as a function, and its abstract arguments."""
     tp, model = program.tp, program.config
     with jax.set_mesh(tp.manager.mesh):
-        layer = nnx.eval_shape(lambda: MoE(model, tp, rngs=nnx.Rngs(params=jax.random.key(0))))
+        layer = nnx.eval_shape(lambda: MoE(program.plan, rngs=nnx.Rngs(params=jax.random.key(0))))
     definition, params = nnx.split(layer)
     sharding = tp.manager.sharding(ResidualSharding)
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype), sharding=sharding)

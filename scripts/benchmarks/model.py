@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.prediction import chip_of, compile_for
-from configs.build import build_program, choose_overlaps
+from configs.build import build_program
 from configs.schema import load_config
 from parallel.sharding.mesh import absent_devices
 
@@ -17,8 +17,7 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     config = load_config(path, overrides)
     program = build_program(config, absent_devices(topology))
     mesh = program.tp.manager.mesh
-    for kind, choice in choose_overlaps(config, program.tp).items():
-        print(f"overlap {choice.overlap} for {kind}: {choice.reason}")
+    print(*program.plan.describe(), sep="\n")
     parts, length = config.training.gradient_accumulation, config.data.row_length
     shape = (parts, max(config.data.batch_sizes) // parts, length)
     fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}

@@ -13,7 +13,6 @@ from benchmarks import plain
 from benchmarks.measure import MODEL, medians, random_batch, ratios, time_in_turns
 from configs.build import build_program, open_devices
 from configs.schema import Config
-from model.moe import choose_experts
 from parallel.experts.grouped_matmul import FormName
 from training.step import Program
 
@@ -83,8 +82,7 @@ def bench_moe_step(
         "grouped_matmul": grouped_matmul,
     }
     sparse, notice = _open({"moe": moe})
-    choice = choose_experts(sparse.config, sparse.tp.manager)
-    print(f"{notice}\n{choice.form}: {choice.reason}")
+    print(notice, *sparse.plan.describe(), sep="\n")
     steps = {"moe": _training_step(sparse), "dense": _training_step(_open({})[0])}
     figures = _compare(steps, repeats)
     report = jax.device_get(steps["moe"].metrics["experts"])

@@ -7,7 +7,7 @@ import pytest
 from conftest import MESHES, ROOT
 from jax.sharding import PartitionSpec as P
 
-from configs.build import build_program, build_sharding_table, choose_overlaps
+from configs.build import build_program, build_sharding_table
 from configs.schema import Config, load_config
 from parallel.planning.sharding_table import Row
 from parallel.sharding.mesh import MeshConfig
@@ -81,7 +81,7 @@ def test_replicated_keys_and_values_have_a_reason_and_a_cost():
 def test_auto_overlaps_nothing_on_a_cpu_and_says_why() -> None:
     config, program = build(MeshConfig(tp=4, fsdp=2))
     assert set(program.tp.kind_overlaps.values()) == {"none"}
-    reasons = {choice.reason for choice in choose_overlaps(config, program.tp).values()}
+    reasons = {choice.reason for choice in dict(program.plan.overlap).values()}
     assert reasons == {"no link figures for this device, so no overlap is assumed"}
 
 
@@ -112,7 +112,7 @@ def test_blocks_that_cannot_be_halved_are_refused() -> None:
 )
 def test_an_overlap_that_cannot_be_is_said(override, mesh, why) -> None:
     config, program = build(mesh, override)
-    choices = choose_overlaps(config, program.tp).values()
+    choices = dict(program.plan.overlap).values()
     assert {choice.overlap for choice in choices} == {"none"}
     assert all(why in choice.reason for choice in choices)
 

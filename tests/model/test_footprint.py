@@ -9,6 +9,7 @@ from flax import nnx
 from model.config import ModelConfig
 from model.footprint import activation_tensors
 from model.layers import RowInfo
+from model.plan import make_plan
 from model.transformer import Block, Transformer
 from parallel.planning.sharding_table import sharding_table
 from parallel.sharding.axes import TokenSharding
@@ -21,8 +22,9 @@ def activations_of_the_model(tp) -> dict[str, jax.Array]:
     """Return abstract activations of the model's layers."""
 
     def forward():
-        model = Transformer(CONFIG, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
-        block = Block(CONFIG, tp, sparse=False, rngs=nnx.Rngs(params=jax.random.key(0)))
+        plan = make_plan(CONFIG, tp, lengths=[LENGTH])
+        model = Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(0)))
+        block = Block(plan, sparse=False, rngs=nnx.Rngs(params=jax.random.key(0)))
         spec = tp.manager.resolve(TokenSharding)
         tokens = jnp.zeros((BATCH, LENGTH), jnp.int32, out_sharding=spec)
         x = model.embed(tokens)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
+from model.plan import make_plan
 from model.rope import RopeScaling
 from model.transformer import Transformer
 from parallel.sharding.axes import TokenSharding
@@ -57,13 +58,15 @@ def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0):
     """(loss, gradients, row order) as numpy."""
     tp = tensor_parallel(mesh)
 
+    plan = make_plan(config, tp, lengths=[L])
+
     def build() -> Transformer:
-        return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
+        return Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
 
     with jax.set_mesh(tp.mesh):
         definition = nnx.graphdef(nnx.eval_shape(build))
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
-        order = nnx.merge(definition, params).row_order(L)
+        order = plan.row_order(L)
         data = {name: y if order is None else y[:, order] for name, y in batch().items()}
         data = {k: jax.device_put(y, tp.manager.sharding(TokenSharding)) for k, y in data.items()}
         index = None if order is None else jnp.asarray(order)
@@ -145,7 +148,9 @@ def test_dropout_is_a_function_of_its_key_and_off_without_one(one_device) -> Non
 def test_parameters_and_visible_keys_are_counted() -> None:
     with jax.set_mesh(tensor_parallel(ONE_DEVICE).mesh):
         model = nnx.eval_shape(
-            lambda: Transformer(CONFIG, tensor_parallel(ONE_DEVICE), rngs=nnx.Rngs(0))
+            lambda: Transformer(
+                make_plan(CONFIG, tensor_parallel(ONE_DEVICE), lengths=[]), rngs=nnx.Rngs(0)
+            )
         )
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
     assert sum(leaf.size for leaf in leaves) == CONFIG.num_parameters

@@ -163,7 +163,7 @@ def test_generation_follows_the_argmax_of_the_full_forward(cache) -> None:
     prompts = [np.array([5, 9, 200]), np.array([7]), np.array([1, 2, 3, 4, 5, 6])]
     with jax.set_mesh(program.tp.manager.mesh):
         params = program.init().params
-        generator = Generator(program.definition, program.config, program.tp, cache=cache)
+        generator = Generator(program.definition, program.plan, cache=cache)
         texts = generator(params, prompts, max_new_tokens=5)
     free = tight.model_copy(update={"capacity_factor": None})
     whole = program_of(ONE_DEVICE, MODEL.model_copy(update={"moe": free}))

@@ -11,6 +11,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
+from model.plan import make_plan
 from model.transformer import Transformer
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.layout import TensorParallelConfig
@@ -49,7 +50,8 @@ def loss_of(config: ModelConfig, tp):
     """Return (the loss as a function of parameters, initial parameters)."""
 
     def build() -> Transformer:
-        return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
+        plan = make_plan(config, tp, lengths=[L])
+        return Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
 
     definition = nnx.graphdef(nnx.eval_shape(build))
     params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
@@ -178,7 +180,9 @@ def test_parameter_count_equals_the_model() -> None:
         config = CONFIG.model_copy(update={"tie_word_embeddings": tied})
         tp = tensor_parallel(ONE_DEVICE)
         with jax.set_mesh(tp.mesh):
-            model = nnx.eval_shape(lambda c=config, t=tp: Transformer(c, t, rngs=nnx.Rngs(0)))
+            model = nnx.eval_shape(
+                lambda plan=make_plan(config, tp, lengths=[]): Transformer(plan, rngs=nnx.Rngs(0))
+            )
         leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
         assert sum(leaf.size for leaf in leaves) == config.num_parameters
 
@@ -196,7 +200,9 @@ def test_compile_time_does_not_grow_with_depth() -> None:
     for layers in (2, 6):
         config = CONFIG.model_copy(update={"num_hidden_layers": layers})
         with jax.set_mesh(tp.mesh):
-            model = nnx.eval_shape(lambda c=config: Transformer(c, tp, rngs=nnx.Rngs(0)))
+            model = nnx.eval_shape(
+                lambda plan=make_plan(config, tp, lengths=[L]): Transformer(plan, rngs=nnx.Rngs(0))
+            )
             definition, params = nnx.split(model)
             tokens = jax.ShapeDtypeStruct((B, L), jnp.int32)
             jaxpr = jax.make_jaxpr(lambda p, *a, d=definition: nnx.merge(d, p)(*a))(

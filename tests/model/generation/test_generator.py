@@ -14,6 +14,7 @@ from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from model.generation.generator import Generator, _step, bucket_length
 from model.generation.sampling import SamplingConfig
+from model.plan import make_plan
 from model.rope import RopeScaling
 from model.transformer import Transformer
 from parallel.sharding.axes import BATCH, MODE_DECODE, MODE_INSERT, MODE_PREFILL, TokenSharding
@@ -50,7 +51,10 @@ def program(mesh: str, config: ModelConfig = CONFIG):
     tp = tensor_parallel(MESHES_HERE[mesh])
 
     def build() -> Transformer:
-        return Transformer(config, tp, rngs=nnx.Rngs(params=jax.random.key(0)))
+        return Transformer(
+            make_plan(config, tp, lengths=[WIDTH, int(max(LENGTHS)) + NEW]),
+            rngs=nnx.Rngs(params=jax.random.key(0)),
+        )
 
     with jax.set_mesh(tp.mesh):
         definition = nnx.graphdef(nnx.eval_shape(build))
@@ -131,7 +135,7 @@ def write(mesh: str, prompts, config=CONFIG, **options) -> list[list[int]]:
     names = ("max_new_tokens", "stop_ids")
     call = {name: options.pop(name) for name in names if name in options}
     tp, definition, params = program(mesh, config)
-    generator = Generator(definition, config, tp, **options)
+    generator = Generator(definition, make_plan(config, tp, lengths=[]), **options)
     with jax.set_mesh(tp.mesh):
         return [list(map(int, ids)) for ids in generator(params, prompts, **call)]
 
@@ -205,7 +209,7 @@ def test_invalid_page_sizes_and_seeds_are_refused() -> None:
         ({"seed": 10**20}, r"seed=1\d*: use at least 0 and less than"),
     ):
         with pytest.raises(ValueError, match=law):
-            Generator(definition, CONFIG, tp, **options)
+            Generator(definition, make_plan(CONFIG, tp, lengths=[]), **options)
 
 
 def test_unknown_token_ids_are_refused() -> None:

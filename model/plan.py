@@ -1,0 +1,168 @@
+"""The execution plan: every choice between implementations, made once, each with its reason.
+
+A plan fixes, for one model on one mesh, how every kind of linear overlaps its communication, which
+attention operation serves every type of layer, how tokens reach their experts, and the order of
+the tokens of a row. Modules receive the plan and read it; only this file calls the functions that
+choose. `configs/build.py` makes the plan of a run from its configuration.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+
+from model.attention.dispatch import AttentionChoice, choose_for_layer
+from model.attention.ring import zigzag_order
+from model.config import LayerType, LinearKind, ModelConfig
+from model.moe_backend import ExpertChoice, choose_experts
+from parallel.linear.choice import Choice
+from parallel.linear.layout import TensorParallelConfig, layout_of
+from parallel.sharding.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES, ResidualSharding
+
+AttentionByType = dict[LayerType, AttentionChoice]
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How one model runs on one mesh. Hashable, so that it can be static under `jax.jit`.
+
+    Build it with `make_plan`.
+    """
+
+    model: ModelConfig
+    """Dimensions and numerics."""
+    tp: TensorParallelConfig
+    """Mesh, sharding rules, and the overlap method of every kind of linear."""
+    overlap: tuple[tuple[LinearKind, Choice], ...]
+    """Overlap method and reason, by kind of linear."""
+    attention: tuple[tuple[LayerType, int, AttentionChoice], ...]
+    """Attention operation in training, by type of layer and tokens per row."""
+    experts: ExpertChoice | None
+    """Token exchange and grouped matmul in training; None for a dense model."""
+    dropless_experts: ExpertChoice | None
+    """The same where no token may be dropped: evaluation and generation."""
+
+    def attention_of(self, layer_type: LayerType, length: int) -> AttentionChoice:
+        """Return the operation for training rows of `length` tokens.
+
+        Raises:
+            ValueError: The plan was made for other row lengths.
+        """
+        for planned_type, planned_length, choice in self.attention:
+            if (planned_type, planned_length) == (layer_type, length):
+                return choice
+        planned = sorted({length for _, length, _ in self.attention})
+        raise ValueError(
+            f"rows of {length} tokens are not in the execution plan, which covers "
+            f"{', '.join(map(str, planned))}; pass this length to make_plan(lengths=...)"
+        )
+
+    def generation_attention(
+        self, mode: RUNTIME_MODE_TYPES, length: int, *, paged: bool
+    ) -> AttentionByType:
+        """Return the operation of every type of layer for a prefill or decoding step.
+
+        Row lengths depend on the prompts, so this is planned for every new shape, before it is
+        compiled. paged: keys and values are in pages.
+        """
+        return _attention_choices(self.model, self.tp, length, mode=mode, paged=paged)
+
+    def row_order(self, length: int) -> np.ndarray | None:
+        """Return the zigzag order of training rows for ring attention, or None for natural order.
+
+        Entry i is the index of the token at place i. In zigzag order every device of sp holds an
+        early and a late part of each row, which balances causal attention.
+        """
+        devices = self.tp.manager.axis_size(QUERY_LENGTH)
+        if not self.model.zigzag or devices == 1 or length % (2 * devices):
+            return None
+        choices = [self.attention_of(kind, length) for kind in {*self.model.layer_kinds}]
+        if not any(choice.name == "ring" for choice in choices):
+            return None
+        if any("row_order" not in choice.form.capabilities.features for choice in choices):
+            return None
+        return zigzag_order(length, devices)
+
+    def describe(self) -> Iterator[str]:
+        """Yield the plan as lines for a person, one per choice, with its reason."""
+        model, sizes = self.model, self.tp.manager.mesh.shape
+        mesh = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        residual = layout_of(self.tp.manager.resolve(ResidualSharding), self.tp.axis_name)
+        yield (
+            f"model {model.num_parameters:,} parameters, mesh {mesh or 'one device'}, residual "
+            f"stream {residual}, remat {model.remat}"
+        )
+        for choice in dict.fromkeys(choice for _, choice in self.overlap):
+            kinds = ", ".join(kind for kind, other in self.overlap if other == choice)
+            yield f"overlap {choice.overlap} for {kinds}: {choice.reason}"
+        for layer_type, attention in self._longest().items():
+            yield f"attention {attention.name} for {layer_type}: {attention.reason}"
+        if self.experts is not None:
+            moe = model.moe
+            yield (
+                f"experts {self.experts.exchange}, {self.experts.form} for "
+                f"{sum(model.sparse_layers)} layers of {moe.num_experts}, "
+                f"{moe.num_experts_per_tok} per token ({moe.router}): {self.experts.reason}"
+            )
+        if model.num_key_value_heads % sizes[self.tp.axis_name]:
+            width = 2 * model.num_key_value_heads * model.head_size
+            yield (
+                f"{model.num_key_value_heads} key-value heads do not divide over "
+                f"{self.tp.axis_name}={sizes[self.tp.axis_name]}: every device gathers all keys "
+                f"and values, {width * jnp.dtype(model.dtype).itemsize:,} bytes per token and layer"
+            )
+
+    def _longest(self) -> AttentionByType:
+        longest = max((length for _, length, _ in self.attention), default=0)
+        return {kind: choice for kind, length, choice in self.attention if length == longest}
+
+
+def make_plan(
+    model: ModelConfig,
+    tp: TensorParallelConfig,
+    *,
+    lengths: Iterable[int],
+    overlap: Iterable[tuple[LinearKind, Choice]] = (),
+) -> ExecutionPlan:
+    """Choose implementations for a model on a mesh.
+
+    Args:
+        model: Dimensions and numerics.
+        tp: Mesh, rules, and the overlap methods as already chosen.
+        lengths: Tokens per row of all training and evaluation batches.
+        overlap: The reasons for the overlap methods in `tp`.
+
+    Raises:
+        ValueError: A configured implementation cannot serve this model on this mesh.
+    """
+    try:
+        attention = tuple(
+            (layer_type, length, choice)
+            for length in dict.fromkeys(lengths)
+            for layer_type, choice in _attention_choices(model, tp, length).items()
+        )
+    except ValueError as error:
+        raise ValueError(f"model.attention: {error}") from error
+    is_sparse = True in model.sparse_layers
+    experts, dropless = (
+        choose_experts(model, tp.manager, dropless=dropless) if is_sparse else None
+        for dropless in (False, True)
+    )
+    return ExecutionPlan(model, tp, tuple(overlap), attention, experts, dropless)
+
+
+def _attention_choices(
+    model: ModelConfig,
+    tp: TensorParallelConfig,
+    length: int,
+    *,
+    mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
+    paged: bool = False,
+) -> AttentionByType:
+    return {
+        layer_type: choose_for_layer(
+            model, layer_type, tp.manager, length=length, mode=mode, paged=paged
+        )
+        for layer_type in dict.fromkeys(model.layer_kinds)
+    }
