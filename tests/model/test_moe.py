@@ -11,6 +11,7 @@ from flax import nnx
 
 from model.config import ModelConfig, MoEConfig
 from model.moe import MoE, auxiliary_loss
+from model.plan import make_plan
 from parallel.sharding.axes import ResidualSharding, TokenSharding
 from parallel.sharding.mesh import MeshConfig
 
@@ -80,6 +81,7 @@ def run(
     """Values, statistics and gradients of one layer as numpy: everything that tests compare."""
     tp = tensor_parallel(mesh, residual, overlap)
     x_BLD, valid_BL = data or inputs()
+    plan = make_plan(config, tp, lengths=[])
     with jax.set_mesh(tp.mesh):
 
         def build() -> MoE:
