@@ -53,8 +53,6 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
 class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """The root: one section per component."""
 
-    plugins: tuple[str, ...] = ()
-    """Python modules to import first. They register extensions, such as an attention operation."""
     run: RunConfig = RunConfig()
     """Traces of the run."""
     model: ModelConfig = ModelConfig()
@@ -73,6 +71,8 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     """Length, seed, evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
+    plugins: tuple[str, ...] = ()
+    """Python modules to import first. They register extensions, such as an attention operation."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -32,7 +32,12 @@ def activations_of_the_model(tp) -> dict[str, jax.Array]:
         rows = RowInfo(positions_BL=tokens, segment_ids_BL=tokens)
         return {
             "tokens_BL": tokens,
-            "x_BLD": block(x, rows, layer_type="full_attention")[0],
+            "x_BLD": block(
+                x,
+                rows,
+                layer_type="full_attention",
+                choice=plan.attention_of("full_attention", LENGTH),
+            )[0],
             "q_BLHh": block.attention._split_heads(qkv["q"]),
             "kv_BLKh": block.attention._split_heads(qkv["k"]),
             "mlp_BLF": block.mlp.gate_up(x)["gate"],
