@@ -24,8 +24,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_matmul import Overlap, gather_matmul, matmul_scatter
-from parallel.linear.layout import mesh_axes_of, without_axis
-from parallel.linear.ring import vary
+from parallel.linear.ring import pcast_varying
+from parallel.sharding.specs import mesh_axes_of, without_axis
 
 Initializer = Callable[..., jax.Array]
 _LECUN_NORMAL = nnx.initializers.lecun_normal()
@@ -242,13 +242,13 @@ def _dense_block(
     partial sum; the bias block is added to its own columns of it, so that the sum has it once.
     """
     # All of one type: the rings have derivative rules, whose cotangents vary like x.
-    x = vary(x, (axis_name,))
-    kernel = vary(kernel, tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
+    x = pcast_varying(x, (axis_name,))
+    kernel = pcast_varying(kernel, tuple(sorted(jax.typeof(x).manual_axis_type.varying)))
     if skip_communication:
         y = jnp.matmul(x, kernel, precision=precision)
         if mode == "scatter" and bias is not None:
             start = lax.axis_index(axis_name) * bias.shape[0]
-            nowhere = vary(jnp.zeros(y.shape[-1:], bias.dtype), (axis_name,))
+            nowhere = pcast_varying(jnp.zeros(y.shape[-1:], bias.dtype), (axis_name,))
             bias = lax.dynamic_update_slice_in_dim(nowhere, bias, start, axis=0)
     elif mode == "gather":
         (y,) = gather_matmul(

@@ -25,7 +25,8 @@ from model.attention.metadata import (
 from parallel.sharding import axes as ax
 from parallel.sharding.axes import EMPTY_VAL, NOT_GIVEN
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.partition import PartitionAxis, PartitionManager, residual_rules
+from parallel.sharding.partition import PartitionAxis, PartitionManager
+from parallel.sharding.residual import residual_rules
 
 BATCH = ("dp", "fsdp", "ep")
 MODES = get_args(ax.RUNTIME_MODE_TYPES)

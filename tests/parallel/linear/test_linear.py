@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rings import primitives
 
+from parallel.linear.chain import chain
 from parallel.linear.linear import (
     ColumnParallelLinear,
     Linear,
@@ -20,7 +21,6 @@ from parallel.linear.linear import (
     ParallelLinear,
     RowParallelLinear,
     TensorParallelConfig,
-    chain,
     get_output_partition_spec,
     get_sharding,
 )
@@ -404,7 +404,9 @@ def test_wrong_layouts_are_refused(arrays) -> None:
         with pytest.raises(ValueError, match=r"RowParallelLinear kernel .* not divisible by tp"):
             RowParallelLinear(12, D, parallel_config=tp, rngs=rngs())
         h = jax.device_put(arrays["h"], tp.manager.sharding([BATCH, LENGTH, None]))
-        with pytest.raises(ValueError, match="needs its features on tp"):
+        with pytest.raises(
+            ValueError, match="ColumnParallelLinear computes the input.*reduce_scatter_output=True"
+        ):
             row(tp)(h)
 
 
@@ -473,13 +475,17 @@ def test_inputs_of_another_width_or_split_elsewhere_are_refused() -> None:
         with pytest.raises(ValueError, match=rf"inputs \(2, {F}\) do not end in in_features={D}"):
             linear(jnp.ones((2, F)))
         x = jax.device_put(jnp.ones((2, D)), P(None, "fsdp"))
-        with pytest.raises(ValueError, match="split over fsdp; reshard the input so that nothing"):
+        with pytest.raises(
+            ValueError, match="split over fsdp; reshard the input so that no axis but tp"
+        ):
             linear(x)
         ring = tp.replace(overlap="ring")
         column = ColumnParallelLinear(D, F, parallel_config=ring, rngs=rngs())
         row = RowParallelLinear(F, D, parallel_config=ring, rngs=rngs())
         x = jax.device_put(jnp.ones((2, L, D)), P(None, "tp", "fsdp"))
-        with pytest.raises(ValueError, match="split over fsdp; reshard the input so that nothing"):
+        with pytest.raises(
+            ValueError, match="split over fsdp; reshard the input so that no axis but tp"
+        ):
             chain(x, column, jax.nn.silu, row)
         assert copy.deepcopy(linear).parallel_config == tp
         assert get_sharding(linear.kernel) == get_sharding(linear.kernel[...])
@@ -499,6 +505,6 @@ def test_rings_turn_under_x64(overlap) -> None:
             row = RowParallelLinear(F, D, parallel_config=tp, rngs=rngs())
             layout = tp.manager.resolve(ResidualSharding)
             x = jax.device_put(np.ones((2, L, D), np.float32), layout)
-            y = jax.jit(lambda x: row(column.split_columns(x), layout))(x)
+            y = jax.jit(lambda x: row(column.sharded_forward(x), layout))(x)
             want = row.native_forward(column.native_forward(x))
             np.testing.assert_allclose(y, want, atol=1e-5)
