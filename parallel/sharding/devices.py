@@ -11,11 +11,12 @@ from parallel.sharding.simulation import simulate_cpu_devices
 
 
 def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
-    """The devices of a run, and one line to show when they are not what one might expect.
+    """Return the devices of a run, and a line to log if they are simulated.
 
-    Accelerators when there are exactly enough of them; otherwise CPU devices, simulated. Must be
-    called before anything else starts a jax backend, which fixes the number of CPU devices.
-    Raises: ValueError when accelerators would stay unused, or the backend started with too few.
+    Accelerators if there are exactly enough of them, otherwise simulated CPU devices. Call this
+    before anything else starts a jax backend, which fixes the number of CPU devices.
+
+    Raises: ValueError if accelerators would stay unused, or if the backend has too few devices.
     """
     if (
         not jax.distributed.is_initialized()
