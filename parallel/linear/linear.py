@@ -177,9 +177,7 @@ class ParallelLinear(nnx.Module):
                 biases[name] = self._parameter((width,), _BIAS_AXES[self.direction], init)
         single = set(kernels) == {""}
         self.kernel: Any = kernels[""] if single else nnx.Dict(kernels)
-        self.bias: Any = None
-        if self.use_bias:
-            self.bias = biases[""] if single else nnx.Dict(biases)
+        self.bias: Any = None if not biases else biases[""] if single else nnx.Dict(biases)
 
     def _widths(self) -> dict[str, int]:
         """Return output names and widths in the caller's order, which nnx.Dict does not keep."""

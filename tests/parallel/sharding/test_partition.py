@@ -112,5 +112,5 @@ def test_a_rule_table_is_immutable_and_can_be_copied() -> None:
     given[ax.BATCH] = None
     assert table == PartitionAxis()
     assert copy.deepcopy(table) == pickle.loads(pickle.dumps(table)) == table
-    with pytest.raises(ValueError, match="'tp' is a mesh axis, and cannot have a rule"):
+    with pytest.raises(ValueError, match="'tp' is a mesh axis and cannot have a rule"):
         table.register("tp", None, override=True)
