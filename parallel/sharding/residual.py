@@ -73,11 +73,11 @@ def residual_rules(name: str, base: PartitionAxis | None = None) -> PartitionAxi
 
 
 def residual_name(rules: PartitionAxis) -> str:
-    """Return the name of the registered layout of these rules, for logs; "unnamed" if none has it."""
-    dims = tuple(rules.resolve_axis(dim, ax.MODE_TRAIN) for dim in (ax.LENGTH, ax.EMBED))
-    for layout in _LAYOUTS.values():
-        if dims == tuple(
-            rules.resolve_axis(axes, ax.MODE_TRAIN) for axes in (layout.length, layout.embed)
-        ):
-            return layout.name
-    return "unnamed"
+    """Return the name of the layout that these rules have, for logs; "unnamed" if none has it."""
+
+    def axes_of(*dims: str | tuple[str, ...]) -> list[tuple[str, ...]]:
+        return [rules.resolve_axis(dim, ax.MODE_TRAIN) for dim in dims]
+
+    actual = axes_of(ax.LENGTH, ax.EMBED)
+    same = (y.name for y in _LAYOUTS.values() if axes_of(y.length, y.embed) == actual)
+    return next(same, "unnamed")

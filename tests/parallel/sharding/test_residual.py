@@ -13,6 +13,7 @@ from parallel.sharding.residual import (
     ResidualLayout,
     get_residual,
     register_residual,
+    residual_name,
     residual_rules,
 )
 from parallel.sharding.specs import FEATURES, ROWS, split_dim
@@ -37,6 +38,7 @@ def spec_of(name: str) -> P:
 def test_each_residual_layout_is_a_rule(name: str, spec: P, dim: int | None) -> None:
     assert spec_of(name) == spec
     assert get_residual(name).split_dim == split_dim(spec, "tp") == dim
+    assert residual_name(residual_rules(name)) == name
 
 
 def test_a_new_layout_is_one_registration(monkeypatch) -> None:
