@@ -104,7 +104,8 @@ class ModelParallelismWrapper(nnx.Module):
             if out_specs is None:
                 raise ValueError(
                     "ModelParallelismWrapper on global arrays does not know the layout of "
-                    f"its copies' outputs; pass out_specs, e.g. P(None, {axis_name!r}) for blocks of columns"
+                    f"its copies' outputs; pass out_specs, e.g. P(None, {axis_name!r}) for blocks "
+                    "of columns"
                 )
             if in_specs is None:
                 in_specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, args)
