@@ -14,11 +14,15 @@ from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
 from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import Choice, choose_overlap
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.planning.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
 from parallel.sharding.axes import KV_HEAD, TP
-from parallel.sharding.mesh import CHIPS, build_mesh, find_devices
-from parallel.sharding.partition import PartitionManager, residual_rules
+from parallel.sharding.chips import CHIPS
+from parallel.sharding.devices import find_devices
+from parallel.sharding.mesh import build_mesh
+from parallel.sharding.partition import PartitionManager
+from parallel.sharding.residual import get_residual, residual_rules
+from parallel.sharding.specs import FEATURES
 from training.optimizer import make_optimizer, make_schedule
 from training.step import Program
 
@@ -98,7 +102,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         halved = "split" in (named, general) and kind != "experts"
         if halved and n > 1 and kind in shapes and not shapes[kind].halves:
             size = "data.sequence_length / (mesh.sp * mesh.tp)"
-            if config.parallel.residual == "hidden":
+            if get_residual(config.parallel.residual).split_dim == FEATURES:
                 size = "model.hidden_size / mesh.tp"
             raise ValueError(
                 f"parallel.overlap (or overlap_{kind}) split halves what a device gathers, but "
@@ -112,8 +116,9 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
             if halves_groups:
                 why = "blocks of grouped rows cannot be split in halves"
             choices[kind] = Choice(named, why)
-        elif config.parallel.residual == "hidden":
-            choices[kind] = Choice("none", "no estimate for residual hidden: name a method")
+        elif get_residual(config.parallel.residual).split_dim == FEATURES:
+            why = f"no estimate for residual {config.parallel.residual}: name a method"
+            choices[kind] = Choice("none", why)
         else:
             choices[kind] = choose_overlap(shapes[kind], n, chip)
     return choices

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 from ruamel.yaml import YAML
 
 from configs.reading import ConfigError, import_plugins, read_tree, validate
@@ -25,7 +25,8 @@ from model.remat import remat_policy
 from parallel.cluster.peers import ClusterConfig
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
-from parallel.sharding.partition import Residual
+from parallel.sharding.residual import DEFAULT_RESIDUAL, get_residual
+from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint import CheckpointConfig
 from training.loop import RunConfig, TrainingConfig
 from training.optimizer import OptimizerConfig
@@ -34,8 +35,8 @@ from training.optimizer import OptimizerConfig
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """How activations lie and how linears communicate."""
 
-    residual: Residual = "sequence"
-    """Layout of the residual stream over tp."""
+    residual: str = DEFAULT_RESIDUAL
+    """Layout of the residual stream over tp: sequence, hidden, replicated or a registered one."""
     overlap: OverlapChoice = "auto"
     """How linears hide communication under their matmuls; auto chooses by shape and chip."""
     overlap_qkv: OverlapChoice | None = None
@@ -48,6 +49,11 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """The same for those of experts, which cannot split blocks."""
     replicate_kv: bool = False
     """Let tp exceed the kv heads: keys and values are gathered, each device takes its heads."""
+
+    @field_validator("residual")
+    @classmethod
+    def _is_a_layout(cls, name: str) -> str:
+        return get_residual(name).name
 
 
 class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -122,7 +128,7 @@ def _cross_check(config: Config) -> None:
     or_pad = f"pad it: model.vocab_size={padded}"
     _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp, or_pad)
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
-    if config.parallel.residual == "hidden":
+    if get_residual(config.parallel.residual).split_dim == FEATURES:
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
     _check_data(config)
     if len(model.layer_types) > model.num_hidden_layers:
@@ -165,7 +171,7 @@ def _check_data(config: Config) -> None:
             "mesh.dp * mesh.fsdp * mesh.ep",
             mesh.dp * mesh.fsdp * mesh.ep,
         )
-    split_over_tp = config.parallel.residual == "sequence"
+    split_over_tp = get_residual(config.parallel.residual).split_dim == ROWS
     what = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
     for length in phases(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from model.config import LinearKind, ModelConfig
 from parallel.linear.choice import RingShape
-from parallel.linear.layout import layout_of
 from parallel.planning.sharding_table import Tensor
 from parallel.sharding.axes import (
     BATCH,
@@ -29,6 +28,7 @@ from parallel.sharding.axes import (
     TokenSharding,
 )
 from parallel.sharding.partition import PartitionManager
+from parallel.sharding.specs import ROWS, split_dim
 
 
 def activation_tensors(
@@ -80,13 +80,13 @@ def ring_shapes(
     """
     n = manager.axis_size(TP)
     axis = manager.partition_axis.tensor_parallel_axis
-    layout = layout_of(manager.resolve(ResidualSharding), axis)
-    if layout == "replicated":
+    dim = split_dim(manager.resolve(ResidualSharding), axis)
+    if dim is None:
         return {}
     local_batch = batch // manager.axis_size(BATCH)
     local_length = length // manager.axis_size(QUERY_LENGTH)
     rows = local_batch * local_length // n
-    halved = local_length // n if layout == "sequence" else config.hidden_size // n
+    halved = local_length // n if dim == ROWS else config.hidden_size // n
     row_bytes = config.hidden_size * jnp.dtype(config.dtype).itemsize
 
     def ring(rows: int, **columns: Any) -> RingShape:

@@ -21,17 +21,17 @@ from model.attention.dispatch import AttentionChoice, pattern_of
 from model.attention.operation import OperationMetadata, OperationRegistry
 from model.config import LayerType, LinearKind, ModelConfig
 from model.rope import RopeScaling, rope, rope_frequencies
-from parallel.linear.layout import TensorParallelConfig, layout_of
+from parallel.linear.chain import chain
+from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import (
     ColumnParallelLinear,
     Initializer,
     ParallelLinear,
     RowParallelLinear,
-    chain,
     named_rngs,
 )
-from parallel.linear.projection import as_stored, gather_kernel
 from parallel.linear.ring import reduce_scatter
+from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
 from parallel.sharding.axes import (
     MODE_PREFILL,
     MODE_TRAIN,
@@ -41,6 +41,7 @@ from parallel.sharding.axes import (
     RowWise,
     SRowWise,
 )
+from parallel.sharding.specs import SplitDim, split_dim
 
 AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 
@@ -118,14 +119,14 @@ class Embedding(nnx.Module):
         Communication: one all-reduce or reduce-scatter over tp of B L D.
         """
         table, tokens_spec = self.table[...], jax.typeof(tokens_BL).sharding.spec
-        table_spec, (table,) = as_stored(
+        table_spec, (table,) = params_for_shard_map(
             [table], self.tp.manager.resolve(RowWise), tokens_BL, self.tp.axis_name, table.dtype
         )
         out_spec = self.tp.manager.resolve(ResidualSharding, mode)
         body = partial(
             _embed_body,
             table_spec=table_spec,
-            layout=layout_of(out_spec, self.tp.axis_name),
+            dim=split_dim(out_spec, self.tp.axis_name),
             axis_name=self.tp.axis_name,
             dtype=self.dtype,
         )
@@ -140,11 +141,11 @@ def _embed_body(
     tokens_BL: jax.Array,
     *,
     table_spec: P,
-    layout: str,
+    dim: SplitDim | None,
     axis_name: str,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """`V/tp D/fsdp`, `B L` -> `B L D`, with D or L over tp if the layout says so."""
+    """`V/tp D/fsdp`, `B L` -> `B L D`, with L or D over tp if `dim` is -2 or -1."""
     # Looked up before the cast: the gradient adds up the rows of equal tokens, in float32.
     table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
     rows = table.shape[0]
@@ -152,9 +153,9 @@ def _embed_body(
     owned_BL = (local_BL >= 0) & (local_BL < rows)
     x_BLD = table[jnp.clip(local_BL, 0, rows - 1)].astype(dtype)
     x_BLD = jnp.where(owned_BL[..., None], x_BLD, 0)
-    if layout == "replicated":
+    if dim is None:
         return lax.psum(x_BLD, axis_name)
-    return reduce_scatter(x_BLD, axis_name, 1 if layout == "sequence" else 2)
+    return reduce_scatter(x_BLD, axis_name, dim)
 
 
 class Attention(nnx.Module):

@@ -15,10 +15,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
-from parallel.linear.layout import TensorParallelConfig, layout_of
-from parallel.linear.projection import gather_kernel
-from parallel.linear.ring import all_gather, vary
+from parallel.linear.config import TensorParallelConfig
+from parallel.linear.ring import all_gather, pcast_varying
+from parallel.linear.sharded_matmul import gather_kernel
 from parallel.sharding.axes import ColumnWise
+from parallel.sharding.specs import SplitDim, split_dim
 
 
 def cross_entropy_sum(
@@ -51,7 +52,7 @@ def cross_entropy_sum(
     spec = jax.typeof(x_BLD).sharding.spec
     token_spec = jax.typeof(targets_BL).sharding.spec
     kernel_spec = tp.manager.resolve(ColumnWise)
-    body = partial(_loss_body, layout=layout_of(spec, tp.axis_name), config=config, tp=tp)
+    body = partial(_loss_body, dim=split_dim(spec, tp.axis_name), config=config, tp=tp)
     mapped = jax.shard_map(
         body,
         mesh=tp.manager.mesh,
@@ -67,19 +68,19 @@ def _loss_body(
     targets: jax.Array,
     mask: jax.Array,
     *,
-    layout: str,
+    dim: SplitDim | None,
     config: ModelConfig,
     tp: TensorParallelConfig,
 ) -> jax.Array:
-    """Sum the loss of local blocks: x in `layout`, kernel `D/fsdp V/tp`, tokens `B L` -> scalar."""
+    """Sum the loss of local blocks: x, kernel `D/fsdp V/tp`, tokens `B L` -> scalar."""
     axes = tp.manager.mesh.axis_names
-    if layout != "replicated":
-        x = all_gather(x, tp.axis_name, 1 if layout == "sequence" else 2)
+    if dim is not None:
+        x = all_gather(x, tp.axis_name, dim)
     kernel_spec = tp.manager.resolve(ColumnWise)
     kernel = gather_kernel(kernel, kernel_spec, keep=tp.axis_name, dtype=x.dtype, like=x)
     # Varying over all axes: the result of a custom derivative must have the type of its input. The
     # transpose of this cast sums the gradients over the axes that hold copies of the input.
-    x, kernel = (vary(y, axes) for y in (x, kernel))
+    x, kernel = (pcast_varying(y, axes) for y in (x, kernel))
     tokens_ND = x.reshape(-1, x.shape[-1])
     rows: tuple[jax.Array, ...] = (tokens_ND, targets.reshape(-1), mask.reshape(-1))
     chunk = min(config.loss_chunk, tokens_ND.shape[0])
@@ -135,7 +136,7 @@ def _scan_chunks(
     zero_DV = None
     if with_gradients:
         varying = tuple(jax.typeof(kernel_DV).manual_axis_type.varying)
-        zero_DV = vary(jnp.zeros_like(kernel_DV, jnp.float32), varying)
+        zero_DV = pcast_varying(jnp.zeros_like(kernel_DV, jnp.float32), varying)
     dkernel_DV, (sums_M, dx_MCD) = lax.scan(body, zero_DV, (x_MCD, targets_MC, mask_MC))
     if dkernel_DV is None:
         return jnp.sum(sums_M), None

@@ -39,11 +39,12 @@ from parallel.experts.expert import (
     ExpertRowParallelLinear,
     experts_of_tokens,
 )
-from parallel.linear.layout import TensorParallelConfig, layout_of, mesh_axes_of
+from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import named_rngs
-from parallel.linear.projection import as_stored, gather_kernel
+from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
 from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, GateBias, GateKernel
-from parallel.sharding.partition import PartitionManager, Residual
+from parallel.sharding.partition import PartitionManager
+from parallel.sharding.specs import FEATURES, SplitDim, mesh_axes_of, split_dim
 
 
 @jax.tree_util.register_dataclass
@@ -134,15 +135,17 @@ class MoE(nnx.Module):
         if valid_BL is None:
             valid_BL = jnp.ones(x_BLD.shape[:2], bool, out_sharding=rows)
         column_axes, row_axes = EXPERT_AXES[self.config.moe.expert_rule]
-        column_spec, column = as_stored(
+        column_spec, column = params_for_shard_map(
             self.gate_up.kernels(), manager.resolve(column_axes), x_BLD, axis
         )
-        row_spec, (row,) = as_stored(self.down.kernels(), manager.resolve(row_axes), x_BLD, axis)
+        row_spec, (row,) = params_for_shard_map(
+            self.down.kernels(), manager.resolve(row_axes), x_BLD, axis
+        )
         bias = [self.router.bias[...]] if self.config.moe.bias_update_speed else []
         body = partial(
             _moe_body,
             rule=rule_of(self.config),
-            plan=self._plan(column_spec, layout_of(spec, axis), dropless or mode != MODE_TRAIN),
+            plan=self._plan(column_spec, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
             specs=(column_spec, row_spec),
             row_axes=(mesh_axes_of(spec[0]), mesh_axes_of(spec[1])),
         )
@@ -165,7 +168,7 @@ class MoE(nnx.Module):
             y_BLD += self.shared(x_BLD)
         return y_BLD, report
 
-    def _plan(self, column_spec: P, residual: Residual, dropless: bool) -> ExpertPlan:
+    def _plan(self, column_spec: P, dim: SplitDim | None, dropless: bool) -> ExpertPlan:
         moe, manager = self.config.moe, self.tp.manager
         choice = self.plan.dropless_experts if dropless else self.plan.experts
         assert choice is not None  # a model with a MoE layer has both
@@ -174,7 +177,7 @@ class MoE(nnx.Module):
             num_experts=moe.num_experts,
             axes=axes,
             axis_name=self.tp.axis_name,
-            residual=residual,
+            split_dim=dim,
             exchange=choice.exchange,
             form=choice.form,
             overlap=self.tp.for_kind("experts").overlap,
@@ -255,7 +258,7 @@ def _moe_body(
 
 def _router_logits(x_TD: jax.Array, router_DE: jax.Array, plan: ExpertPlan) -> jax.Array:
     """`T D` or `T D/tp` -> `T E`, all in float32: near ties decide where a token goes."""
-    hidden = plan.residual == "hidden"
+    hidden = plan.split_dim == FEATURES
     if hidden:
         width = x_TD.shape[1]
         start = lax.axis_index(plan.axis_name) * width

@@ -17,8 +17,9 @@ from model.attention.ring import zigzag_order
 from model.config import LayerType, LinearKind, ModelConfig
 from model.moe_backend import ExpertChoice, choose_experts
 from parallel.linear.choice import Choice
-from parallel.linear.layout import TensorParallelConfig, layout_of
-from parallel.sharding.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES, ResidualSharding
+from parallel.linear.config import TensorParallelConfig
+from parallel.sharding.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES
+from parallel.sharding.residual import residual_name
 
 AttentionByType = dict[LayerType, AttentionChoice]
 
@@ -88,7 +89,7 @@ class ExecutionPlan:
         """Yield the plan as lines for a person, one per choice, with its reason."""
         model, sizes = self.model, self.tp.manager.mesh.shape
         mesh = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-        residual = layout_of(self.tp.manager.resolve(ResidualSharding), self.tp.axis_name)
+        residual = residual_name(self.tp.partition_axis)
         yield (
             f"model {model.num_parameters:,} parameters, mesh {mesh or 'one device'}, residual "
             f"stream {residual}, remat {model.remat}"

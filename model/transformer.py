@@ -23,7 +23,7 @@ from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import remat_policy
 from parallel.linear.linear import ColumnParallelLinear, named_rngs
-from parallel.linear.projection import column_parallel
+from parallel.linear.sharded_matmul import column_parallel
 from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
 
 _STACKS = {False: "layers", True: "sparse_layers"}

@@ -17,9 +17,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 import hypothesis
 import jax
 
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.partition import residual_rules
+from parallel.sharding.residual import residual_rules
 
 pytest_plugins = ["runs"]
 

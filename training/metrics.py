@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import summary
 
-from parallel.sharding.mesh import CHIPS
+from parallel.sharding.chips import CHIPS
 from training.board import Board
 from training.step import Program
 

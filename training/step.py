@@ -21,7 +21,7 @@ from model.loss import cross_entropy_sum
 from model.moe import MoEReport, auxiliary_loss, report_arrays, with_moved_bias
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
 from training.optimizer import move_average, start_average, update_count, where

@@ -31,9 +31,9 @@ from model.attention.arguments import (
 from model.attention.capabilities import Feature, Form, Layout, Request, choose_form, features_of
 from model.attention.metadata import AttnShardingRules, OperationMetadata
 from model.attention.scores import BlockMask, PagedInputs, Pattern, ScoreInputs, ScoreRule
-from parallel.linear.layout import mesh_axes_of
 from parallel.linear.ring import all_gather
 from parallel.sharding.axes import GENERATION_MODES, MODE_DECODE, MODE_TRAIN, RUNTIME_MODE_TYPES
+from parallel.sharding.specs import mesh_axes_of
 
 _HEADS, _LENGTH = 2, 1
 

@@ -19,7 +19,7 @@ from model.attention.operation import OperationRegistry
 from model.attention.scores import PagedInputs, ScoreRule
 from model.config import LayerType, ModelConfig
 from model.generation.cache import DenseCache, PagedCache
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import BATCH, HEAD, HEAD_DIM, MODE_DECODE, RUNTIME_MODE_TYPES
 
 Cache = DenseCache | PagedCache

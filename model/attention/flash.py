@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from model.attention.blockwise import attend, attend_gradients, varying
 from model.attention.operation import RESULT_NAME, Capabilities, OperationRegistry
 from model.attention.scores import ScoreInputs, ScoreRule, with_sinks
-from parallel.linear.ring import vary
+from parallel.linear.ring import pcast_varying
 
 
 class Engine(NamedTuple):
@@ -54,7 +54,7 @@ def softmax_attention(
     inputs = replace(inputs, sinks_H=None, bias_BHLT=None)
     # What the engine returns varies over all these axes, and so must what it is derived by.
     axes = varying(q_BLHh, k_BTKh, v_BTKh, bias_BHLT, inputs)
-    arrays = jax.tree.map(lambda x: vary(x, axes), (q_BLHh, k_BTKh, v_BTKh, bias_BHLT))
+    arrays = jax.tree.map(lambda x: pcast_varying(x, axes), (q_BLHh, k_BTKh, v_BTKh, bias_BHLT))
     out_BLHh, lse_BHL = _attention(engine, rule, arrays, inputs)
     if rule.merge_axis is not None:
         out_BLHh, lse_BHL = merge(out_BLHh, lse_BHL, rule.merge_axis)
@@ -68,7 +68,7 @@ def merge(out_BLHh: jax.Array, lse_BHL: jax.Array, axis_name: str) -> tuple[jax.
 
     Communication: an all-sum of out, and of lse an all-sum and an all-max, over the axis.
     """
-    out_BLHh, lse_BHL = vary(out_BLHh, (axis_name,)), vary(lse_BHL, (axis_name,))
+    out_BLHh, lse_BHL = pcast_varying(out_BLHh, (axis_name,)), pcast_varying(lse_BHL, (axis_name,))
     top_BHL = lax.pmax(lax.stop_gradient(lse_BHL), axis_name)
     top_BHL = jnp.where(top_BHL == -jnp.inf, 0.0, top_BHL)
     weight_BHL = jnp.exp(lse_BHL - top_BHL)

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from model.attention.capabilities import Layout
-from parallel.linear.layout import context_mesh, mesh_from_dict, mesh_to_dict
 from parallel.sharding import axes as ax
+from parallel.sharding.mesh import context_mesh, mesh_from_dict, mesh_to_dict
 from parallel.sharding.partition import PartitionAxis, PartitionManager, refuse_unknown_keys
 
 OPERATION_NAMES = (

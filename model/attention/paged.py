@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from model.attention.capabilities import Capabilities, Feature
 from model.attention.operation import OperationRegistry
 from model.attention.scores import UNUSED, PagedInputs, Pattern, ScoreRule, with_sinks
-from parallel.linear.ring import vary
+from parallel.linear.ring import pcast_varying
 
 _KERNEL: frozenset[Feature] = frozenset({"window", "soft_cap", "gqa", "decode", "paged"})
 _NATIVE: frozenset[Feature] = _KERNEL | {"chunk", "prefix", "sinks"}
@@ -81,7 +81,7 @@ def any_queries_each(
     keys = ids_NTW.shape[2] * size
     arrays = (q_THh, pages_PSKh, inputs.page_table_SP, inputs.lengths_S, rows.index_T)
     axes = tuple({name: None for x in arrays for name in jax.typeof(x).manual_axis_type.varying})
-    q_TKGh = vary(q_THh, axes).reshape(T, K, H // K, h)
+    q_TKGh = pcast_varying(q_THh, axes).reshape(T, K, H // K, h)
 
     def step(sums: Any, page: Any) -> tuple[Any, None]:
         low, ids_TW = page
@@ -102,7 +102,7 @@ def any_queries_each(
         jnp.zeros((T, K, H // K), jnp.float32),
         jnp.zeros((T, K, H // K, h), jnp.float32),
     )
-    start = tuple(vary(x, axes) for x in empty)
+    start = tuple(pcast_varying(x, axes) for x in empty)
     lows_N = jnp.arange(ids_NTW.shape[0]) * keys
     # prevent_cse is for code outside of scan; inside it only blocks fusion.
     body = jax.checkpoint(step, prevent_cse=False)

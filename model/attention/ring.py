@@ -26,7 +26,7 @@ from model.attention.operation import RESULT_NAME, Capabilities, Feature, Operat
 from model.attention.pallas_kernels import LANES
 from model.attention.pallas_tpu import attend, attend_gradients
 from model.attention.scores import Pattern, ScoreInputs, ScoreRule, with_sinks
-from parallel.linear.ring import add_arriving, vary
+from parallel.linear.ring import add_arriving, pcast_varying
 
 # Rows per device from which a hop takes no longer than the work of a stop: at 1024 rows and four
 # query heads per kv head of width 128, 5.8 us on a link of v5p (90 GB/s), 4.7 us at half its peak.
@@ -100,7 +100,9 @@ def ring_attention(
     axes = varying(q_BLHh, k_BTKh, v_BTKh, inputs)
     if rule.sequence_axis is not None:
         axes = tuple({*axes, rule.sequence_axis})
-    arrays, inputs = jax.tree.map(lambda x: vary(x, axes), ((q_BLHh, k_BTKh, v_BTKh), inputs))
+    arrays, inputs = jax.tree.map(
+        lambda x: pcast_varying(x, axes), ((q_BLHh, k_BTKh, v_BTKh), inputs)
+    )
     out_BLHh, lse_BHL = _ring(engine, rule, arrays, inputs)
     if sinks_H is not None:
         out_BLHh, _ = with_sinks(out_BLHh, lse_BHL, sinks_H.astype(jnp.float32))
@@ -262,7 +264,7 @@ class _Tour:
             ahead, arriving, (stay, go) = _pinned(ahead, arriving, work(here))
             return (ahead, fold(stays, stay), jax.tree.map(add_arriving, arriving, go)), None
 
-        start = jax.tree.map(lambda x: vary(x, varying(own)), start)
+        start = jax.tree.map(lambda x: pcast_varying(x, varying(own)), start)
         (here, stays, goes), _ = lax.scan(turn, (own, *start), length=len(self.offsets) - 1)
         arriving, (stay, go) = _pinned(self._shift(goes, 1), work(here))
         goes = jax.tree.map(add_arriving, arriving, go)

@@ -19,7 +19,7 @@ from model.attention.capabilities import AttentionFunction
 from model.attention.flash import softmax_attention
 from model.attention.operation import Capabilities, OperationRegistry
 from model.attention.scores import ScoreInputs, ScoreRule
-from parallel.linear.ring import all_gather, vary
+from parallel.linear.ring import all_gather, pcast_varying
 
 _LENGTH, _HEADS = 1, 2
 _LEAST_LENGTH = 1024  # rows per device from which the exchange pays: as the ring's
@@ -54,7 +54,7 @@ def ulysses_attention(
     # n divides H = G K, so these copies divide G: every copy serves equally many query heads.
     copies = n // math.gcd(K, n)
     k_BTKh, v_BTKh = (jnp.repeat(x, copies, axis=_HEADS) for x in (k_BTKh, v_BTKh))
-    q, k, v = (_by_heads(vary(x, axes), axis_name) for x in (q_BLHh, k_BTKh, v_BTKh))
+    q, k, v = (_by_heads(pcast_varying(x, axes), axis_name) for x in (q_BLHh, k_BTKh, v_BTKh))
     whole = _of_own_heads(inputs, axis_name, H // n)
     out = attention(q, k, v, whole, replace(rule, sequence_axis=None))
     return lax.all_to_all(out, axis_name, _LENGTH, _HEADS, tiled=True)
@@ -69,7 +69,7 @@ def _of_own_heads(inputs: ScoreInputs, axis_name: str, heads: int) -> ScoreInput
     """The inputs of all rows and of the heads that are this device's after `_by_heads`."""
 
     def rows(x: jax.Array | None) -> jax.Array | None:
-        return None if x is None else all_gather(vary(x, (axis_name,)), axis_name, _LENGTH)
+        return None if x is None else all_gather(pcast_varying(x, (axis_name,)), axis_name, _LENGTH)
 
     def own(x_H: jax.Array | None) -> jax.Array | None:
         first = lax.axis_index(axis_name) * heads
@@ -78,7 +78,7 @@ def _of_own_heads(inputs: ScoreInputs, axis_name: str, heads: int) -> ScoreInput
     def scores(x_BHLT: jax.Array | None) -> jax.Array | None:
         if x_BHLT is None:
             return None
-        x_BHLT = vary(x_BHLT, (axis_name,))
+        x_BHLT = pcast_varying(x_BHLT, (axis_name,))
         if x_BHLT.shape[1] == 1:
             return all_gather(x_BHLT, axis_name, 2)
         return lax.all_to_all(x_BHLT, axis_name, 1, 2, tiled=True)

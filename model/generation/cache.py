@@ -20,7 +20,7 @@ from jax import lax
 
 from model.attention.scores import UNUSED
 from model.config import ModelConfig
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import (
     BATCH,
     KV_HEAD,

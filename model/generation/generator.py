@@ -24,7 +24,7 @@ from model.generation.cache import DenseCache, PagedCache
 from model.generation.sampling import SamplingConfig, row_keys, sample_tokens
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import (
     BATCH,
     LENGTH,

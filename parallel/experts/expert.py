@@ -34,9 +34,9 @@ from parallel.experts.exchange import (
 )
 from parallel.experts.grouped_matmul import RowLayout, find_form, grouped_matmul
 from parallel.linear.collective_matmul import Overlap
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import Initializer, named_rngs
-from parallel.linear.ring import Ring, all_gather, reduce_scatter, vary
+from parallel.linear.ring import Ring, all_gather, pcast_varying, reduce_scatter
 from parallel.sharding.axes import (
     ExpertColumnWise,
     ExpertColumnWiseAlt,
@@ -45,7 +45,7 @@ from parallel.sharding.axes import (
     UnifiedExpertColumnWise,
     UnifiedExpertRowWise,
 )
-from parallel.sharding.partition import Residual
+from parallel.sharding.specs import FEATURES, ROWS, SplitDim
 
 ExpertRule = Literal["split", "alt", "unified"]
 """Where expert kernels lie. split: experts on ep, embed on fsdp; alt: embed on sp too; unified:
@@ -130,7 +130,7 @@ class ExpertPlan:
     num_experts: int
     axes: tuple[str, ...]
     axis_name: str
-    residual: Residual
+    split_dim: SplitDim | None
     exchange: ExchangeMethod
     form: str
     overlap: Overlap
@@ -184,7 +184,7 @@ def experts_of_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """sum over k of weight * expert(token), and how many assignments were dropped (float32).
 
-    x_TD: rows of this device, `T/tp D`, `T D/tp` or `T D` as `plan.residual` says; the sum lies
+    x_TD: rows of this device, `T/tp D`, `T D/tp` or `T D` as `plan.split_dim` says; the sum lies
     alike. experts_TK: distinct within a token; -1: no expert. column, row: `e D F/tp`,
     `e F/tp D`. function: from the products with `column` to the input of `row`, elementwise.
     Communication: over `plan.axes` K rows per token each way (`alltoall`: its buffers), over tp
@@ -192,14 +192,14 @@ def experts_of_tokens(
     """
     # What a custom derivative returns must have the type of its input: all vary over all axes.
     axes = jax.typeof(x_TD).manual_axis_type.varying | {plan.axis_name, *plan.axes}
-    everywhere = partial(vary, axes=tuple(sorted(axes)))
+    everywhere = partial(pcast_varying, axes=tuple(sorted(axes)))
     x_TD, experts_TK, weights_TK, row = map(everywhere, (x_TD, experts_TK, weights_TK, row))
     kernels = _Kernels(tuple(map(everywhere, column)), row, function)
     run = {"dense": _dense, "alltoall": _all_to_all, "ragged": _ragged}[plan.exchange]
     if not plan.axes and plan.exchange != "dense":
         run = _local
     y_TD, placed = run(x_TD, experts_TK, weights_TK, kernels, plan)
-    if plan.residual == "replicated":
+    if plan.split_dim is None:
         y_TD = lax.psum(y_TD, plan.axis_name)
     dropped = jnp.sum(experts_TK >= 0) - placed
     return y_TD, dropped.astype(jnp.float32)
@@ -345,8 +345,8 @@ def _dense(
     plan: ExpertPlan,
 ) -> tuple[jax.Array, jax.Array]:
     """Every expert on every token of the devices that share them, masked by the weights."""
-    axis, hidden = plan.axis_name, plan.residual == "hidden"
-    over = (*plan.axes, axis) if plan.residual == "sequence" else plan.axes
+    axis, hidden = plan.axis_name, plan.split_dim == FEATURES
+    over = (*plan.axes, axis) if plan.split_dim == ROWS else plan.axes
     x, experts, weights = (all_gather(y, over, 0) for y in (x_TD, experts_TK, weights_TK))
     if hidden:
         x = all_gather(x, axis, -1)
@@ -386,9 +386,9 @@ def _mlp(
     def down(hidden: tuple[jax.Array, jax.Array]) -> jax.Array:
         return product(hidden[0], kernels.row, hidden[1])
 
-    if plan.residual == "hidden":
+    if plan.split_dim == FEATURES:
         return _features_mlp(rows, sizes, product, kernels, ring, axis)
-    if plan.residual == "replicated" or n == 1:
+    if plan.split_dim is None or n == 1:
         return down((up(rows, sizes), sizes))
     everyones = all_gather(sizes[None], axis, 0)
     if ring is None:
@@ -419,7 +419,7 @@ def _features_mlp(
             *(checkpoint_name(product(whole, w, sizes), "expert_product") for w in kernels.column)
         )
         return reduce_scatter(product(hidden, kernels.row, sizes), axis, -1)
-    cuts = [ring.cut(w, 1) for w in kernels.column]
+    cuts = [ring.shard(w, 1) for w in kernels.column]
 
     def work(position: int, block: jax.Array) -> list[jax.Array]:
         return [product(block, cut(position), sizes).astype(jnp.float32) for cut in cuts]
@@ -427,5 +427,5 @@ def _features_mlp(
     parts = ring.gather(rows, work, -1)[1]
     sums = [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
     hidden = kernels.function(*(checkpoint_name(y, "expert_product") for y in sums))
-    columns = ring.cut(kernels.row, 2)
+    columns = ring.shard(kernels.row, 2)
     return ring.scatter(columns, lambda w: product(hidden, w, sizes), dim=-1)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from parallel.experts import grouped_kernels
-from parallel.linear.ring import vary
+from parallel.linear.ring import pcast_varying
 
 LayoutKind = Literal["packed", "blocks", "uniform"]
 FormName = Literal["reference", "padded", "ragged_dot", "blocked", "pallas"]
@@ -105,7 +105,9 @@ def grouped_matmul(
     # Alike, so that their derivatives have the types of the arguments.
     arrays = (x_RD, w_EDF, sizes_E)
     axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    return chosen.function(layout, precision, *(vary(a, tuple(sorted(axes))) for a in arrays))
+    return chosen.function(
+        layout, precision, *(pcast_varying(a, tuple(sorted(axes))) for a in arrays)
+    )
 
 
 def _check(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, layout: RowLayout) -> None:

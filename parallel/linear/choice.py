@@ -1,90 +1,91 @@
-"""Which overlap method a linear gets under `auto`: an estimate from its shape and the chip.
+"""Automatic choice of a linear's overlap method, from its shape and the chip.
 
-Rings pay where a hop takes no longer than the matmul above it; whole blocks both ways keep matmuls
-large, halves use both directions to the end. The estimate prices matmuls and links alone, at the
-rates that compiled schedules reach; `scripts/bench.py overlap` shows what a compiled schedule makes
-of the same shapes. It refuses to guess: on chips without figures it answers `none` and says so.
+A ring pays off if a hop takes no longer than the matmul that hides it. `bidirectional` keeps
+matmuls large; `split` uses both link directions to the end. The estimate counts only matmuls and
+link transfers, at the rates that compiled schedules reach. `scripts/bench.py overlap` shows a
+compiled schedule of the same shapes. On a chip without figures the choice is `none`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from parallel.linear.collective_matmul import Overlap
-from parallel.sharding.mesh import Chip
+from parallel.sharding.chips import Chip
 
 OverlapChoice = Literal[Overlap, "auto"]
-"""`Overlap`, or `auto`: chosen per kind of linear, with a reason."""
+"""`Overlap`, or `auto`: chosen for each kind of linear."""
 
-# Fractions and sizes read off schedules compiled for v5p:2x2x2 and v5e:2x4, November 2026: large
-# bfloat16 matmuls reach 0.88 of peak, ones of fewer than 1024 rows about a fifth less.
+# Read off schedules compiled for v5p:2x2x2 and v5e:2x4 in November 2026 by `scripts/bench.py
+# overlap`: large bfloat16 matmuls reach 0.88 of peak; those of fewer than 1024 rows take 1.2 times
+# as long.
 _EFFICIENCY, _FULL_ROWS, _SHORT_PENALTY = 0.88, 1024, 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingShape:
-    """What one ring carries and multiplies on each device; sizes of a block, local widths."""
+    """Sizes of the blocks and matmuls of one ring, per device; kernel widths are local."""
 
     rows: int
-    """Rows that one partial matmul sees."""
+    """Rows of one partial matmul."""
     width: int
-    """Full features of the rows that travel."""
+    """Full feature width of the communicated rows."""
     block_bytes: int
-    """One block on the wire."""
+    """Bytes of one communicated block."""
     gather_columns: int = 0
-    """Columns of the kernels that gathered rows meet; 0: nothing is gathered."""
+    """Columns of the kernels that multiply gathered rows; 0: nothing is gathered."""
     scatter_columns: int = 0
     """Features that the row-parallel kernel contracts; 0: nothing is scattered."""
     halves: bool = True
-    """A block can be cut in two."""
+    """Whether a block can be split in two."""
     kernels: int = 1
-    """Kernels that share the rows of a partial matmul between them: experts."""
+    """Number of kernels (experts) that share the rows of a partial matmul."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An overlap method and why."""
+    """An overlap method and the reason for it."""
 
     overlap: Overlap
     reason: str
 
 
 def choose_overlap(shape: RingShape, n: int, chip: Chip | None) -> Choice:
-    """The method with the least estimated forward time on a ring of n devices.
+    """Return the method with the least estimated forward time on a ring of n devices.
 
-    chip: None, or one without link figures: `none`.
+    The choice is `none` if `chip` is None or has no link figures.
     """
     if n == 1:
-        return Choice("none", "one device, nothing travels")
+        return Choice("none", "one device, no communication")
     if chip is None or not chip.ici_bandwidth:
         return Choice("none", "no link figures for this device, so no overlap is assumed")
-    # A tie goes to the method named first.
-    legal: tuple[Overlap, ...] = ("none", "bidirectional", "split", "ring")
+    # min() takes the first of equals.
+    methods: tuple[Overlap, ...] = ("none", "bidirectional", "split", "ring")
     times = {
         overlap: _seconds(overlap, shape, n, chip)
-        for overlap in legal
+        for overlap in methods
         if shape.halves or overlap != "split"
     }
     best = min(times, key=times.__getitem__)
-    told = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in times.items())
-    return Choice(best, f"estimated ms forward: {told}")
+    estimates = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in times.items())
+    return Choice(best, f"estimated ms forward: {estimates}")
 
 
 def _seconds(overlap: Overlap, shape: RingShape, n: int, chip: Chip) -> float:
-    """Forward time of the matmuls and of what they do not hide."""
+    """Estimate the forward time: matmuls, and the communication that they do not hide."""
     hop = shape.block_bytes / chip.ici_bandwidth
     columns = [c for c in (shape.gather_columns, shape.scatter_columns) if c]
     halved = overlap == "split" and len(columns) == 2  # a chain multiplies the halves one by one
     matmuls = [_matmul_seconds(shape, c, n, chip, overlap, halved) for c in columns]
     if overlap == "none":
-        # One collective in both directions, and nothing under it.
+        # One collective that uses both directions, hidden by nothing.
         return sum(matmul + (n - 1) / 2 * hop for matmul in matmuls)
     if overlap == "bidirectional":
         return sum(max(matmul, n // 2 * hop) for matmul in matmuls)
-    # The sums of a chain follow its blocks: both phases share matmuls and links.
+    # Sums of a chain follow its blocks, so both phases share matmuls and links.
     links = len(columns) * (n - 1) * hop / (2 if overlap == "split" else 1)
     copies = 0.0
     if overlap == "split" and not halved:
-        # Halves are put together and parted again, by each a read and a write of a block.
+        # Concatenating halves and splitting them again each read and write a block.
         copies = 4 * (n - 1) * shape.block_bytes / chip.hbm_bandwidth
     return max(sum(matmuls), links) + copies
 
@@ -92,12 +93,12 @@ def _seconds(overlap: Overlap, shape: RingShape, n: int, chip: Chip) -> float:
 def _matmul_seconds(
     shape: RingShape, columns: int, n: int, chip: Chip, overlap: Overlap, halved: bool
 ) -> float:
+    """Estimate the time of all partial matmuls with these columns."""
     parts = 1 if overlap == "none" else 2 * n if halved else n
     rows = shape.rows * n // parts
     compute = 2 * shape.rows * n * shape.width * columns / (_EFFICIENCY * chip.peak_flops)
     compute *= _SHORT_PENALTY if rows < _FULL_ROWS else 1.0
     item = shape.block_bytes // (shape.rows * shape.width)
-    kernel_bytes = (
-        item * shape.width * columns * shape.kernels
-    )  # read again for every partial matmul
+    # Every partial matmul reads the kernels again.
+    kernel_bytes = item * shape.width * columns * shape.kernels
     return max(compute, parts * kernel_bytes / chip.hbm_bandwidth)

@@ -1,35 +1,37 @@
-"""Linears whose kernels are split over devices: every projection of the model is one of them.
+"""Column- and row-parallel linears; every projection of the model is one of them.
 
-A column-parallel linear splits its outputs over tp, a row-parallel one its inputs. Neither is told
-what to communicate: it reads the layout of its input from the input's type and the layout of its
-output from the target spec (table in the README). Kernels are logical `(in, out)` arrays: what a
-kernel holds never depends on the mesh or on the overlap method. The names are those of the
-published reference `easydel.layers.linear`, all of which can be imported from here.
+A column-parallel linear splits its outputs over tp, a row-parallel linear its inputs. The
+communication follows from two layouts: that of the input, which its array type carries, and the
+requested output spec. Kernels are logical `(in, out)` arrays whose values do not depend on the mesh
+or on the overlap method. Names are those of the published reference `easydel.layers.linear`; all of
+them can be imported from here.
 """
 
+import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.layout import (
+from parallel.linear.config import (
     MatrixMultiplyMethod,
     TensorParallelConfig,
     get_matmul_output_sharding,
     get_output_partition_spec,
     get_sharding,
-    layout_of,
-    without_axis,
 )
-from parallel.linear.projection import column_parallel, column_row_parallel, row_parallel
+from parallel.linear.sharded_matmul import column_parallel, row_parallel
 from parallel.sharding.axes import ColumnWise, Replicated, RowWise, SRowWise
+from parallel.sharding.mesh import mesh_context
+from parallel.sharding.specs import without_axis
 
 __all__ = [
     "ColumnParallelLinear",
@@ -38,7 +40,6 @@ __all__ = [
     "ParallelLinear",
     "RowParallelLinear",
     "TensorParallelConfig",
-    "chain",
     "get_matmul_output_sharding",
     "get_output_partition_spec",
     "get_sharding",
@@ -48,40 +49,67 @@ __all__ = [
 Parallelism = Literal["none", "column", "row"]
 Initializer = Callable[..., jax.Array]
 _LECUN_NORMAL = nnx.initializers.lecun_normal()
+_KERNEL_AXES: dict[Parallelism, Any] = {"none": (None, None), "column": ColumnWise, "row": RowWise}
+_BIAS_AXES: dict[Parallelism, Any] = {"none": Replicated, "column": SRowWise, "row": Replicated}
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def named_rngs(rngs: nnx.Rngs, name: str) -> nnx.Rngs:
-    """Generators for the child `name`: a function of the root seed and the path, of nothing else.
+    """Return generators for the child `name` that depend only on the root seed and the path.
 
-    Hence a parameter starts from the same numbers on every mesh and in every order of building.
+    So a parameter starts from the same numbers on every mesh and in every order of construction.
     """
     return nnx.Rngs(params=jax.random.fold_in(rngs.params.key[...], zlib.crc32(name.encode())))
 
 
-class ParallelLinear(nnx.Module):
-    """`y = scale * (x @ kernel) + bias`, on whole or split kernels.
+def _on_config_mesh(method: _Method) -> _Method:
+    """Run a method on the mesh of `parallel_config` if no mesh is set."""
 
-    in_features, out_features: widths; several outputs, given as a sequence or as a mapping from
-        name to width, share one gather of the input and come back as a tuple or a dict.
-    scale: a float, or "fan_in" / "fan_out" for width ** -0.5; multiplies the output, not the bias.
-    dtype: of the computation; None: the input's. Kernels are cast to it before they travel.
-    parallel_config: None makes this an ordinary linear. Its `matmul_method` gives this class a
-        direction: ALL_GATHER computes as a `ColumnParallelLinear`, REDUCE_SCATTER as a
-        `RowParallelLinear` whose sum is scattered onto features (whole with `reduce_output`).
-    rngs: None starts from seed 0. Several outputs draw by their names from its root, which stays as
-        it was: layers that shall differ need generators of their own (`named_rngs`).
-    kernel_init: also takes `out_sharding=` if there is a mesh, which has explicit axes.
-    Kernels are logical (in, out) parameters, one per output, equal on every mesh. Differences from
-    the reference: there, several outputs share one kernel as wide as all; its example's arguments
-    features, gather_output and axis_name, which it does not accept either, are out_features,
-    `reduce_scatter_output=False` and `axis_name` of the config. Its attribute `distributed_matmul`
-    is always None there and here.
+    @functools.wraps(method)
+    def run(self: "ParallelLinear", *args: Any, **kwargs: Any) -> Any:
+        with mesh_context(self.mesh):
+            return method(self, *args, **kwargs)
+
+    return run  # type: ignore[return-value]  # wraps keeps the signature
+
+
+class ParallelLinear(nnx.Module):
+    """A linear layer `y = scale * (x @ kernel) + bias` with whole or sharded kernels.
+
+    Kernels are logical (in, out) parameters, one per output, with equal values on every mesh. Works
+    under `jax.set_mesh(mesh)` or with the mesh of `parallel_config` alone.
+
+    Args:
+        in_features: Width of the input.
+        out_features: Width of the output. A sequence of widths, or a mapping from name to width,
+            makes several outputs that share one gather of the input; the result is then a tuple or
+            a dict.
+        scale: Factor on the output before the bias: a number, or "fan_in" / "fan_out" for
+            width ** -0.5.
+        use_bias: Whether to add a bias.
+        dtype: Dtype of the computation; None: that of the input. Kernels are cast to it before they
+            are communicated.
+        param_dtype: Dtype of the parameters.
+        precision: Precision of the matmuls.
+        kernel_init: Initializer of each kernel. On a mesh it must also accept `out_sharding=`.
+        bias_init: Initializer of each bias, likewise.
+        parallel_config: None makes an ordinary linear. `matmul_method` gives this class a
+            direction: ALL_GATHER computes as a `ColumnParallelLinear`, REDUCE_SCATTER as a
+            `RowParallelLinear` whose sum is scattered onto features (or whole, if `reduce_output`).
+        rngs: None starts from seed 0. Several outputs derive their streams from the root seed by
+            name and leave `rngs` unchanged, so layers that must differ need generators of their own
+            (`named_rngs`).
+
+    Differences from the reference: there, several outputs share one kernel. The arguments features,
+    gather_output and axis_name of its example, which it does not accept either, are here
+    out_features, `reduce_scatter_output=False` and `axis_name` of the config.
     """
 
     direction: Parallelism = "none"
     distributed_matmul = None
+    """Always None, here as in the reference."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the reference's signature
         self,
         in_features: int,
         out_features: int | Sequence[int] | Mapping[str, int],
@@ -97,14 +125,15 @@ class ParallelLinear(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ):
         if isinstance(scale, str) and scale not in ("fan_in", "fan_out"):
-            raise ValueError(f"scale={scale!r}: give a number, fan_in or fan_out")
-        if isinstance(out_features, np.integer):
-            out_features = int(out_features)
+            raise ValueError(f"scale={scale!r} is unknown; give a number, fan_in or fan_out")
         self.in_features = int(in_features)
-        self.output_names = tuple(out_features) if isinstance(out_features, Mapping) else None
+        self.output_names: tuple[str, ...] | None = None
         if isinstance(out_features, Mapping):
+            self.output_names = tuple(out_features)
             out_features = tuple(out_features.values())
-        self.out_features = out_features if isinstance(out_features, int) else tuple(out_features)
+        self.out_features: int | tuple[int, ...] = (
+            int(out_features) if isinstance(out_features, int | np.integer) else tuple(out_features)
+        )
         self.use_bias = use_bias
         self.dtype = dtype
         self.param_dtype = param_dtype
@@ -113,70 +142,82 @@ class ParallelLinear(nnx.Module):
         self.bias_init = bias_init
         self.parallel_config = parallel_config
         self.scale = scale
-        if parallel_config and parallel_config.matmul_method:
-            gathers = parallel_config.matmul_method == MatrixMultiplyMethod.ALL_GATHER
-            asked: Parallelism = "column" if gathers else "row"
-            if self.direction not in ("none", asked):
-                raise ValueError(
-                    f"a {self.direction}-parallel linear cannot use matmul_method "
-                    f"{parallel_config.matmul_method}; leave it out, or use ParallelLinear"
-                )
-            self.direction = asked
-        rngs = nnx.Rngs(0) if rngs is None else rngs
-        kernel_axes = {"none": [None, None], "column": ColumnWise, "row": RowWise}[self.direction]
-        bias_axes = SRowWise if self.direction == "column" else Replicated
+        self.direction = self._direction_for(parallel_config)
+        self._init_parameters(nnx.Rngs(0) if rngs is None else rngs)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of `parallel_config`, if there is one."""
+        return None if self.parallel_config is None else self.parallel_config.mesh
+
+    def _direction_for(self, config: TensorParallelConfig | None) -> Parallelism:
+        """Return the direction that the config's matmul_method asks for, or that of the class."""
+        if config is None or config.matmul_method is None:
+            return self.direction
+        gathers = config.matmul_method == MatrixMultiplyMethod.ALL_GATHER
+        asked: Parallelism = "column" if gathers else "row"
+        if self.direction not in ("none", asked):
+            raise ValueError(
+                f"a {self.direction}-parallel linear cannot use matmul_method "
+                f"{config.matmul_method}; leave it out, or use ParallelLinear"
+            )
+        return asked
+
+    @_on_config_mesh
+    def _init_parameters(self, rngs: nnx.Rngs) -> None:
+        """Create `kernel` and `bias`: one parameter, or an nnx.Dict of one per output."""
         kernels, biases = {}, {}
         for name, width in self._widths().items():
             stream = named_rngs(rngs, name) if name else rngs
-            init = partial(kernel_init, stream.params())
-            kernels[name] = self._parameter((in_features, width), kernel_axes, init)
-            if use_bias:
-                init = partial(bias_init, stream.params())
-                biases[name] = self._parameter((width,), bias_axes, init)
+            init = partial(self.kernel_init, stream.params())
+            shape = (self.in_features, width)
+            kernels[name] = self._parameter(shape, _KERNEL_AXES[self.direction], init)
+            if self.use_bias:
+                init = partial(self.bias_init, stream.params())
+                biases[name] = self._parameter((width,), _BIAS_AXES[self.direction], init)
         single = set(kernels) == {""}
         self.kernel: Any = kernels[""] if single else nnx.Dict(kernels)
-        self.bias: Any = None if not use_bias else biases[""] if single else nnx.Dict(biases)
+        self.bias: Any = None if not biases else biases[""] if single else nnx.Dict(biases)
 
     def _widths(self) -> dict[str, int]:
-        """Output name to width, in the caller's order (nnx.Dict does not keep it)."""
+        """Return output names and widths in the caller's order, which nnx.Dict does not keep."""
         if isinstance(self.out_features, int):
             return {"": self.out_features}
         names = self.output_names or tuple(str(i) for i in range(len(self.out_features)))
         return dict(zip(names, self.out_features, strict=True))
 
     def _parameter(self, shape: tuple[int, ...], axes: Any, init: Initializer) -> nnx.Param:
-        rule = axes if hasattr(axes, "axes") else tuple(axes)
         if self.parallel_config is None or self.parallel_config.mesh is None:
-            return nnx.Param(init(shape, self.param_dtype), semantic_axes=rule)
+            return nnx.Param(init(shape, self.param_dtype), semantic_axes=axes)
         name = f"{type(self).__name__} {'kernel' if len(shape) == 2 else 'bias'}"
         spec = self.parallel_config.manager.resolve(axes, shape=shape, name=name)
         value = init(shape, self.param_dtype, out_sharding=spec)
-        return nnx.Param(value, out_sharding=spec, semantic_axes=rule)
+        return nnx.Param(value, out_sharding=spec, semantic_axes=axes)
 
-    def each(self, parameter: Any) -> list[jax.Array]:
-        """The arrays of `kernel` or `bias`, one per output in their order; none for no bias."""
+    def arrays_of(self, parameter: Any) -> list[jax.Array]:
+        """Return the arrays of `kernel` or `bias`, one per output; empty for no bias."""
         if parameter is None:
             return []
         if isinstance(parameter, nnx.Dict):
             return [parameter[name][...] for name in self._widths()]
         return [parameter[...]]
 
-    def factor(self) -> float:
-        """The number that `scale` stands for."""
+    def scale_factor(self) -> float:
+        """Return `scale` as a number."""
         if not isinstance(self.scale, str):
             return self.scale
         width = self.in_features if self.scale == "fan_in" else sum(self._widths().values())
         return width**-0.5
 
     def _finish(self, outputs: Sequence[jax.Array]) -> Any:
-        """Scale and bias, then the shape in which out_features was given."""
-        outputs = scaled_and_shifted(outputs, self.each(self.bias), self.factor())
+        """Scale, add the bias, and return one array, a tuple or a dict as `out_features` was."""
+        outputs = scale_and_add(outputs, self.arrays_of(self.bias), self.scale_factor())
         if self.output_names is not None:
             return dict(zip(self.output_names, outputs, strict=True))
         return outputs[0] if isinstance(self.out_features, int) else tuple(outputs)
 
-    def _cast(self, inputs: jax.Array) -> jax.Array:
-        """To the dtype of the computation; integers become the parameters' dtype.
+    def cast_input(self, inputs: jax.Array) -> jax.Array:
+        """Cast to the dtype of the computation; integers become the parameters' dtype.
 
         Raises: ValueError for inputs of another width.
         """
@@ -188,17 +229,23 @@ class ParallelLinear(nnx.Module):
         inexact = jnp.issubdtype(inputs.dtype, jnp.inexact)
         return inputs.astype(self.dtype or (inputs.dtype if inexact else self.param_dtype))
 
+    @_on_config_mesh
     def native_forward(self, inputs: jax.Array, w: jax.Array | None = None) -> Any:
-        """`... in` -> `... out` by plain matmuls whose collectives the compiler chooses.
+        """Compute `... in` -> `... out` by plain matmuls whose collectives the compiler chooses.
 
-        The twin of the ring forms, and all there is without a parallel_config. w: takes the place
-        of the kernel (a tied head's `(in, out)`). Features of a row-parallel input lie on tp. The
-        output is split over tp for column parallelism if `reduce_scatter_output`, else whole.
+        The test reference of the overlapped forms, and the only form without a parallel_config.
+        Features of a row-parallel input are on tp. Column-parallel outputs stay split over tp with
+        `reduce_scatter_output`; otherwise outputs are whole.
+
+        w: An array (in, out) to use instead of the kernel, for a tied head.
         """
         if w is not None and not isinstance(self.out_features, int):
-            raise ValueError(f"w takes the place of one kernel; here are {len(self._widths())}")
-        x = self._cast(inputs)
-        dtype, kernels = x.dtype, self.each(self.kernel) if w is None else [w]
+            raise ValueError(
+                f"w replaces a single kernel, but this linear has {len(self._widths())}; leave it "
+                "out"
+            )
+        x = self.cast_input(inputs)
+        dtype, kernels = x.dtype, self.arrays_of(self.kernel) if w is None else [w]
         config = self.parallel_config
         if config is None or config.mesh is None:
             return self._finish(
@@ -206,52 +253,59 @@ class ParallelLinear(nnx.Module):
             )
         axis, spec = config.axis_name, jax.typeof(x).sharding.spec
         rows = [without_axis(entry, axis) for entry in spec[:-1]]
-        of_in, of_out = (axis if self.direction == side else None for side in ("row", "column"))
-        x = jax.sharding.reshard(x, P(*rows, of_in))
-        kernels = [jax.sharding.reshard(k.astype(dtype), P(of_in, of_out)) for k in kernels]
-        out_spec = P(*rows, of_out)
+        in_axis, out_axis = (axis if self.direction == side else None for side in ("row", "column"))
+        x = jax.sharding.reshard(x, P(*rows, in_axis))
+        kernels = [jax.sharding.reshard(k.astype(dtype), P(in_axis, out_axis)) for k in kernels]
+        out_spec = P(*rows, out_axis)
         outputs = [
             jnp.einsum("...k,kn->...n", x, k, precision=self.precision, out_sharding=out_spec)
             for k in kernels
         ]
-        return self._deliver(self._finish(outputs))
+        return self._gather_outputs(self._finish(outputs))
 
-    def _deliver(self, outputs: Any) -> Any:
-        """Column outputs as the config says: split over tp, or gathered."""
+    def _gather_outputs(self, outputs: Any) -> Any:
+        """Gather column-parallel outputs over tp, unless the config leaves them split."""
         config = self.parallel_config
         if self.direction != "column" or config is None or config.reduce_scatter_output:
             return outputs
 
-        def whole(y: jax.Array) -> jax.Array:
+        def gather(y: jax.Array) -> jax.Array:
             return jax.sharding.reshard(y, P(*jax.typeof(y).sharding.spec[:-1], None))
 
-        if isinstance(outputs, dict):  # in the caller's order, which trees do not keep
-            return {name: whole(y) for name, y in outputs.items()}
-        return jax.tree.map(whole, outputs)
+        if isinstance(outputs, dict):  # jax.tree.map would sort the names
+            return {name: gather(y) for name, y in outputs.items()}
+        return jax.tree.map(gather, outputs)
 
+    @_on_config_mesh
     def __call__(self, inputs: jax.Array, out_spec: P | None = None) -> Any:
-        """`... in` -> `... out`; out_spec: the layout of a row-parallel output (None: whole)."""
+        """Compute `... in` -> `... out`.
+
+        out_spec: Layout of a row-parallel output; None: whole over tp.
+        """
         config = self.parallel_config
         if self.direction == "none" or config is None or config.mesh is None:
             return self.native_forward(inputs)
         if self.direction == "column":
             if out_spec is not None:
-                raise ValueError("out_spec is for row-parallel linears; see reduce_scatter_output")
-            return self._deliver(self.split_columns(inputs))
-        x = self._cast(inputs)
+                raise ValueError(
+                    "out_spec is for row-parallel linears; set reduce_scatter_output in the "
+                    "TensorParallelConfig of a column-parallel one"
+                )
+            return self._gather_outputs(self.sharded_forward(inputs))
+        x = self.cast_input(inputs)
         if out_spec is None:
             scattered = config.matmul_method is not None and not config.reduce_output
             rows = jax.typeof(x).sharding.spec[:-1]
             out_spec = P(*rows, config.axis_name if scattered else None)
-        return self._finish(
-            row_parallel(x, self.each(self.kernel), out_spec, config, self.precision)
-        )
+        kernels = self.arrays_of(self.kernel)
+        return self._finish(row_parallel(x, kernels, out_spec, config, self.precision))
 
-    def split_columns(self, inputs: jax.Array) -> Any:
-        """A column-parallel `... in` -> `... out` with its features left on tp."""
+    @_on_config_mesh
+    def sharded_forward(self, inputs: jax.Array) -> Any:
+        """Compute a column-parallel `... in` -> `... out` whose features stay split over tp."""
         if self.parallel_config is None or self.parallel_config.mesh is None:
             return self.native_forward(inputs)
-        x, kernels = self._cast(inputs), self.each(self.kernel)
+        x, kernels = self.cast_input(inputs), self.arrays_of(self.kernel)
         return self._finish(column_parallel(x, kernels, self.parallel_config, self.precision))
 
 
@@ -259,12 +313,12 @@ Linear = ParallelLinear
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear with its outputs split over tp: `... L D` -> `... L F` with F on tp.
+    """A linear that splits its outputs over tp: `... L D` -> `... L F` with F on tp.
 
-    Input by type: `hidden` (D on tp: features are gathered), `sequence` (L on tp: rows are
-    gathered) or `replicated` (no communication). Without `reduce_scatter_output` the outputs are
-    gathered at the end. Kernels lie `ColumnWise`: their in dim is gathered over (fsdp, sp) in the
-    compute dtype. The bias is split with its columns. With x whole, and rank r owning columns r:
+    The input may have D on tp (features are gathered), L on tp (rows are gathered) or neither (no
+    communication over tp). Without `reduce_scatter_output` the outputs are gathered at the end.
+    Kernels have the layout `ColumnWise`: their in dim is gathered over (fsdp, sp) in the compute
+    dtype. The bias is split like its columns. With x whole, and W_r the columns of rank r:
       forward y_r = x W_r;  dgrad dx = sum over r of dy_r W_r^T;  wgrad dW_r = x^T dy_r.
     """
 
@@ -272,74 +326,23 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear with its inputs split over tp: `... L F` with F on tp -> `... L D`.
+    """A linear that splits its inputs over tp: `... L F` with F on tp -> `... L D`.
 
-    The partial products are summed over tp and laid out as `out_spec` says: `hidden`
-    (reduce-scatter onto features), `sequence` (reduce-scatter onto rows) or `replicated`
-    (all-reduce). The bias is added once, after the sum. With rank r owning rows r:
+    Partial products are summed over tp: reduce-scattered onto features or rows if `out_spec` has
+    them on tp, all-reduced otherwise. The bias is added once, after the sum. With W_r the rows of
+    rank r:
       forward y = sum over r of x_r W_r;  dgrad dx_r = dy W_r^T;  wgrad dW_r = x_r^T dy.
     """
 
     direction = "row"
 
 
-def scaled_and_shifted(
+def scale_and_add(
     outputs: Sequence[jax.Array], biases: Sequence[jax.Array], factor: float
 ) -> list[jax.Array]:
-    """factor * y + bias for each y; no biases: none is added."""
+    """Return factor * y + bias for each y; an empty `biases` adds none."""
     if factor != 1.0:
         outputs = [y * jnp.asarray(factor, y.dtype) for y in outputs]
     if biases:
         outputs = [y + b.astype(y.dtype) for y, b in zip(outputs, biases, strict=True)]
     return list(outputs)
-
-
-def chain(
-    x: jax.Array,
-    column: ColumnParallelLinear,
-    function: Callable[..., jax.Array],
-    row: RowParallelLinear,
-) -> jax.Array:
-    """row(function(*column(x))) in the layout of x, as one ring where rows travel.
-
-    function: from the outputs of `column`, in their order, to the input of `row`; elementwise, as a
-    ring shows it some rows and this device's features, and closed over no array.
-    With a `sequence` layout and one config, dtype and precision for both linears the blocks stay in
-    the order in which they arrive (`gather_matmul_scatter`); otherwise the linears run one after
-    the other, the features between them on tp.
-    """
-    config, spec = column.parallel_config, jax.typeof(x).sharding.spec
-    dtype = column._cast(x).dtype
-    if (
-        config is None
-        or config.mesh is None
-        or config.overlap == "none"
-        or layout_of(spec, config.axis_name) != "sequence"
-        or not isinstance(row.out_features, int)
-        or (config, dtype, column.precision)
-        != (row.parallel_config, jnp.dtype(row.dtype or dtype), row.precision)
-    ):
-        outputs = column.split_columns(x)
-        values = outputs.values() if isinstance(outputs, dict) else outputs
-        hidden = function(outputs) if isinstance(values, jax.Array) else function(*values)
-        return row(hidden, spec if row.parallel_config is not None else None)
-    biases = column.each(column.bias)
-    work = partial(_biased, function=function, factor=column.factor(), count=len(biases))
-    y = column_row_parallel(
-        column._cast(x),
-        column.each(column.kernel),
-        biases,
-        row.kernel[...],
-        function=function if column.factor() == 1.0 and not biases else work,
-        config=config,
-        precision=column.precision,
-    )
-    return scaled_and_shifted([y], row.each(row.bias), row.factor())[0]
-
-
-def _biased(
-    *arrays: jax.Array, function: Callable[..., jax.Array], factor: float, count: int
-) -> jax.Array:
-    """function of the scaled products with their biases, which are the last `count` arrays."""
-    products, biases = arrays[: len(arrays) - count], arrays[len(arrays) - count :]
-    return function(*scaled_and_shifted(products, biases, factor))

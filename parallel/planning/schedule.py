@@ -26,7 +26,8 @@ from parallel.planning.hlo import (
     Program,
     read_program,
 )
-from parallel.sharding.mesh import Chip, Link, Place, link_loads
+from parallel.planning.links import Coords, Link, link_loads
+from parallel.sharding.chips import Chip
 
 _HOP_LATENCY = 1e-6  # seconds per hop
 _MATMUL_EFFICIENCY = 0.88  # of peak: the compiler's own estimate of a bfloat16 matmul of side 8192
@@ -111,13 +112,13 @@ def _row(name: str, seconds: float) -> str:
 
 
 def predict(
-    text: str, chip: Chip, torus: Sequence[int] = (), places: Sequence[Place] = ()
+    text: str, chip: Chip, torus: Sequence[int] = (), places: Sequence[Coords] = ()
 ) -> Prediction:
     """Predicts the time of one run of a compiled program on one of its devices.
 
     text: `compiled.as_text()` of a TPU program. torus: the sides of the slice, (2, 2, 2) for
     v5p:2x2x2; collectives that the compiler spreads over several sides get the links of all.
-    places: `mesh.places(mesh.devices.flat)`, so that permutes take the links between; if
+    places: `links.chip_coords(mesh.devices.flat)`, so that permutes take the links between; if
     left out, every permute is one to neighbours. Of several slices each runs the same program:
     torus and places are those of the first.
     Raises: ValueError for a chip without clock and links, for a text that is no schedule, and for
@@ -126,7 +127,7 @@ def predict(
     if not (chip.clock_hz and chip.ici_bandwidth and chip.hbm_bandwidth):
         raise ValueError(
             f"chip {chip} has no clock or no links: a schedule is priced in cycles of a TPU; "
-            "use a TPU of parallel.sharding.mesh.CHIPS"
+            "use a TPU of parallel.sharding.chips.CHIPS"
         )
     program = read_program(text)
     if places and len(places) != program.num_partitions:
@@ -222,7 +223,7 @@ class _Walk:
     """Runs a program instruction by instruction on a clock."""
 
     def __init__(
-        self, program: Program, chip: Chip, torus: tuple[int, ...], places: tuple[Place, ...]
+        self, program: Program, chip: Chip, torus: tuple[int, ...], places: tuple[Coords, ...]
     ) -> None:
         self.program, self.chip, self.torus, self.places = program, chip, torus, places
 

@@ -20,9 +20,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.layout import mesh_axes_of
 from parallel.sharding import axes as ax
 from parallel.sharding.partition import PartitionManager, axis_label, runtime_mode
+from parallel.sharding.specs import mesh_axes_of
 
 _COLUMNS = tuple("semantic axes,spec,dtype,shape,per device,bytes,copies,beyond,why".split(","))
 _NUMBERS = (6, 7, 8)

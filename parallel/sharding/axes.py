@@ -1,16 +1,16 @@
-"""The words for dimensions: what a dimension means, which mesh axis carries it, in which mode.
+"""Names of semantic axes, runtime modes, and the semantic axes of each kind of tensor.
 
-Three vocabularies, three typographies:
+Three vocabularies, each with its own typography:
 
-| vocabulary     | typography       | examples                       | word   |
-|----------------|------------------|--------------------------------|--------|
-| mesh axes      | lowercase        | dp fsdp tp sp ep               | "axis" |
-| semantic axes  | UPPERCASE        | BATCH LENGTH EMBED HEAD VOCAB  | "semantic axis" |
-| array dims     | one-letter suffix| x_BLD, kernel_DF, logits_BLV   | "dim"  |
+| vocabulary     | typography        | examples                      | term            |
+|----------------|-------------------|-------------------------------|-----------------|
+| mesh axes      | lowercase         | dp fsdp tp sp ep              | "axis"          |
+| semantic axes  | UPPERCASE         | BATCH LENGTH EMBED HEAD VOCAB | "semantic axis" |
+| array dims     | one-letter suffix | x_BLD, kernel_DF, logits_BLV  | "dim"           |
 
 Letters: B batch, L length (T of keys), D embed, H query heads, K kv heads, h head dim, F MLP
-intermediate, V vocab, E expert. Only `partition.py` maps semantic axes to mesh axes.
-The constants and classes follow the published reference `eformer.common_types`.
+intermediate, V vocab, E expert. Only `partition.py` maps semantic axes to mesh axes. Constants and
+classes are those of the published reference `eformer.common_types`, unless marked "Ours".
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ DEFAULT_MASK_VALUE: Final = -0.7 * float(np.finfo(np.float32).max)
 
 
 class _Empty:
-    """Marks a value that was not given; compare with `is` or `isinstance`, never with `==`."""
+    """Sentinel for an omitted argument; compare with `is` or `isinstance`, never with `==`."""
 
     def __repr__(self) -> str:
         return "<not given>"
@@ -80,9 +80,9 @@ NOT_GIVEN: Final = _Empty()
 class DynamicShardingAxes(NamedTuple):
     """Semantic axes of one tensor and the runtime mode in which they are resolved.
 
-    axes: one entry per dim: a semantic axis, None or "_" (replicated), or a list of them.
-    mode: a MODE_* constant, or the index of the dim whose length tells it: 1 means decoding.
-    Subclasses carry both as class variables and are passed around as classes.
+    axes: One entry per dim: a semantic axis, None or "_" (replicated), or a list of them.
+    mode: A MODE_* constant, or the index of a dim: size 1 of that dim means decoding.
+    Subclasses have both as class variables and are passed as classes.
     """
 
     axes: Sequence[Any]
@@ -97,9 +97,9 @@ class HiddenStateSharding(DynamicShardingAxes):
 
 
 class ResidualSharding(DynamicShardingAxes):
-    """The residual stream (B, L, D): HiddenStateSharding with a LENGTH that the layout rule moves.
+    """The residual stream (B, L, D), in the layout of `residual.residual_rules`.
 
-    Ours: the reference has one layout, `hidden`; see `partition.residual_rules`.
+    Ours: the reference has one layout, `hidden`, and no LENGTH here.
     """
 
     axes: ClassVar = [BATCH, LENGTH, EMBED]
@@ -142,7 +142,7 @@ class RowWise(DynamicShardingAxes):
 
 
 class SColumnWise(DynamicShardingAxes):
-    """One-dimensional parameter over the data axes. Not a column-parallel bias: see SRowWise."""
+    """One-dimensional parameter over fsdp and sp. A column-parallel bias is SRowWise instead."""
 
     axes: ClassVar = [[FSDP, SP]]
     mode: ClassVar = MODE_TRAIN
@@ -156,7 +156,7 @@ class SRowWise(DynamicShardingAxes):
 
 
 class Replicated(DynamicShardingAxes):
-    """A parameter that every device holds whole."""
+    """One-dimensional parameter that every device holds whole."""
 
     axes: ClassVar = [EMPTY]
     mode: ClassVar = MODE_TRAIN
@@ -212,7 +212,7 @@ class GateKernel(DynamicShardingAxes):
 
 
 class GateBias(DynamicShardingAxes):
-    """Bias (E,) on the choice of a router. Ours."""
+    """Bias (E,) on the routing scores. Ours."""
 
     axes: ClassVar = [EXPERT_GATE]
     mode: ClassVar = MODE_TRAIN
@@ -226,7 +226,7 @@ class ExpertActivations(DynamicShardingAxes):
 
 
 class ExpertActivationsAlt(DynamicShardingAxes):
-    """Activations of already routed experts (B, L, D)."""
+    """Expert activations after routing (B, L, D)."""
 
     axes: ClassVar = [DP, SP, [TP, FSDP]]
     mode: ClassVar = MODE_TRAIN

@@ -1,10 +1,12 @@
-"""The rules: which mesh axes carry a semantic axis. One frozen table, no globals, nothing dropped.
+"""Partition rules: from semantic axes such as EMBED to mesh axes such as tp.
 
-`PartitionAxis` maps semantic axes (axes.py) to mesh axes; `PartitionManager` applies it to
-one mesh. A dim that does not divide, an unknown name and a mesh axis used twice are ValueErrors:
-a layout never degrades in silence. Two differences from the reference, both deliberate: BATCH is
-on (dp, fsdp, ep), so that dense layers are not computed ep times over, and an indivisible dim is
-an error instead of a silent replication. `PartitionAxis.reference()` gives the reference's rules.
+`PartitionAxis` is the table of rules; `PartitionManager` applies it to one mesh and returns
+PartitionSpecs. Both are immutable. An unknown name, a dim that does not divide and a mesh axis used
+twice are ValueErrors.
+
+Two deliberate differences from the reference: BATCH is on (dp, fsdp, ep), so that ep ranks do not
+repeat the dense layers, and a dim that does not divide is an error instead of silently replicated.
+`PartitionAxis.reference()` has the reference's rules.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -22,10 +24,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sharding import axes as ax
 
 AxisRule = str | tuple[str, ...] | None
-"""What a semantic axis resolves to: mesh axes (or DP, FSDP, TP, SP, EP), or None: replicated."""
-
-Residual = Literal["hidden", "sequence", "replicated"]
-"""Layout of the residual stream between blocks; see `residual_rules`."""
+"""Mesh axes (by name, or as DP, FSDP, TP, SP, EP) of one semantic axis; None: replicated."""
 
 _RULES: Mapping[str, AxisRule] = MappingProxyType(
     {
@@ -46,14 +45,14 @@ _RULES: Mapping[str, AxisRule] = MappingProxyType(
         ax.BIAS_KV_SEQ: None,
     }
 )
-# A decoded token is a sequence of length one: it cannot be split.
+# A decoded token is a sequence of length 1, which cannot be split.
 _GENERATION_RULES: Mapping[str, AxisRule] = MappingProxyType(
     {ax.QUERY_LENGTH: None, ax.LENGTH: None}
 )
 
 
 def refuse_unknown_keys(owner: str, data: Any, known: Iterable[str]) -> None:
-    """ValueError, naming the nearest known key, if `data` has a key of its own or none at all."""
+    """Raise a ValueError if `data` is no mapping or has an unknown key; name the nearest known."""
     known = tuple(known)
     if not isinstance(data, Mapping):
         raise ValueError(f"{owner}={data!r} is not a mapping; its keys are {', '.join(known)}")
@@ -64,23 +63,23 @@ def refuse_unknown_keys(owner: str, data: Any, known: Iterable[str]) -> None:
             raise ValueError(f"{owner}: unknown key {key!r}; {remedy}")
 
 
-def _plain(value: Any) -> Any:
-    """Mappings as dicts and sequences as lists, all the way down: what JSON has."""
+def _to_json(value: Any) -> Any:
+    """Convert mappings to dicts and sequences to lists, recursively, as JSON has them."""
     if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _to_json(inner) for key, inner in value.items()}
+    return [_to_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _frozen(value: Any) -> Any:
-    """The reverse of `_plain`: read-only mappings and tuples."""
+def _from_json(value: Any) -> Any:
+    """Convert to read-only mappings and tuples, recursively; reverses `_to_json`."""
     if isinstance(value, Mapping):
-        return MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
-    return tuple(_frozen(inner) for inner in value) if isinstance(value, list | tuple) else value
+        return MappingProxyType({key: _from_json(inner) for key, inner in value.items()})
+    return tuple(_from_json(inner) for inner in value) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionAxis:
-    """Mesh axis names and the semantic table; immutable: `register` returns a new table."""
+    """Names of the mesh axes, and the rules; immutable: `register` returns a new table."""
 
     data_parallel_axis: str = "dp"
     fully_sharded_data_parallel_axis: str = "fsdp"
@@ -88,22 +87,24 @@ class PartitionAxis:
     sequence_parallel_axis: str = "sp"
     expert_parallel_axis: str = "ep"
     rules: Mapping[str, AxisRule] = field(default_factory=lambda: _RULES, hash=False)
+    """Rule of each semantic axis."""
     generation_rules: Mapping[str, AxisRule] = field(
         default_factory=lambda: _GENERATION_RULES, hash=False
     )
+    """Rules that replace those above in GENERATION_MODES."""
 
     def __post_init__(self) -> None:
-        # Copies of its own: the table is a key of jit's caches, so it must not change later.
+        # Private copies: the table is a key of jit's caches, so it must not change later.
         for table in ("rules", "generation_rules"):
             object.__setattr__(self, table, MappingProxyType(dict(getattr(self, table))))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For pickle and deepcopy, which know no MappingProxyType.
+        # pickle and deepcopy do not support MappingProxyType.
         return PartitionAxis.from_dict, (self.to_dict(),)
 
     @property
     def mesh_axes(self) -> dict[str, str]:
-        """The constants DP, FSDP, TP, SP and EP to the names of mesh axes."""
+        """The mesh axis name of each constant DP, FSDP, TP, SP and EP."""
         return {
             ax.DP: self.data_parallel_axis,
             ax.FSDP: self.fully_sharded_data_parallel_axis,
@@ -114,18 +115,20 @@ class PartitionAxis:
 
     @classmethod
     def reference(cls) -> "PartitionAxis":
-        """The rules of the reference library: BATCH on (fsdp, dp), so ep ranks repeat the batch."""
+        """Return the reference's rules: BATCH on (fsdp, dp); ep ranks repeat the batch."""
         return cls(rules=MappingProxyType({**_RULES, ax.BATCH: (ax.FSDP, ax.DP)}))
 
     def to_dict(self) -> dict[str, Any]:
-        """Axis names and both tables, as values that JSON can hold."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in dataclasses.fields(self)}
+        """Return axis names and both tables as JSON values."""
+        return {
+            entry.name: _to_json(getattr(self, entry.name)) for entry in dataclasses.fields(self)
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PartitionAxis":
-        """What `to_dict` wrote; a key that is left out takes its default.
+        """Rebuild the table of `to_dict`; missing keys take their defaults.
 
-        Raises: ValueError for an unknown key, or a table that is not one.
+        Raises: ValueError for an unknown key, or for rules that are not a mapping.
         """
         refuse_unknown_keys(
             "PartitionAxis", data, (entry.name for entry in dataclasses.fields(cls))
@@ -133,7 +136,7 @@ class PartitionAxis:
         for table in ("rules", "generation_rules"):
             if not isinstance(data.get(table, {}), Mapping):
                 raise ValueError(f"PartitionAxis.{table}={data[table]!r} is not a mapping of rules")
-        return cls(**{key: _frozen(value) for key, value in data.items()})
+        return cls(**{key: _from_json(value) for key, value in data.items()})
 
     def register(
         self,
@@ -142,14 +145,15 @@ class PartitionAxis:
         generation_axis_rule: Any = ax.NOT_GIVEN,
         override: bool = False,
     ) -> "PartitionAxis":
-        """A copy of this table with one more semantic axis.
+        """Return a copy of this table with one more semantic axis.
 
-        generation_axis_rule: the rule in GENERATION_MODES, if it differs.
-        Raises: ValueError if the name is that of a mesh axis, or taken and `override` is false.
+        generation_axis_rule: Rule in GENERATION_MODES, if it differs.
+
+        Raises: ValueError if the name is a mesh axis, or is registered and `override` is false.
         """
         if semantic_axis in {*self.mesh_axes, *self.mesh_axes.values()}:
             raise ValueError(
-                f"{semantic_axis!r} is a mesh axis, which no rule places; register another name"
+                f"{semantic_axis!r} is a mesh axis and cannot have a rule; register another name"
             )
         if semantic_axis in self.rules and not override:
             raise ValueError(
@@ -163,10 +167,11 @@ class PartitionAxis:
         return dataclasses.replace(self, rules=rules, generation_rules=MappingProxyType(generation))
 
     def resolve_axis(self, semantic_axis: Any, mode: str) -> tuple[str, ...]:
-        """The mesh axes, outermost first, of one entry of a `DynamicShardingAxes.axes`.
+        """Return the mesh axes, outermost first, of one entry of a `DynamicShardingAxes.axes`.
 
-        semantic_axis: a semantic axis, None, "_", or a (nested) sequence of them.
-        Raises: ValueError for a name that is neither a rule nor a mesh axis.
+        semantic_axis: A semantic axis, None, "_", or a (nested) sequence of them.
+
+        Raises: ValueError for a name that is neither a semantic axis nor a mesh axis.
         """
         if semantic_axis is None or semantic_axis == ax.EMPTY:
             return ()
@@ -182,48 +187,33 @@ class PartitionAxis:
         if semantic_axis in self.rules:
             return self.resolve_axis(self.rules[semantic_axis], mode)
         raise ValueError(
-            f"unknown semantic axis {semantic_axis!r}; known: {', '.join(sorted(self.rules))}"
+            f"unknown semantic axis {semantic_axis!r}; use one of {', '.join(sorted(self.rules))}"
         )
 
 
-def residual_rules(layout: Residual, base: PartitionAxis | None = None) -> PartitionAxis:
-    """The table in which `ResidualSharding` (B, L, D) has this layout.
-
-    hidden: (batch, sp, tp), the reference's; sequence: (batch, (sp, tp), -);
-    replicated: (batch, sp, -).
-    """
-    base = base or PartitionAxis()
-    if layout not in ("hidden", "sequence", "replicated"):
-        raise ValueError(f"residual layout {layout!r}: use hidden, sequence or replicated")
-    length = (ax.SP, ax.TP) if layout == "sequence" else ax.SP
-    embed = ax.TP if layout == "hidden" else None
-    return base.register(ax.LENGTH, length, None, override=True).register(
-        ax.EMBED, embed, override=True
-    )
-
-
 def runtime_mode(axes: Any, mode: Any, shape: Sequence[int] | None, name: str = "tensor") -> str:
-    """The MODE_* constant in which `axes` are resolved.
+    """Return the MODE_* constant in which `axes` are resolved.
 
-    mode: overrides the one that `axes` carries, unless NOT_GIVEN; a plain list means MODE_TRAIN. An
-        integer is the index of the dim to look at: length 1 means MODE_DECODE, else MODE_TRAIN.
-    Raises: ValueError if it is no mode, or an index and there is no such dim.
+    mode: Replaces the mode of `axes`, unless NOT_GIVEN; a plain list has MODE_TRAIN. An integer is
+        the index of a dim: size 1 means MODE_DECODE, any other size MODE_TRAIN.
+
+    Raises: ValueError for an unknown mode, or for an index without that dim.
     """
     if mode is ax.NOT_GIVEN:
         mode = getattr(axes, "mode", ax.MODE_TRAIN)
     if not isinstance(mode, int):
         if mode not in (modes := get_args(ax.RUNTIME_MODE_TYPES)):
-            raise ValueError(f"{name}: mode {mode!r} is none of {', '.join(modes)}")
+            raise ValueError(f"{name}: mode {mode!r} is unknown; use one of {', '.join(modes)}")
         return mode
     if shape is None:
-        raise ValueError(f"{name}: mode {mode} is a dim index, so the shape is needed")
+        raise ValueError(f"{name}: mode {mode} is the index of a dim; pass the shape too")
     if not -len(shape) <= mode < len(shape):
-        raise ValueError(f"{name}: mode {mode} is no dim of {tuple(shape)}; give the length's")
+        raise ValueError(f"{name}: mode {mode} is no dim of {tuple(shape)}; use that of LENGTH")
     return ax.MODE_DECODE if shape[mode] == 1 else ax.MODE_TRAIN
 
 
 def axis_label(entry: Any) -> str:
-    """One entry of a `DynamicShardingAxes.axes` as its constants are named: `TP`, `[FSDP SP]`."""
+    """Return one entry of a `DynamicShardingAxes.axes` by constant names: `TP`, `[FSDP SP]`."""
     if entry is None or entry == ax.EMPTY:
         return ax.EMPTY
     if not isinstance(entry, str):
@@ -233,7 +223,7 @@ def axis_label(entry: Any) -> str:
 
 
 def _without(entry: Any, names: frozenset[str]) -> Any:
-    """An entry less these semantic axes."""
+    """Return an entry without these semantic axes."""
     if entry is None or isinstance(entry, str):
         return None if entry in names else entry
     return tuple(_without(part, names) for part in entry)
@@ -241,17 +231,15 @@ def _without(entry: Any, names: frozenset[str]) -> Any:
 
 @dataclass(frozen=True)
 class PartitionManager:
-    """Resolves semantic axes to PartitionSpecs on one mesh.
-
-    mesh: an axis of the rules that it does not have counts as one of size one.
-    replicate: semantic axes that may stay whole. Where the shape is known and a dim does not
-        divide, they are taken out of its entry; what is left must divide. What that costs is in
-        the sharding table (parallel/planning/sharding_table.py).
-    """
+    """Resolves semantic axes to PartitionSpecs on one mesh."""
 
     partition_axis: PartitionAxis
     mesh: Mesh
+    """The mesh; axes of the rules that it does not have count as size 1."""
     replicate: frozenset[str] = frozenset()
+    """Semantic axes that may stay unsharded. Where a shape is given and a dim does not divide, they
+    are removed from its entry, and the rest must divide. The sharding table shows the cost
+    (parallel/planning/sharding_table.py)."""
 
     def __post_init__(self) -> None:
         rules = self.partition_axis
@@ -262,15 +250,15 @@ class PartitionManager:
         for name, size in self.mesh.shape.items():
             if size > 1 and name not in known:
                 raise ValueError(
-                    f"mesh axis {name!r} of size {size} has no part in the rules, which know "
+                    f"mesh axis {name!r} of size {size} is not in the rules, which use "
                     f"{', '.join(known)}; rename it, or name it in PartitionAxis"
                 )
         for name in sorted(self.replicate):
             if not self.partition_axis.resolve_axis(name, ax.MODE_TRAIN):
-                raise ValueError(f"replicate={axis_label(name)}: no rule splits it; leave it out")
+                raise ValueError(f"replicate={axis_label(name)}: no rule shards it; leave it out")
 
     def axis_size(self, semantic_axis: Any, mode: str = ax.MODE_TRAIN) -> int:
-        """Over how many devices this semantic axis (or sequence of them) is split."""
+        """Return the number of shards of this semantic axis (or sequence of them)."""
         return math.prod(self.mesh.shape[name] for name in self._mesh_axes(semantic_axis, mode))
 
     def _mesh_axes(self, semantic_axis: Any, mode: str) -> tuple[str, ...]:
@@ -284,13 +272,16 @@ class PartitionManager:
         shape: Sequence[int] | None = None,
         name: str = "tensor",
     ) -> P:
-        """The PartitionSpec of a tensor.
+        """Return the PartitionSpec of a tensor.
 
-        axes: a `DynamicShardingAxes` class or instance, or a plain list of semantic axes.
-        mode: overrides the mode that `axes` carries. An integer mode is the index of the dim to
-            look at and needs `shape`: length 1 means MODE_DECODE, anything else MODE_TRAIN.
-        shape: when given, every dim must divide; `name` is then used in the message.
-        Raises: ValueError for unknown names, a mesh axis used twice, a dim that does not divide.
+        Args:
+            axes: A `DynamicShardingAxes` class or instance, or a plain list of semantic axes.
+            mode: Replaces the mode of `axes`; see `runtime_mode`. An integer mode needs `shape`.
+            shape: If given, every dim must divide.
+            name: Name of the tensor in error messages.
+
+        Raises:
+            ValueError: An unknown name, a mesh axis used twice, or a dim that does not divide.
         """
         entries = axes.axes if hasattr(axes, "axes") else axes
         mode = runtime_mode(axes, mode, shape, name)
@@ -305,19 +296,19 @@ class PartitionManager:
     def sharding(
         self, axes: Any, mode: Any = ax.NOT_GIVEN, shape: Sequence[int] | None = None
     ) -> NamedSharding:
-        """`resolve` as a NamedSharding on this mesh."""
+        """Return `resolve` as a NamedSharding on this mesh."""
         return NamedSharding(self.mesh, self.resolve(axes, mode, shape))
 
     def constrain(self, x: jax.Array, axes: Any, mode: Any = ax.NOT_GIVEN) -> jax.Array:
-        """`x` laid out by the rules; moves data only if its type says otherwise."""
+        """Reshard `x` to the layout of the rules; no-op if its type already has that layout."""
         return jax.sharding.reshard(x, self.resolve(axes, mode, x.shape))
 
     def _divided(
         self, name: str, entries: Sequence[Any], mode: str, shape: Sequence[int]
     ) -> list[tuple[str, ...]]:
-        """The mesh axes of every dim of this shape, less those that may and must stay whole."""
+        """Return the mesh axes of every dim, without `replicate` where a dim does not divide."""
         if len(shape) != len(entries):
-            raise ValueError(f"{name}: shape {tuple(shape)} has not {len(entries)} dims")
+            raise ValueError(f"{name}: shape {tuple(shape)} does not have {len(entries)} dims")
         dims = []
         for index, (size, entry) in enumerate(zip(shape, entries, strict=True)):
             divides = size % self.axis_size(entry, mode) == 0
@@ -328,7 +319,7 @@ class PartitionManager:
                 raise ValueError(
                     f"{name} {tuple(shape)}: dim {index} = {size} is not divisible by "
                     f"{mesh_axes} = {parts}; sizes that divide it: {legal}; or let "
-                    f"{axis_label(kept)} stay whole on every device (PartitionManager.replicate)"
+                    f"{axis_label(kept)} be replicated (PartitionManager.replicate)"
                 )
             dims.append(self._mesh_axes(kept, mode))
         return dims

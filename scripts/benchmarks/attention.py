@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from benchmarks.measure import ratios, time_in_turns
 from model.attention.operation import OperationMetadata, OperationRegistry
-from parallel.sharding.mesh import MeshConfig, build_mesh, find_devices
+from parallel.sharding.devices import find_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
 _HEADS, _HEAD_DIM = 8, 64

@@ -12,7 +12,7 @@ from configs.build import build_program
 from configs.schema import load_config
 from model.moe import MoE
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, ResidualSharding
-from parallel.sharding.mesh import absent_devices
+from parallel.sharding.devices import absent_devices
 from training.step import Program
 
 _EXCHANGES = ("collective-permute", "all-to-all", "ragged-all-to-all")

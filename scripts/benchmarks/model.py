@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from benchmarks.prediction import chip_of, compile_for
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.sharding.mesh import absent_devices
+from parallel.sharding.devices import absent_devices
 
 
 def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:

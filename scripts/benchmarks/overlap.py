@@ -16,12 +16,14 @@ from flax import nnx
 
 from benchmarks.prediction import HEADER, PASSES, compile_pass
 from model.layers import gated_silu
+from parallel.linear.chain import chain
 from parallel.linear.collective_matmul import Overlap
-from parallel.linear.layout import TensorParallelConfig
-from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear, chain
+from parallel.linear.config import TensorParallelConfig
+from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, TP, ResidualSharding
-from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
-from parallel.sharding.partition import residual_rules
+from parallel.sharding.devices import absent_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.residual import residual_rules
 
 Method = Literal["xla", "xla-plain", Overlap]
 METHODS: tuple[Method, ...] = get_args(Method)

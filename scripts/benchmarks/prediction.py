@@ -10,8 +10,10 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from parallel.planning.links import chip_coords
 from parallel.planning.schedule import Prediction, predict
-from parallel.sharding.mesh import CHIPS, Chip, absent_devices, places, read_topology
+from parallel.sharding.chips import CHIPS, Chip
+from parallel.sharding.devices import absent_devices, read_topology
 
 Pass = Literal["fwd", "fwd+bwd"]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -75,7 +77,7 @@ def compile_for(
     named = read_topology(topology)
     one_slice = mesh.devices.flat[: mesh.size // named.num_slices]
     prediction = predict(
-        program.as_text(), chip_of(topology), named.sides, places=places(one_slice)
+        program.as_text(), chip_of(topology), named.sides, places=chip_coords(one_slice)
     )
     memory = program.memory_analysis().temp_size_in_bytes / 2**30
     return Compiled(program, prediction, memory, seconds)

@@ -9,7 +9,8 @@ from benchmarks.prediction import HEADER, PASSES, compile_pass
 from model.attention.operation import OperationMetadata, OperationRegistry
 from model.attention.ring import zigzag_order
 from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
-from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.devices import absent_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
 

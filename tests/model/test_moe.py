@@ -139,11 +139,7 @@ def test_the_dense_form_equals_a_loop_over_experts_in_float64() -> None:
     tp = tensor_parallel(ONE_DEVICE)
     plan = make_plan(config, tp, lengths=[])
     with jax.set_mesh(tp.mesh):
-        layer = jax.jit(
-            lambda: nnx.state(
-                MoE(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
-            )
-        )()
+        layer = jax.jit(lambda: nnx.state(MoE(plan, rngs=nnx.Rngs(params=jax.random.key(3)))))()
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(layer))
     x_BLD, valid = inputs()
     want = np.zeros((B, L, D))

@@ -14,7 +14,7 @@ from model.loss import cross_entropy_sum
 from model.plan import make_plan
 from model.transformer import Transformer
 from parallel.linear.collective_matmul import Overlap
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
 
 CONFIG = ModelConfig(

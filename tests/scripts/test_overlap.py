@@ -102,7 +102,8 @@ FLASH = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from model.attention.operation import OperationMetadata, OperationRegistry
-from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.devices import absent_devices
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 mesh = build_mesh(MeshConfig(tp=4), absent_devices("v5p:2x2x1"))
 manager = PartitionManager(PartitionAxis(), mesh)

@@ -23,9 +23,9 @@ from model.attention.metadata import (
     OperationMetadata,
 )
 from parallel.sharding import axes as ax
-from parallel.sharding.axes import EMPTY_VAL, NOT_GIVEN
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.partition import PartitionAxis, PartitionManager, residual_rules
+from parallel.sharding.partition import PartitionAxis, PartitionManager
+from parallel.sharding.residual import residual_rules
 
 BATCH = ("dp", "fsdp", "ep")
 MODES = get_args(ax.RUNTIME_MODE_TYPES)
@@ -60,7 +60,7 @@ def test_the_documented_fields_come_first_and_in_order() -> None:
     fields = dataclasses.fields(OperationMetadata)
     names = "runtime_dtype runtime_softmax_dtype sequence_axis_name platform backend"
     names += " partition_axis partition_manager base_config operation_configs _stored_mesh"
-    defaults = [dataclasses.MISSING, None, *[NOT_GIVEN] * 5, None, None, NOT_GIVEN]
+    defaults = [dataclasses.MISSING, None, *[ax.NOT_GIVEN] * 5, None, None, ax.NOT_GIVEN]
     documented = [(f.name, f.default) for f in fields if not f.kw_only]
     assert documented == list(zip(names.split(), defaults, strict=True))
     names = "scan_ring_attention softmax_scale dropout_prob blocksize_q blocksize_k blocksize_b"
@@ -72,7 +72,7 @@ def test_the_documented_fields_come_first_and_in_order() -> None:
 def test_what_is_not_given_takes_its_default() -> None:
     on = mesh(tp=2, sp=2)
     with jax.set_mesh(on):
-        filled = OperationMetadata(NOT_GIVEN)
+        filled = OperationMetadata(ax.NOT_GIVEN)
     assert filled.runtime_dtype == filled.runtime_softmax_dtype == jnp.float32
     assert filled.sequence_axis_name == "sp"
     assert filled.platform == filled.backend == "cpu"
@@ -86,7 +86,7 @@ def test_what_is_not_given_takes_its_default() -> None:
     assert filled == OperationMetadata(jnp.float32, _stored_mesh=on)
 
 
-@pytest.mark.parametrize("unset", [NOT_GIVEN, EMPTY_VAL, EMPTY_VAL(), ..., None])
+@pytest.mark.parametrize("unset", [ax.NOT_GIVEN, ax.EMPTY_VAL, ax.EMPTY_VAL(), ..., None])
 def test_every_mark_of_absence_counts_as_not_given(unset) -> None:
     names = {f.name for f in dataclasses.fields(OperationMetadata)}
     names -= {"base_config", "_stored_mesh"}
@@ -175,7 +175,7 @@ def test_the_mesh_is_the_base_configs_then_the_stored_then_that_of_the_context()
         assert metadata(_stored_mesh=None).mesh == context
         assert metadata(base_config=SimpleNamespace(mesh=None), _stored_mesh=None).mesh == context
     late = metadata(_stored_mesh=None)
-    assert late.partition_manager is NOT_GIVEN
+    assert late.partition_manager is ax.NOT_GIVEN
     for ask in (lambda: late.mesh, lambda: late.get_shardings(ax.MODE_TRAIN)):
         with pytest.raises(ValueError, match=r"no mesh.*set metadata.mesh = mesh, or call jax.set"):
             ask()

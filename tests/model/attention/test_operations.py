@@ -17,7 +17,8 @@ from model.attention.ring import zigzag_order
 from model.attention.scores import UNUSED, BlockMask, Pattern, ScoreInputs, ScoreRule
 from parallel.sharding.axes import MODE_DECODE
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.partition import PartitionManager, residual_rules
+from parallel.sharding.partition import PartitionManager
+from parallel.sharding.residual import residual_rules
 
 B, L, H, h = 2, 32, 8, 8
 # Stated bound: float32 rounding, relative to the largest value of each array.

@@ -300,7 +300,8 @@ from jax.sharding import PartitionSpec as P
 from model.attention.operation import OperationRegistry
 from model.attention.paged import PagedInputs
 from model.attention.scores import Pattern, ScoreRule
-from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.devices import absent_devices
 
 mesh = build_mesh(MeshConfig(), absent_devices("v5p:2x2x1")[:1])
 whole = jax.NamedSharding(mesh, P())

@@ -312,7 +312,8 @@ import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec, NamedSharding
 from model.attention import pallas_tpu
 from model.attention.scores import ScoreInputs, ScoreRule
-from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.devices import absent_devices
 
 L, rule = 4096, ScoreRule(scale=128**-0.5)
 mesh = build_mesh(MeshConfig(sp=4), absent_devices("{topology}"))

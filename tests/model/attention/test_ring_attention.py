@@ -35,7 +35,9 @@ from model.attention.ring import (
 from model.attention.scores import UNUSED, BlockMask, Pattern, ScoreInputs, ScoreRule
 from model.attention.ulysses import ulysses
 from parallel.planning.schedule import predict
-from parallel.sharding.mesh import CHIPS, MeshConfig, absent_devices, build_mesh
+from parallel.sharding.chips import CHIPS
+from parallel.sharding.devices import absent_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
 
 B, L, H, K = 2, 32, 8, 2
 ROWS, HEADS = P(None, "sp"), P(None, "sp", "tp")

@@ -447,7 +447,8 @@ NATIVE = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from parallel.experts.exchange import RaggedPlan
-from parallel.sharding.mesh import MeshConfig, absent_devices, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.devices import absent_devices
 mesh = build_mesh(MeshConfig(ep=2, sp=2), absent_devices("v5p:2x2x1"))
 def body(x, sizes, g):
     plan = RaggedPlan.of(sizes, ("ep", "sp"), 96)

@@ -25,6 +25,7 @@ from parallel.experts.expert import (
 )
 from parallel.experts.grouped_matmul import RowLayout
 from parallel.sharding.mesh import MeshConfig
+from parallel.sharding.residual import get_residual
 
 N, K, E, D, F = 48, 3, 8, 8, 12
 # Stated bounds: float32 rounding of sums in another order, relative to the largest of an array.
@@ -213,7 +214,7 @@ class Case:
     def plan(self) -> ExpertPlan:
         return a_plan(
             axes=self.axes,
-            residual=self.residual,
+            split_dim=get_residual(self.residual).split_dim,
             exchange=self.exchange,
             form=self.form,
             overlap=self.overlap,

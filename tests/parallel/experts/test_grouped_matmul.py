@@ -304,7 +304,7 @@ os.environ["JAX_PLATFORMS"] = "cpu,tpu"
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from parallel.experts.grouped_matmul import RowLayout, grouped_matmul
-from parallel.sharding.mesh import absent_devices
+from parallel.sharding.devices import absent_devices
 
 E, D, F = 8, 2048, 768
 layout = RowLayout.blocks(8192, E, 512)

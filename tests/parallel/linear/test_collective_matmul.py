@@ -182,10 +182,14 @@ def plain_chain(*arrays: jax.Array, kernels: int) -> jax.Array:
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @settings(deadline=None, max_examples=8, derandomize=True)
-@given(**{**CASE, "widths": st.integers(1, 2)}, kernels=st.integers(1, 3), extras=st.integers(0, 2))
+@given(
+    **{**CASE, "widths": st.integers(1, 2)},
+    counts=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+)
 def test_gather_matmul_scatter_equals_the_plain_chain(
-    overlap, size, lead, rows, features, widths, seed, kernels, extras
+    overlap, size, lead, rows, features, widths, seed, counts
 ) -> None:
+    kernels, extras = counts
     rng, mesh = np.random.default_rng(seed), ring(size)
     R, D, F = rows * units(overlap, "rows", lead)[0] * size, features, widths * size
     shapes = [(*lead, R, D), *[(D, F)] * kernels, *[(F,)] * extras, (F, D)]

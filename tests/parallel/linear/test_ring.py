@@ -127,9 +127,9 @@ def test_positions_name_every_piece_of_every_device_once_in_order_of_arrival(
 ) -> None:
     walk = Ring("ring", direction)
     found = positions(walk, size)
-    everything = [(offset, piece) for offset in range(size) for piece in range(walk.pieces)]
+    everything = [(offset, piece) for offset in range(size) for piece in range(walk.num_pieces)]
     assert sorted((offset % size, piece) for offset, piece in found) == everything
-    assert found[: walk.pieces] == [(0, piece) for piece in range(walk.pieces)]
+    assert found[: walk.num_pieces] == [(0, piece) for piece in range(walk.num_pieces)]
     hops = [abs(offset) for offset, _ in found]
     assert hops == sorted(hops)
     assert hops[-1] == (size // 2 if direction == "bidirectional" else size - 1)
@@ -143,18 +143,18 @@ WALKS = [
     (Ring("ring", "split"), -2, (3, 2, 2)),
     (Ring("ring", "split"), -1, (3, 1, 2)),
     (Ring("ring", "split", halve_batch=True), -2, (2, 3, 1)),
-    (Ring("ring", "split", together=True), -2, (3, 2, 2)),
-    (Ring("ring", "split", halve_batch=True, together=True), -2, (2, 3, 1)),
+    (Ring("ring", "split", fuse_halves=True), -2, (3, 2, 2)),
+    (Ring("ring", "split", halve_batch=True, fuse_halves=True), -2, (2, 3, 1)),
 ]
 
 
 def pieces(walk: Ring, block: np.ndarray, dim: int) -> list[np.ndarray]:
-    return np.split(block, walk.pieces, axis=0 if walk.halve_batch else dim)
+    return np.split(block, walk.num_pieces, axis=0 if walk.halve_batch else dim)
 
 
 def called_with(walk: Ring, position: int) -> int:
     """The position of which the work is told: of pieces that are joined, the first."""
-    return position - position % walk.pieces if walk.together else position
+    return position - position % walk.num_pieces if walk.fuse_halves else position
 
 
 def whole_numbers(seed: int, *shape: int) -> np.ndarray:
@@ -171,8 +171,8 @@ def test_blocks_are_gathered_cut_and_placed_as_positions_say(walk, dim, shape, s
 
     def body(x: jax.Array, whole: jax.Array) -> list:
         blocks, worked = walk.gather(x, lambda k, block: block * (k + 1), dim)
-        cut = [walk.cut(whole, dim)(k) for k in range(len(blocks))]
-        return [blocks, worked, cut, walk.place(blocks, dim), walk.place(cut, dim)]
+        cut = [walk.shard(whole, dim)(k) for k in range(len(blocks))]
+        return [blocks, worked, cut, walk.unshard(blocks, dim), walk.unshard(cut, dim)]
 
     blocks, worked, cut, placed, back = per_device(ring(size), body, x, wholes)
     for k, (offset, piece) in enumerate(positions(walk, size)):
@@ -201,7 +201,7 @@ def test_a_sum_ends_where_its_blocks_came_from(walk, dim, shape, size) -> None:
         def part(piece: jax.Array) -> jax.Array:
             return weight * piece
 
-        both = [{"dim": dim, "followed": followed} for followed in (True, False)]
+        both = [{"dim": dim, "hide_last_hop": hide} for hide in (True, False)]
         return [
             [walk.scatter(lambda k: parts[k], part, **how) for how in both],
             [walk.gather_scatter(x, work, part, **how) for how in both],
@@ -209,7 +209,7 @@ def test_a_sum_ends_where_its_blocks_came_from(walk, dim, shape, size) -> None:
         ]
 
     sums, chains, gathered = per_device(ring(size), body, x, parts, weights)
-    sum_of, chain_of = (np.zeros((size, walk.pieces, *parts.shape[2:])) for _ in "sc")
+    sum_of, chain_of = (np.zeros((size, walk.num_pieces, *parts.shape[2:])) for _ in "sc")
     for s in range(size):
         for k, (offset, piece) in enumerate(owned):
             owner = (s - offset) % size
@@ -249,7 +249,7 @@ def test_every_hop_goes_to_a_neighbour_and_few_wait_for_each_other(direction, si
         return 2 * block
 
     def program(x: jax.Array, which: str) -> jax.Array:
-        piece = x[:, : 2 // walk.pieces]
+        piece = x[:, : 2 // walk.num_pieces]
         if which == "gather":
             return walk.gather(x, note, -2)[1]
         if which == "scatter":
@@ -261,13 +261,13 @@ def test_every_hop_goes_to_a_neighbour_and_few_wait_for_each_other(direction, si
         order.clear()
         jaxpr = program_per_device(ring(size), partial(program, which=which), x)
         hops = [e.params["perm"] for e in equations(jaxpr) if e.primitive.name == "ppermute"]
-        assert len(hops) == rings * walk.pieces * (size - 1)
+        assert len(hops) == rings * walk.num_pieces * (size - 1)
         assert all((b - a) % size in (1, size - 1) for pairs in hops for a, b in pairs)
         assert longest_chain(jaxpr) <= rings * longest
         # Every piece is worked on, or added, once; what a sum meets last is the device's own.
-        assert sorted(order) == list(range(walk.pieces * size))
+        assert sorted(order) == list(range(walk.num_pieces * size))
         if which == "scatter":
-            assert set(order[-walk.pieces :]) == set(range(walk.pieces))
+            assert set(order[-walk.num_pieces :]) == set(range(walk.num_pieces))
         else:
             assert order == sorted(order)
 
@@ -282,7 +282,7 @@ def test_a_block_is_used_only_when_the_work_before_it_is_done(direction) -> None
     made_by = {id(v): e for e in jaxpr.eqns for v in e.outvars}
     sources = [made_by[id(e.invars[0])] for e in jaxpr.eqns if e.primitive.name == "sin"]
     pins = [e for e in sources if e.primitive.name == "optimization_barrier"]
-    assert len(pins) == len(sources) - walk.pieces  # all but the device's own
+    assert len(pins) == len(sources) - walk.num_pieces  # all but the device's own
     assert all("sin" in {made_by[id(v)].primitive.name for v in e.invars} for e in pins)
 
 
@@ -292,7 +292,7 @@ def test_split_refuses_a_block_that_has_no_halves(size) -> None:
     x = np.ones((size, 3, 4), np.float32)
     for body in (
         lambda x: walk.gather(x, lambda k, block: block, -2)[0],
-        lambda x: walk.cut(jnp.concatenate([x] * size, axis=-2), -2)(0),
+        lambda x: walk.shard(jnp.concatenate([x] * size, axis=-2), -2)(0),
     ):
         with pytest.raises(ValueError, match=r"overlap split .* use an even size there"):
             per_device(ring(size), body, x)

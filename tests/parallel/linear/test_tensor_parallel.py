@@ -15,12 +15,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.tensor_parallel import (
-    ModelParallelismWrapper,
-    TPAsyncDense,
-    TPDense,
-    scale_init,
-)
+from parallel.linear.model_parallelism import ModelParallelismWrapper
+from parallel.linear.tensor_parallel import TPAsyncDense, TPDense, scale_init
 
 SIZES = (1, 2, 3, 4, 8)
 # Every way to communicate: class, mode and directions.
@@ -44,7 +40,7 @@ def grid(tp: int, dp: int = 1) -> Mesh:
 
 
 def dense(name: str, features: tuple[int, int] = (D, F), seed: int = 0, **fields):
-    """A variant, its bias not zero. Without a mesh in context: an ordinary layer."""
+    """Build a variant with a nonzero bias; without a mesh in context, an ordinary layer."""
     cls, mode, directions = VARIANTS[name]
     layer = partial(nnx.Linear, *features, bias_init=BITS)
     fields = {"kernel_init": BITS, **directions, **fields}
@@ -75,7 +71,7 @@ def arrays(state) -> dict[str, np.ndarray]:
 
 
 def pull(function, state, x: jax.Array, cotangent: np.ndarray, spec: P):
-    """Output, its type, and gradients of state and x; one compilation of the whole."""
+    """Return output and gradients of state and x, in one compilation."""
 
     @jax.jit
     def run(state, x, cotangent):
@@ -87,7 +83,7 @@ def pull(function, state, x: jax.Array, cotangent: np.ndarray, spec: P):
 
 
 def check(function, state, *, x_spec: P = SPLIT, y_spec: P = SPLIT, seed: int = 0) -> None:
-    """Values and gradients of a dense layer are those of numpy."""
+    """Check values and gradients of a dense layer against numpy."""
     params = arrays(state)
     kernel, bias = params["module.kernel"], params.get("module.bias")
     x, c = draw((4, 3, kernel.shape[0]), (4, 3, kernel.shape[1]), seed=seed)
@@ -116,7 +112,7 @@ def test_a_split_dense_equals_matmul_on_every_ring(name: str, size: int) -> None
     use_bias=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_any_width_that_divides_will_do(name, size, features, use_bias, seed) -> None:
+def test_dense_layers_take_every_width_that_divides(name, size, features, use_bias, seed) -> None:
     even = 2 if name == "scatter-split" else 1
     widths = features[0] * size, features[1] * size * even
     with jax.set_mesh(grid(size)):
@@ -125,14 +121,14 @@ def test_any_width_that_divides_will_do(name, size, features, use_bias, seed) ->
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_batch_may_lie_on_another_axis(name: str) -> None:
+def test_the_batch_may_be_sharded_over_another_axis(name: str) -> None:
     with jax.set_mesh(grid(4, dp=2)):
         definition, state = nnx.split(dense(name))
         check(partial(merged, definition), state)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_inside_a_shard_map_it_works_on_blocks(name: str) -> None:
+def test_dense_layers_inside_a_shard_map_compute_on_blocks(name: str) -> None:
     with jax.set_mesh(grid(4, dp=2)):
         definition, state = nnx.split(dense(name))
         body = partial(merged, definition)
@@ -140,7 +136,7 @@ def test_inside_a_shard_map_it_works_on_blocks(name: str) -> None:
         check(jax.shard_map(body, in_specs=specs, out_specs=SPLIT), state)
 
 
-def test_parameters_are_the_same_bits_in_every_class_mode_direction_and_ring() -> None:
+def test_parameters_are_bit_equal_in_every_class_mode_direction_and_ring_size() -> None:
     want = arrays(nnx.state(nnx.Linear(D, F, kernel_init=BITS, bias_init=BITS, rngs=nnx.Rngs(0))))
     for name, size in itertools.product(VARIANTS, SIZES):
         with jax.set_mesh(grid(size)):
@@ -158,7 +154,7 @@ def test_parameters_are_the_same_bits_in_every_class_mode_direction_and_ring() -
             assert state["module"]["bias"][...].sharding.spec == P("tp")
 
 
-def test_state_moves_between_the_classes() -> None:
+def test_state_is_interchangeable_between_the_classes() -> None:
     with jax.set_mesh(grid(8)):
         x = place(*draw((2, 1, D)), P(None, None, "tp"))
         for mode in ("gather", "scatter"):
@@ -223,7 +219,7 @@ def test_mode_none_is_the_layer_itself_and_ignores_the_adjustment() -> None:
             check(partial(merged, definition), state, x_spec=WHOLE, y_spec=WHOLE)
 
 
-def test_the_mode_asked_for_decides_on_the_adjustment_not_the_ring() -> None:
+def test_the_adjustment_depends_on_the_mode_and_not_on_the_ring_size() -> None:
     want = np.asarray(nnx.Linear(D, F, kernel_init=BITS, rngs=nnx.Rngs(0)).kernel[...]) * 0.5
     for size in (1, 4):
         with jax.set_mesh(grid(size)):

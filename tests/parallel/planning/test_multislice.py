@@ -16,7 +16,7 @@ from hlo_text import matmul, program
 from configs.schema import load_config
 from parallel.planning.hlo import read_program
 from parallel.planning.schedule import Prediction, predict
-from parallel.sharding.mesh import CHIPS, Chip
+from parallel.sharding.chips import CHIPS, Chip
 
 # One cycle is a microsecond; a megabyte takes 4 ms to another slice.
 CHIP = Chip(1e12, hbm_bandwidth=1e9, ici_bandwidth=1e9, clock_hz=1e6, dcn_bandwidth=0.25e9)
@@ -79,7 +79,7 @@ import sys
 import jax, jax.numpy as jnp
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.sharding.mesh import absent_devices
+from parallel.sharding.devices import absent_devices
 program = build_program(load_config("configs/tp8.yaml", sys.argv[2:]), absent_devices(sys.argv[1]))
 fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
 with jax.set_mesh(program.tp.manager.mesh):

@@ -25,8 +25,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from parallel.planning.links import Coords, chip_coords, link_loads
 from parallel.planning.schedule import Prediction, predict
-from parallel.sharding.mesh import CHIPS, Chip, Place, absent_devices, link_loads, places
+from parallel.sharding.chips import CHIPS, Chip
+from parallel.sharding.devices import absent_devices
 
 ROOT = Path(__file__).parents[3]
 # One cycle is a microsecond; a megabyte takes a millisecond over HBM or one link one way.
@@ -36,7 +38,7 @@ HOP = 1e-6
 MS = 1e-3
 
 
-def box(*sides: int) -> list[Place]:
+def box(*sides: int) -> list[Coords]:
     return list(itertools.product(*(range(side) for side in sides)))
 
 
@@ -220,7 +222,7 @@ def test_places_that_are_not_of_the_program_are_refused() -> None:
         predict(text, MESH, (2, 2), box(2, 4))
 
 
-def distance(source: Place, target: Place, sides: Sequence[int], wrap: int) -> int:
+def distance(source: Coords, target: Coords, sides: Sequence[int], wrap: int) -> int:
     """By the sides alone, and not hop by hop."""
     total = 0
     for a, b, side in zip(source, target, sides, strict=True):
@@ -252,7 +254,7 @@ class Device:
 
 def test_places_are_counted_from_the_corner_of_the_box() -> None:
     devices = [Device([4, 2, 0]), Device([5, 2, 0]), Device([4, 3, 0])]
-    assert places(devices) == ((0, 0, 0), (1, 0, 0), (0, 1, 0))  # type: ignore[arg-type]  # stand-ins
+    assert chip_coords(devices) == ((0, 0, 0), (1, 0, 0), (0, 1, 0))  # type: ignore[arg-type]  # stand-ins
 
 
 # lax.ragged_dot: one megaflop takes 1 us at peak, one megabyte 1 ms.
@@ -371,7 +373,7 @@ def schedules_for_tpu() -> dict[str, float]:
     grouped = compiled(dot, local(1024, 256), local(4, 256, 512), groups, local(1024, 512))
     prediction = predict(grouped, chip, sides)
     return {
-        "seconds": predict(text, chip, sides, places(shuffled)).total,
+        "seconds": predict(text, chip, sides, chip_coords(shuffled)).total,
         "seconds without places": predict(text, chip, sides).total,
         "kernels": prediction.kernels,
         "matmul": prediction.matmul,

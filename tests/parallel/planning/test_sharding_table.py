@@ -23,7 +23,8 @@ from parallel.planning.sharding_table import (
 )
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.partition import PartitionAxis, PartitionManager, residual_rules
+from parallel.sharding.partition import PartitionAxis, PartitionManager
+from parallel.sharding.residual import residual_rules
 
 GRID = MeshConfig(dp=2, fsdp=2, tp=2)
 
@@ -184,7 +185,7 @@ def test_constrain_replicates_on_request_too():
 
 
 def test_only_what_a_rule_splits_can_be_replicated_on_request():
-    with pytest.raises(ValueError, match="replicate=HEAD_DIM: no rule splits it; leave it out"):
+    with pytest.raises(ValueError, match="replicate=HEAD_DIM: no rule shards it; leave it out"):
         manager(replicate={ax.HEAD_DIM})
     with pytest.raises(ValueError, match="unknown semantic axis '__TYPO__'"):
         manager(replicate={"__TYPO__"})
@@ -199,7 +200,7 @@ def test_a_tensor_that_lies_elsewhere_than_its_axes_say_is_refused():
 def test_a_tensor_whose_shape_does_not_fit_its_axes_is_refused_by_name():
     with pytest.raises(ValueError, match=r"x \(9, 16\): dim 0 = 9 is not divisible by tp = 2"):
         row(ax.RowWise, (9, 16), manager())
-    with pytest.raises(ValueError, match=r"x: shape .* has not 2 dims"):
+    with pytest.raises(ValueError, match=r"x: shape .* does not have 2 dims"):
         row(ax.RowWise, (8,), manager())
 
 

@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.sharding.mesh import (
-    AXIS_NAMES,
-    MeshConfig,
-    Topology,
-    absent_devices,
-    build_mesh,
-    read_topology,
-    ring_order,
-)
+from parallel.sharding.devices import Topology, absent_devices, read_topology
+from parallel.sharding.mesh import AXIS_NAMES, MeshConfig, build_mesh, ring_order
 
 
 def box(*sides: int) -> list[tuple[int, ...]]:
@@ -120,7 +113,7 @@ def test_every_slice_is_laid_out_as_one_alone_and_dp_goes_from_one_to_the_next(
             "mesh.dcn_dp=2, .* in 1 slice; use mesh.dcn_dp=1",
         ),
         (MeshConfig(dp=3, dcn_dp=3, tp=4), [(2, 2, 1), (2, 2, 2)], "=3, .* in 2 slices; use"),
-        (MeshConfig(dp=2, dcn_dp=2, tp=6), [(2, 2, 1), (2, 2, 2)], r"slices of \[4, 8\] devices"),
+        (MeshConfig(dp=2, dcn_dp=2, tp=6), [(2, 2, 1), (2, 2, 2)], r"slices have \[4, 8\] devices"),
     ],
 )
 def test_other_slices_than_configured_are_refused(config, sides, told) -> None:

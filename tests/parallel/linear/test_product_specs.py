@@ -10,16 +10,14 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.layout import (
+from parallel.linear.config import (
     MatrixMultiplyMethod,
     get_matmul_output_sharding,
     get_output_partition_spec,
     get_sharding,
-    layout_of,
-    mesh_axes_of,
-    without_axis,
 )
 from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.specs import mesh_axes_of
 
 ALL_GATHER, REDUCE_SCATTER = MatrixMultiplyMethod
 NAMES = ("dp", "fsdp", "ep", "sp", "tp")
@@ -44,44 +42,6 @@ def traced(function, *arrays):
 
     jax.jit(body).trace(*arrays)
     return said[0]
-
-
-def test_entries_of_specs_lose_one_axis() -> None:
-    assert [mesh_axes_of(entry) for entry in (None, "tp", ("sp", "tp"))] == [
-        (),
-        ("tp",),
-        ("sp", "tp"),
-    ]
-    entries = [None, "tp", "sp", ("sp", "tp"), ("dp", "sp", "tp"), ("tp",)]
-    kept = [None, None, "sp", "sp", ("dp", "sp"), None]
-    assert [without_axis(entry, "tp") for entry in entries] == kept
-
-
-@pytest.mark.parametrize(
-    ("spec", "rank", "layout"),
-    [
-        (P("dp", "sp", "tp"), None, "hidden"),
-        (P("dp", "sp", ("fsdp", "tp")), 3, "hidden"),
-        (P("dp", ("sp", "tp"), None), None, "sequence"),
-        (P("dp", ("sp", "tp")), 3, "sequence"),
-        (P("dp", "sp", None), None, "replicated"),
-        (P("dp"), 3, "replicated"),
-        (P(), None, "replicated"),
-        (P(), 3, "replicated"),
-        (P("tp"), None, "hidden"),
-        (P("tp"), 2, "sequence"),
-    ],
-)
-def test_a_layout_is_where_the_axis_stands(spec: P, rank: int | None, layout: str) -> None:
-    assert layout_of(spec, "tp", rank=rank) == layout
-
-
-def test_a_layout_that_no_linear_takes_is_refused() -> None:
-    for spec, rank in ((P("tp", None, None), None), (P("tp"), 3)):
-        with pytest.raises(ValueError, match=r"split over tp before dim -2; reshard them so that"):
-            layout_of(spec, "tp", rank=rank)
-    with pytest.raises(ValueError, match="more than the 2 dims"):
-        layout_of(P("dp", "sp", "tp"), "tp", rank=2)
 
 
 def test_the_sharding_of_an_array_is_the_same_eagerly_and_under_jit() -> None:

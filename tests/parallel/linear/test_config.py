@@ -17,10 +17,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_matmul import Overlap
-from parallel.linear.layout import MatrixMultiplyMethod, TensorParallelConfig
+from parallel.linear.config import MatrixMultiplyMethod, TensorParallelConfig
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.partition import PartitionAxis, residual_rules
+from parallel.sharding.partition import PartitionAxis
+from parallel.sharding.residual import residual_rules
 
 ALL_GATHER, REDUCE_SCATTER = MatrixMultiplyMethod
 NAMES = ("dp", "fsdp", "ep", "sp", "tp")
@@ -256,8 +257,8 @@ def test_devices_of_another_machine_are_refused_unless_a_mesh_is_given() -> None
     ("change", "message"),
     [
         ({"axis_nams": ["tp"]}, r"mesh: unknown key 'axis_nams'; did you mean axis_names\?"),
-        ({"axis_sizes": [1, 1, 1, 1, 4]}, r"do not hold the devices \[0, 1\]; give one size"),
-        ({"device_ids": [0, 0]}, r"do not hold the devices \[0, 0\].*different ids"),
+        ({"axis_sizes": [1, 1, 1, 1, 4]}, r"do not match devices \[0, 1\]; give one size"),
+        ({"device_ids": [0, 0]}, r"do not match devices \[0, 0\].*different ids"),
         ({"axis_types": ["Explicit"]}, r"one size and type per axis"),
         ({"axis_types": ["Implicit"] * 5}, r"axis type 'Implicit' is unknown; use Auto, Explicit"),
     ],

@@ -1,0 +1,279 @@
+"""Matmuls of sharded arrays: from layouts in array types to collective matmuls on local blocks.
+
+The layer between the linears and `collective_matmul.py`. Each function reads the layout of its
+input from the array type, opens a `shard_map`, gathers the kernel over the axes that only store it
+(fsdp, sp), and calls the collective matmul that the layout asks for. It owns no parameters.
+
+Shape letters: L rows (tokens), D in features, F out features; local along the axes in their spec.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from parallel.linear.collective_matmul import (
+    Overlap,
+    gather_matmul,
+    gather_matmul_scatter,
+    matmul_scatter,
+)
+from parallel.linear.config import TensorParallelConfig
+from parallel.linear.ring import all_gather, pcast_varying
+from parallel.sharding.axes import ColumnWise, RowWise
+from parallel.sharding.specs import FEATURES, SplitDim, mesh_axes_of, split_dim, without_axis
+
+
+def gather_kernel(
+    kernel: jax.Array,
+    spec: P,
+    *,
+    keep: str | tuple[str, ...],
+    dtype: jax.typing.DTypeLike | None,
+    like: jax.Array,
+) -> jax.Array:
+    """Inside shard_map, gather a parameter's block over all mesh axes except `keep`.
+
+    Communication: one all-gather in `dtype` over the axes that shard the parameter. In the backward
+    pass one reduce-scatter in `dtype`; then an all-reduce of this device's shard, in the
+    parameter's own dtype, over the axes that hold copies of it (dp and ep).
+
+    Args:
+        kernel: Block of the parameter.
+        spec: Layout of the parameter.
+        keep: Mesh axes over which it stays split.
+        dtype: Dtype to cast to before the gather; None: no cast.
+        like: Activations that the kernel is multiplied with.
+    """
+    kept = mesh_axes_of(keep)
+    sharding = {name for entry in spec for name in mesh_axes_of(entry)}
+    copies = jax.typeof(like).manual_axis_type.varying - sharding - {*kept}
+    kernel = pcast_varying(kernel, tuple(sorted(copies)))
+    kernel = kernel if dtype is None else kernel.astype(dtype)
+    for dim, entry in enumerate(spec):
+        names = without_axis(entry, *kept)
+        if names is not None:
+            kernel = all_gather(kernel, names, dim)
+    return kernel
+
+
+def params_for_shard_map(
+    params: Sequence[jax.Array],
+    spec: P,
+    x: jax.Array,
+    keep: str,
+    dtype: jax.typing.DTypeLike | None = None,
+) -> tuple[P, list[jax.Array]]:
+    """Return parameters, and their spec, as they enter a shard_map together with `x`.
+
+    They stay split over `keep` and over the axes that split `x`. Over the other axes they are
+    gathered here, in `dtype` (None: the dtype of `x`): devices along those axes compute the same
+    gradient, which the transpose of a gather inside the shard_map would sum.
+    """
+    used = {keep, *(n for entry in jax.typeof(x).sharding.spec for n in mesh_axes_of(entry))}
+    if used.issuperset(name for entry in spec for name in mesh_axes_of(entry)):
+        return spec, list(params)
+    kept = P(*(tuple(n for n in mesh_axes_of(entry) if n in used) or None for entry in spec))
+    return kept, [jax.sharding.reshard(param.astype(dtype or x.dtype), kept) for param in params]
+
+
+def _shard_map(
+    body: Callable[..., tuple[jax.Array, ...]],
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    axes: type,
+    out_spec: P,
+    config: TensorParallelConfig,
+) -> tuple[jax.Array, ...]:
+    """Call `body` on local blocks of `x` and of kernels laid out as `axes`, one output each."""
+    manager, axis = config.manager, config.axis_name
+    kernel_spec, kernels = params_for_shard_map(kernels, manager.resolve(axes), x, axis)
+    island = jax.shard_map(
+        partial(body, kernel_spec=kernel_spec, axis_name=axis, overlap=config.overlap),
+        mesh=manager.mesh,
+        in_specs=(jax.typeof(x).sharding.spec, *(kernel_spec for _ in kernels)),
+        out_specs=tuple(out_spec for _ in kernels),
+    )
+    return island(x, *kernels)
+
+
+def _check_features(spec: P, config: TensorParallelConfig) -> None:
+    """Refuse activations whose features another axis than tp splits."""
+    sizes = config.manager.mesh.shape
+    for name in mesh_axes_of(spec[-1]):
+        if name != config.axis_name and sizes[name] > 1:
+            raise ValueError(
+                f"features of type {spec} are split over {name}; reshard the input so that no "
+                f"axis but {config.axis_name} splits them"
+            )
+
+
+def column_parallel(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> tuple[jax.Array, ...]:
+    """Multiply `x` with `ColumnWise` kernels (D, F): `... L D` -> `... L F` each, F on tp.
+
+    `x` may have its rows, its features, or no dim on tp; equations in `gather_matmul`.
+    Communication: n - 1 blocks of `x` per device over tp, none if tp does not split it; each kernel
+    over (fsdp, sp) in the dtype of `x`.
+
+    Raises: ValueError if tp splits a dim before the rows of `x` or is not the innermost axis of its
+    dim, or if another axis splits its features.
+    """
+    axis, spec = config.axis_name, jax.typeof(x).sharding.spec
+    _check_features(spec, config)
+    body = partial(_column_body, dim=split_dim(spec, axis), precision=precision)
+    out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
+    return _shard_map(body, x, kernels, ColumnWise, out_spec, config)
+
+
+def _column_body(
+    x: jax.Array,
+    *kernels: jax.Array,
+    kernel_spec: P,
+    dim: SplitDim | None,
+    axis_name: str,
+    overlap: Overlap,
+    precision: lax.PrecisionLike,
+) -> tuple[jax.Array, ...]:
+    """`... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each."""
+    whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype, like=x) for w in kernels]
+    if dim is None:
+        return tuple(jnp.matmul(x, w, precision=precision) for w in whole)
+    return gather_matmul(
+        x, whole, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
+    )
+
+
+def row_parallel(
+    x: jax.Array,
+    kernels: Sequence[jax.Array],
+    out_spec: P,
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> tuple[jax.Array, ...]:
+    """Multiply `x` with `RowWise` kernels (F, D): `... L F`, F on tp -> `... L D` each.
+
+    The outputs lie as `out_spec` says, with their rows, their features or no dim on tp; equations
+    in `matmul_scatter`. Communication over tp: n - 1 blocks of each output per device, or one
+    all-reduce if tp does not split the outputs; each kernel over (fsdp, sp).
+
+    Raises: ValueError if the features of `x` are not on tp, or if `out_spec` lays the rows out
+    differently over the other axes.
+    """
+    axis, spec = config.axis_name, jax.typeof(x).sharding.spec
+    if split_dim(spec, axis) != FEATURES:
+        raise ValueError(
+            f"a row-parallel linear needs the features of its input on {axis}, got {spec}; if a "
+            "ColumnParallelLinear computes the input, give that one a TensorParallelConfig with "
+            "reduce_scatter_output=True; otherwise use jax.sharding.reshard on the input"
+        )
+    _check_features(spec, config)
+    rows = [mesh_axes_of(entry) for entry in spec[:-1]]
+    wanted = [mesh_axes_of(without_axis(entry, axis)) for entry in (*out_spec, *[None] * x.ndim)]
+    if wanted[: x.ndim - 1] != rows:
+        raise ValueError(
+            f"a row-parallel linear cannot turn rows of type {spec} into {out_spec}; only {axis} "
+            "may differ, so reshard before or after it"
+        )
+    body = partial(_row_body, dim=split_dim(out_spec, axis, rank=x.ndim), precision=precision)
+    return _shard_map(body, x, kernels, RowWise, out_spec, config)
+
+
+def _row_body(
+    x: jax.Array,
+    *kernels: jax.Array,
+    kernel_spec: P,
+    dim: SplitDim | None,
+    axis_name: str,
+    overlap: Overlap,
+    precision: lax.PrecisionLike,
+) -> tuple[jax.Array, ...]:
+    """`... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each."""
+    outputs = []
+    for kernel in kernels:
+        w = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype, like=x)
+        if dim is None:
+            y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
+        else:
+            y = matmul_scatter(
+                x, w, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
+            )
+        outputs.append(y)
+    return tuple(outputs)
+
+
+def column_row_parallel(
+    x: jax.Array,
+    column_kernels: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    row_kernel: jax.Array,
+    *,
+    function: Callable[..., jax.Array],
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Compute `function(x @ column_kernels, biases) @ row_kernel` with both rings overlapped.
+
+    `... L/tp D` -> `... L/tp D`. Meaning of `function`, communication and equations:
+    `gather_matmul_scatter`.
+
+    Args:
+        x: Activations with their rows on tp.
+        column_kernels: `ColumnWise` kernels (D, F).
+        biases: Vectors (F,) on tp that `function` takes after the products.
+        row_kernel: `RowWise` kernel (F, D).
+        function: Elementwise work between the two matmuls.
+        config: Mesh, tp axis and overlap method.
+        precision: Precision of the matmuls.
+    """
+    manager, axis = config.manager, config.axis_name
+    spec = jax.typeof(x).sharding.spec
+    _check_features(spec, config)
+    to_params = partial(params_for_shard_map, x=x, keep=axis)
+    column_spec, column_kernels = to_params(column_kernels, manager.resolve(ColumnWise))
+    row_spec, (row_kernel,) = to_params([row_kernel], manager.resolve(RowWise))
+    body = partial(
+        _column_row_body,
+        specs=(column_spec, row_spec),
+        function=function,
+        axis_name=axis,
+        overlap=config.overlap,
+        precision=precision,
+    )
+    island = jax.shard_map(
+        body,
+        mesh=manager.mesh,
+        in_specs=(spec, [column_spec for _ in column_kernels], [P(axis) for _ in biases], row_spec),
+        out_specs=spec,
+    )
+    return island(x, list(column_kernels), list(biases), row_kernel)
+
+
+def _column_row_body(
+    x: jax.Array,
+    column_kernels: list[jax.Array],
+    biases: list[jax.Array],
+    row_kernel: jax.Array,
+    *,
+    specs: tuple[P, P],
+    axis_name: str,
+    **options: Any,
+) -> jax.Array:
+    """`... L/tp D`, kernels `D/fsdp F/tp`, biases `F/tp`, kernel `F/tp D/fsdp` -> `... L/tp D`."""
+    gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
+    return gather_matmul_scatter(
+        x,
+        [gather(w, specs[0]) for w in column_kernels],
+        [gather(bias, P(axis_name)) for bias in biases],
+        gather(row_kernel, specs[1]),
+        axis_name=axis_name,
+        **options,
+    )
