@@ -22,7 +22,7 @@ from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
 from model.moe import rule_of
 from model.remat import remat_policy
-from parallel.cluster.peers import ClusterConfig
+from parallel.cluster.config import ClusterConfig
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
 from parallel.sharding.partition import Residual

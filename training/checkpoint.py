@@ -26,7 +26,8 @@ import jax
 from orbax.checkpoint import v1
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
-from parallel.cluster.peers import PeerError, Peers
+from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 from training.fingerprint import fingerprints, leaf_name
 from training.metrics import log
 from training.step import TrainState
@@ -131,13 +132,13 @@ class Checkpoints:
         config: CheckpointConfig,
         *,
         read_only: bool = False,
-        peers: Peers | None = None,
+        group: ProcessGroup | None = None,
     ):
         """read_only: another process may be saving here; nothing is cleaned up.
 
-        peers: the processes that open, save and restore together.
+        group: the processes that open, save and restore together.
         """
-        self.peers = peers or Peers()
+        self.group = group or ProcessGroup()
         # orbax prints tracebacks from its threads before it raises; what it raises, we report.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory, self.config, self._read_only = Path(directory), config, read_only
@@ -250,13 +251,14 @@ class Checkpoints:
 
         all_ended: a step that is that of `ended` in all of them.
         """
-        if self.ended is not None and (self.peers.num_processes == 1 or self.ended == all_ended):
+        if self.ended is not None and (self.group.num_processes == 1 or self.ended == all_ended):
             self.finish()
 
     def finish(self) -> None:
         """Waits for a save in progress, and tells how it ended.
 
-        Raises: PeerError when it failed in this process, and the others still wait for its part.
+        Raises: ProcessGroupError when it failed in this process, and the others still wait for
+            its part.
         """
         if self._pending is None:
             return
@@ -266,19 +268,19 @@ class Checkpoints:
             result()
         except Exception as error:
             problem = _reason(error)
-        self.peers.post("saved", problem)
+        self.group.start_all_gather("saved", problem)
         try:
             # Orbax waits for the part of every process: who has failed is not told of the others.
-            limit = None if problem is None else self.peers.config.peer_timeout
-            ends = self.peers.collect("saved", limit)
+            limit = None if problem is None else self.group.config.peer_timeout
+            ends = self.group.wait_all_gather("saved", limit)
         except TimeoutError as error:
-            raise PeerError(
+            raise ProcessGroupError(
                 f"checkpoint {step} was not saved: {problem}; the others wait for it: start all "
                 "processes again"
             ) from error
-        for host, told in zip(self.peers.hosts, ends, strict=True):
+        for host, told in zip(self.group.hosts, ends, strict=True):
             if told is not None:
-                self._failed(step, told if len(self.peers.hosts) == 1 else f"on {host}: {told}")
+                self._failed(step, told if len(self.group.hosts) == 1 else f"on {host}: {told}")
                 return
         self._failures, self._retry_at = 0, None
         log.info("saved step %d", step)
@@ -305,7 +307,7 @@ class Checkpoints:
         # What is left of it would fill the disk, and its saver repeats the error for ever.
         with contextlib.suppress(Exception):
             self._saver.close()
-        if self.peers.is_first:
+        if self.group.is_primary:
             for path in self._directory.glob(f"{step}.*tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
         self._saver = self._open()
@@ -433,7 +435,7 @@ class Checkpoints:
     def on_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Closes it at the end of a context. After an error the other processes may not come here:
         nobody is asked how their part of a save went."""
-        if kind is not None and self._pending is not None and self.peers.num_processes > 1:
+        if kind is not None and self._pending is not None and self.group.num_processes > 1:
             (step, result), self._pending = self._pending, None
             with contextlib.suppress(Exception):
                 result()

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from parallel.cluster.peers import PeerError, Peers
+from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 
 
 def run_directory(given: str) -> Path:
@@ -25,13 +26,15 @@ def run_directory(given: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None) -> Iterator[None]:
+def locked_run(
+    directory: Path, required_bytes: int, group: ProcessGroup | None = None
+) -> Iterator[None]:
     """Makes the run directory, and holds it alone for as long as the context lasts.
 
     required_bytes: what the checkpoints to come will take. Among several processes it waits for the
     lock: a file server keeps that of a host that was lost for a while.
     Raises: ValueError if it cannot be written, has too little room, or another run holds it;
-    PeerError if that is so for `cluster.start_timeout`.
+    ProcessGroupError if that is so for `cluster.start_timeout`.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -44,14 +47,14 @@ def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None)
     with lock:
         in_use = f"run.dir={str(directory)!r} is in use by another process"
         if not _lock(lock):
-            if peers is None or peers.num_processes == 1:
+            if group is None or group.num_processes == 1:
                 raise ValueError(f"{in_use}; give another run.dir")
-            wait = peers.config.start_timeout
+            wait = group.config.start_timeout
             sys.stderr.write(f"{in_use}; waiting for it, up to {wait} s\n")
             deadline = time.monotonic() + wait
             while not _lock(lock):
                 if time.monotonic() > deadline:
-                    raise PeerError(f"{in_use}, for {wait} s; end that one")
+                    raise ProcessGroupError(f"{in_use}, for {wait} s; end that one")
                 time.sleep(1.0)
         free = shutil.disk_usage(directory).free
         if free < required_bytes:
@@ -71,19 +74,19 @@ def _lock(file: IO[str]) -> bool:
     return True
 
 
-def prove_shared(directory: Path, peers: Peers) -> None:
+def prove_shared(directory: Path, group: ProcessGroup) -> None:
     """Holds that all processes see the run directory that process 0 made.
 
     Raises: ValueError in one that does not.
     """
-    token = peers.from_first("directory", lambda: f"{time.time_ns()} {os.getpid()}")
+    token = group.broadcast("directory", lambda: f"{time.time_ns()} {os.getpid()}")
     shown = directory / ".shared"
-    if peers.is_first:
+    if group.is_primary:
         shown.write_text(token)
-    peers.gather("token", None)
+    group.barrier("token")
     if not shown.exists() or shown.read_text() != token:
         raise ValueError(
-            f"run.dir={str(directory)!r} on {peers.hosts[peers.process_id]} is not that of process "
+            f"run.dir={str(directory)!r} on {group.hosts[group.process_id]} is not that of process "
             "0; give a directory that all hosts share"
         )
 

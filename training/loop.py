@@ -20,15 +20,15 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 
 from data.pipeline import Rows, train_batches
 from data.schedule import batch_number
-from parallel.cluster.distributed import StopRequest
-from parallel.cluster.peers import Peers
+from parallel.cluster.process_group import ProcessGroup
+from parallel.cluster.signals import StopRequest
+from training.agreement import StepCoordinator
 from training.checkpoint import CheckpointConfig, Checkpoints
 from training.directory import locked_run, move_aside, prove_shared, run_directory
 from training.evaluation import evaluate
 from training.goodput import Goodput
 from training.guard import GuardConfig
 from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
-from training.hosts import Hosts
 from training.metrics import (
     Clock,
     Display,
@@ -51,6 +51,7 @@ from training.resume import (
     tell_changes,
 )
 from training.step import Program, TrainState
+from training.stragglers import StragglerMonitor
 
 EXIT_DONE, EXIT_RESUMABLE = 0, 75
 
@@ -114,12 +115,12 @@ def open_run(
     checkpoint: CheckpointConfig,
     resolved_config: str,
     stop: StopRequest,
-    peers: Peers,
+    group: ProcessGroup,
 ) -> Iterator["Run"]:
     """Takes the run directory and finds where to go on; ready to train.
 
     resolved_config: YAML, saved with the run. Process 0 writes for all; the others keep a log of
-    their own. Raises PeerError if another process of the run still holds the directory.
+    their own. Raises ProcessGroupError if another process of the run still holds the directory.
     Raises: ValueError for what the user can mend; no device has worked until then.
     """
     directory = run_directory(config.dir)
@@ -129,16 +130,16 @@ def open_run(
     existing = len(list(directory.glob("checkpoints/[0-9]*")))
     saves = training.steps // checkpoint.every + 2
     required_bytes = max(0, min(checkpoint.keep + 1, saves) - existing) * state_bytes
-    is_first, silent = peers.is_first, not peers.is_first
+    is_first, silent = group.is_primary, not group.is_primary
     with contextlib.ExitStack() as stack:
         if is_first:
-            stack.enter_context(locked_run(directory, required_bytes, peers))
+            stack.enter_context(locked_run(directory, required_bytes, group))
         moved = move_aside(directory) if is_first and checkpoint.resume == "never" else None
-        prove_shared(directory, peers)
+        prove_shared(directory, group)
         display = stack.enter_context(Display(training.steps, training.log_every, silent=silent))
-        log_file = "log.txt" if is_first else f"log.{peers.process_id}.txt"
+        log_file = "log.txt" if is_first else f"log.{group.process_id}.txt"
         stack.enter_context(logging_to(directory / log_file, display.console, silent=silent))
-        checkpoints = Checkpoints(directory / "checkpoints", checkpoint, peers=peers)
+        checkpoints = Checkpoints(directory / "checkpoints", checkpoint, group=group)
         # However a run ends, a save that has begun is brought to its end.
         stack.push(checkpoints.on_exit)
         if checkpoint.keep_best:
@@ -155,7 +156,7 @@ def open_run(
         if origin.step:
             tell_changes(checkpoints.record(origin.step), resolved_config)
         mesh = program.tp.manager.mesh.shape
-        process = describe_process(resolved_config, mesh, peers.num_processes)
+        process = describe_process(resolved_config, mesh, group.num_processes)
         yield Run(program, rows, training, directory, checkpoints, process, display, stop, origin)
 
 
@@ -194,8 +195,11 @@ class Run:
         self._sample = sample
         self._watch = HealthWatch(self._sparse_layers, self.training.health)
         self._clock = Clock(self.program)
-        self._peers = self.checkpoints.peers
-        self._hosts = Hosts(self._peers, self.training.log_every)
+        self._group = self.checkpoints.group
+        self._stragglers = StragglerMonitor(self._group)
+        self._coordinator = StepCoordinator(
+            self._group, self.stop, self._stragglers, every=self.training.log_every
+        )
         # With what the process before told after its last checkpoint.
         ledgers = last_goodput(self.directory / "metrics.jsonl"), self.origin.goodput
         self.goodput = Goodput(max(ledgers, key=lambda seconds: sum(seconds.values())))
@@ -209,7 +213,7 @@ class Run:
                     state, code = self._steps(state)
                     if code == EXIT_DONE:
                         self._show_sample(state, self.training.steps)
-                    if among := self._hosts.summary():
+                    if among := self._stragglers.summary():
                         log.info("%s", among)
                     log.info("%s", self.goodput.summary())
                     return code
@@ -222,14 +226,14 @@ class Run:
         return [n for n, sparse in enumerate(self.program.config.sparse_layers) if sparse]
 
     def _open_metrics(self) -> Metrics:
-        if not self._peers.is_first:
+        if not self._group.is_primary:
             return Unwritten()
         return Metrics(self.directory, self.origin.step)
 
     def _first_state(self) -> TrainState:
         """A fresh state, or that of the newest checkpoint that is what was written."""
         begin = time.perf_counter()
-        self._peers.doing("the first state")
+        self._group.set_phase("the first state")
         if not self.origin.step:
             state = jax.block_until_ready(self.program.init())
             log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
@@ -281,7 +285,7 @@ class Run:
         self, state: TrainState, batches: Iterator[dict[str, jax.Array]]
     ) -> tuple[TrainState, int]:
         """Every step from the one after the origin to the last, or to a signal."""
-        steps, stop, clock = self.training.steps, self.stop, self._clock
+        steps, clock = self.training.steps, self._clock
         batch = next(batches)
         train_step, shape = self._compile(state, batch), batch["tokens"].shape
         clock.restart()
@@ -293,46 +297,46 @@ class Run:
                     previous = None
                 train_step, shape = self._compile(state, batch), batch["tokens"].shape
                 clock.restart()
-            self._peers.doing(f"step {step}")
+            self._group.set_phase(f"step {step}")
             with self.goodput.spend("step"):
                 state, values = train_step(state, batch)
             with clock.waiting(), self.goodput.spend("data_wait"):
                 batch = next(batches, batch)
-            stop.agree(step)
             if previous is not None:
                 self._log(step - 1, previous)
             previous = values
             evaluating = step == steps or step % self.training.eval_every == 0
             sampling = _is_due(self.training.sample_every, step) and step < steps
-            saving = self._is_saving(step)
+            agreed = self._coordinator.agree_on_step(step, finished_save=self.checkpoints.ended)
+            self._told |= agreed.metrics
+            stop, stopping = agreed.stop, agreed.stop is not None
+            saving = agreed.save or self._is_save_due(step)
             # What is saved is written down first: a kill after the save must not lose the line.
-            if evaluating or saving or sampling or stop.signal is not None:
-                params = state if evaluating and stop.signal is None else None
+            if evaluating or saving or sampling or stopping:
+                params = state if evaluating and not stopping else None
                 numbers = self._log(step, values, params)
                 previous = None
-            # A signal that comes in a step whose metrics are not written waits for the next one.
-            stopping = stop.signal is not None and previous is None
             if saving or stopping:
                 evaluated = not evaluating or params is not None
                 pending = _pending(evaluation=not evaluated, sample=sampling and stopping)
                 self._save(state, step, pending, numbers)
-            self.checkpoints.poll(self._hosts.all_ended)
+            self.checkpoints.poll(agreed.finished_save)
             if sampling and not stopping:
                 self._show_sample(state, step)
                 clock.restart()
-            if stop.signal is not None and stopping and (step < steps or pending):
-                self._peers.doing("the last save")
+            if stop is not None and (step < steps or pending):
+                self._group.set_phase("the last save")
                 self.checkpoints.finish_last()
-                log.info("stopped by %s after step %d; run again to resume", stop.signal.name, step)
+                log.info("stopped by %s after step %d; run again to resume", stop.name, step)
                 return state, EXIT_RESUMABLE
-        self._peers.doing("the last save")
+        self._group.set_phase("the last save")
         self.checkpoints.finish_last()
         return state, EXIT_DONE
 
     def _compile(self, state: TrainState, batch: dict[str, jax.Array]) -> Any:
         """The step for batches of this shape."""
         begin = time.perf_counter()
-        self._peers.doing("compiling")
+        self._group.set_phase("compiling")
         with self.goodput.spend("compile"):
             train_step = self.program.train_step.lower(state, batch).compile()
         a, b, length = batch["tokens"].shape
@@ -344,22 +348,14 @@ class Run:
         )
         return train_step
 
-    def _is_saving(self, step: int) -> bool:
+    def _is_save_due(self, step: int) -> bool:
         every = self.checkpoints.config.every
-        asked, self.stop.save = self.stop.save, False
-        asked, told = self._hosts.exchange(step, asked, self.checkpoints.ended)
-        self._told |= told
-        return (
-            asked
-            or step == self.training.steps
-            or step % every == 0
-            or self.checkpoints.is_owed(step)
-        )
+        return step == self.training.steps or step % every == 0 or self.checkpoints.is_owed(step)
 
     def _save(
         self, state: TrainState, step: int, pending: tuple[str, ...], numbers: dict[str, float]
     ) -> None:
-        if self._peers.is_first and not (self.directory / ".lock").exists():
+        if self._group.is_primary and not (self.directory / ".lock").exists():
             raise TrainingError(
                 f"run.dir={str(self.directory)!r} was removed under the run; nothing can be saved"
             )
@@ -384,7 +380,7 @@ class Run:
         numbers = scalars | self._clock.read(phase.batch_size, phase.length) | self._told
         numbers |= self.rows.progress(number + 1)
         self._told = {}
-        self._hosts.add(numbers["step_time"], numbers["host_time"])
+        self._stragglers.add(numbers["step_time"], numbers["host_time"])
         if step == self.origin.step + 1 and not self._rollbacks:
             log.info("first step after %s", self.goodput.this_process())
         if step % self.training.log_every == 0 or step == self.training.steps:

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
-from parallel.cluster.peers import PeerError
+from parallel.cluster.errors import ProcessGroupError
 from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, DamageError
 from training.metrics import log
 from training.step import TrainState
@@ -83,12 +83,12 @@ def find_origin(
 
     steps: of the whole run. Raises: ValueError when it does not fit this run, or none is whole.
     """
-    peers = checkpoints.peers
-    found = peers.from_first(
+    group = checkpoints.group
+    found = group.broadcast(
         "origin",
         lambda: asdict(_search(checkpoints, config, rows, abstract_state, steps)),
     )
-    if not peers.is_first:
+    if not group.is_primary:
         checkpoints.reload()
     return Origin(
         step=found["step"],
@@ -138,16 +138,19 @@ def restore_newest(
 ) -> tuple[Origin, TrainState]:
     """The state of an origin, or of the newest one before it that is what was written.
 
-    Raises: CheckpointError when none is left. Among several processes, PeerError after a damaged
-    one: the others may wait in the restore for ever, so all start again, from the one before.
+    Raises: CheckpointError when none is left. Among several processes,
+    ProcessGroupError after a damaged one: the others may wait in the restore for ever, so all start
+    again, from the one before.
     """
     while True:
         try:
             return origin, checkpoints.restore(origin.step, abstract_state)
         except DamageError as error:
             leave_out(checkpoints, origin.step, error)
-            if checkpoints.peers.num_processes > 1:
-                raise PeerError(f"{error}; it was set aside, start all processes again") from error
+            if checkpoints.group.num_processes > 1:
+                raise ProcessGroupError(
+                    f"{error}; it was set aside, start all processes again"
+                ) from error
         origin = find_again(checkpoints, rows, abstract_state, steps=steps)
 
 

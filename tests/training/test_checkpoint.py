@@ -17,7 +17,9 @@ from conftest import MESHES, ROOT
 
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.cluster.peers import ClusterConfig, PeerError, Peers
+from parallel.cluster.config import ClusterConfig
+from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import (
     CheckpointConfig,
@@ -248,7 +250,7 @@ def test_another_process_holds_the_directory_until_it_is_killed(tmp_path):
         pass
 
 
-class Alone(Peers):
+class Alone(ProcessGroup):
     """The first of two, of which the other says nothing."""
 
     def __init__(self) -> None:
@@ -256,10 +258,10 @@ class Alone(Peers):
 
 
 def test_a_save_that_fails_in_one_process_alone_ends_all_with_its_reason(tmp_path):
-    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), peers=Alone())) as saver:
+    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), group=Alone())) as saver:
         saver._pending = 7, partial(os.mkdir, tmp_path)
         with pytest.raises(
-            PeerError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
+            ProcessGroupError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
         ):
             saver.finish()
 

@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 
-from parallel.cluster.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
+from parallel.cluster.config import ClusterConfig
+from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 from training.directory import locked_run, move_aside, prove_shared
 
 
-def one_of_two(number: int, start_timeout: float = 60.0) -> Peers:
+def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
     """A process whose peers say nothing, but that the first has the token `1`."""
 
-    class Silent(Peers):
-        def from_first(self, topic: str, make: Callable[[], Any]) -> Any:
+    class Silent(ProcessGroup):
+        def broadcast(self, tag: str, make: Callable[[], Any]) -> Any:
             return "1"
 
-        def gather(self, topic: str, value: Any) -> list[Any]:
+        def all_gather(self, tag: str, value: Any) -> list[Any]:
             return [value, value]
 
     found = Silent(2, number, ClusterConfig.model_construct(start_timeout=start_timeout))
@@ -66,9 +68,11 @@ def test_a_held_directory_is_refused_at_once_if_alone(held):
 
 def test_a_held_directory_ends_several_processes_after_their_time(held):
     directory, _ = held
-    with pytest.raises(PeerError, match=r"is in use by another process, for 0\.1 s") as ended:
+    with pytest.raises(
+        ProcessGroupError, match=r"is in use by another process, for 0\.1 s"
+    ) as ended:
         enter(directory, one_of_two(0, start_timeout=0.1))
-    assert ended.value.code == EXIT_PEER
+    assert ended.value.exit_code == EXIT_PROCESS_LOST
 
 
 def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
@@ -79,8 +83,8 @@ def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
     timer.join()
 
 
-def enter(directory: Path, peers: Peers | None) -> None:
-    with locked_run(directory, 0, peers):
+def enter(directory: Path, group: ProcessGroup | None) -> None:
+    with locked_run(directory, 0, group):
         pass
 
 
