@@ -33,9 +33,12 @@ from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from parallel.planning.sharding_table import render, summary
-from training.checkpoint import CheckpointError
-from training.loop import EXIT_RESUMABLE, TrainingError, open_run
-from training.metrics import log
+from training.checkpoint_errors import CheckpointError
+from training.config import RunSettings
+from training.logs import log
+from training.session import open_run
+from training.spikes import TrainingError
+from training.trainer import EXIT_RESUMABLE
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -81,23 +84,22 @@ def open_session(
         (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
         return rows.tokenizer.decode(text)
 
+    settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
     with (
         jax.set_mesh(program.tp.manager.mesh),
         open_run(
             program,
             rows,
-            config=config.run,
-            training=config.training,
-            checkpoint=config.checkpoint,
-            resolved_config=dump_config(config),
+            settings,
+            generate=sample,
             stop=stop,
             group=group,
-        ) as session,
+        ) as trainer,
     ):
         for line in announce:
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
-        yield lambda: session.train(sample)
+        yield trainer.train
 
 
 def print_plan(config: Config) -> None:

@@ -19,7 +19,8 @@ from parallel.planning.sharding_table import Row, sharding_table, tensors_alike,
 from parallel.sharding.axes import KV_HEAD, TP
 from parallel.sharding.mesh import CHIPS, build_mesh, find_devices
 from parallel.sharding.partition import PartitionManager, residual_rules
-from training.optimizer import make_optimizer, make_schedule
+from training.optimizers.registry import make_optimizer
+from training.schedules import make_schedule
 from training.step import Program
 
 

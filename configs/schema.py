@@ -26,9 +26,9 @@ from parallel.cluster.config import ClusterConfig
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
 from parallel.sharding.partition import Residual
-from training.checkpoint import CheckpointConfig
-from training.loop import RunConfig, TrainingConfig
-from training.optimizer import OptimizerConfig
+from training.checkpoint_policy import CheckpointConfig
+from training.config import RunConfig, TrainingConfig
+from training.optimizers.config import OptimizerConfig
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -31,9 +31,11 @@ from ruamel.yaml import YAML
 
 from data.pipeline import explain_change
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_errors import CheckpointError
+from training.checkpoint_policy import CheckpointConfig
 from training.directory import locked_run
-from training.metrics import peak_memory
+from training.logs import peak_memory
 from training.resume import flatten
 
 EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2

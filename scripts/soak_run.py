@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_errors import CheckpointError
+from training.checkpoint_policy import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 300.0  # that anything may take before it counts as hung

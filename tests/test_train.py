@@ -17,7 +17,7 @@ from runs import losses, read_lines, refusal, run, write_config
 
 import train
 from data.tokenizer import open_tokenizer
-from training.loop import EXIT_RESUMABLE
+from training.trainer import EXIT_RESUMABLE
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
 STEP_KEYS |= {"data_wait", "data/text/tokens", "data/text/epoch"}
@@ -229,7 +229,7 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
             "trained on other data: data.seed was 0, is 1; restore it, or",
         ),
         ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
-        ("training.steps=2", "training.steps=2 but the run directory already holds step 3"),
+        ("training.steps=2", "training.steps=2, but the run directory already holds step 3"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused_and_the_run_stays(half, tmp_path, capsys, override, law):

@@ -15,7 +15,7 @@ class StepAgreement:
     stop: signal.Signals | None = None
     """The signal for which every process saves and stops after this step."""
     save: bool = False
-    """Whether a process was asked for a checkpoint by SIGUSR1."""
+    """Whether a process wants a checkpoint, such as after SIGUSR1."""
     finished_save: int | None = None
     """The step of the checkpoint that has finished or failed on every process."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -37,15 +37,18 @@ class StepCoordinator:
         self._save_requested = self._is_report_pending = False
         self._num_reports = 0
 
-    def agree_on_step(self, step: int, *, finished_save: int | None = None) -> StepAgreement:
+    def agree_on_step(
+        self, step: int, *, finished_save: int | None = None, wants_save: bool = False
+    ) -> StepAgreement:
         """Return what all processes do after this step. Every process calls it after every step.
 
         Args:
             step: The number of the step that was just dispatched.
             finished_save: The step of the checkpoint that has finished or failed in this process.
+            wants_save: Whether this process asks all processes for a checkpoint.
         """
         stop = self._stop.agree(step)
-        self._save_requested |= self._stop.take_checkpoint_request()
+        self._save_requested |= self._stop.take_checkpoint_request() or wants_save
         if self._group.num_processes == 1:
             save, self._save_requested = self._save_requested, False
             return StepAgreement(stop, save, finished_save)

@@ -74,7 +74,7 @@ def _lock(file: IO[str]) -> bool:
     return True
 
 
-def prove_shared(directory: Path, group: ProcessGroup) -> None:
+def check_shared_filesystem(directory: Path, group: ProcessGroup) -> None:
     """Holds that all processes see the run directory that process 0 made.
 
     Raises: ValueError in one that does not.

@@ -18,6 +18,9 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, Field, PositiveFloat
 
+from training.logs import log
+from training.writers.registry import MetricsWriter
+
 _MARKS = np.array(list(" ▁▂▃▄▅▆▇█"))
 _DEAD_MARK = "·"
 _MAX_LINES = 8
@@ -152,6 +155,34 @@ class HealthWatch:
                 lines.append(line)
             self._seen[limit] = self._step
         return lines
+
+
+class ExpertHealth:
+    """Reports the load of experts: metrics of every step, warnings, bars and an image at times."""
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        limits: HealthLimits,
+        *,
+        log_every: int,
+        last_step: int,
+        writers: MetricsWriter,
+    ):
+        self._layers, self._log_every, self._last_step = layers, log_every, last_step
+        self._writers, self._watch = writers, HealthWatch(layers, limits)
+
+    def report(
+        self, step: int, arrays: Mapping[str, np.ndarray], *, show: bool = False
+    ) -> dict[str, float]:
+        """Log warnings and, if due or `show`, the load of every expert; return the metrics."""
+        for line in self._watch.warnings(arrays):
+            log.warning("%s", line)
+        if show or step % self._log_every == 0 or step == self._last_step:
+            for line in heat_strip(arrays["load_NE"], self._layers):
+                log.info("%s", line)
+            self._writers.write_image(step, "moe/load", heat_map(arrays["load_NE"]))
+        return expert_metrics(arrays, self._layers)
 
 
 def _faults(

@@ -23,8 +23,9 @@ from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.layout import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
+from training.ema import init_ema, update_ema
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
-from training.optimizer import move_average, start_average, update_count, where
+from training.optimizers.registry import tree_where
 
 Batch = dict[str, jax.Array]
 
@@ -74,7 +75,7 @@ class Program:
     def _init(self) -> TrainState:
         params = nnx.to_pure_dict(nnx.state(self._build()))
         opt_state = self.optimizer.init(params)
-        ema = None if self.ema_decay is None else start_average(params)
+        ema = None if self.ema_decay is None else init_ema(params)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, fresh_guard(), ema)
 
     @cached_property
@@ -210,8 +211,8 @@ class Program:
                 grads, state.opt_state, state.params, is_good=is_good
             )
             params = optax.apply_updates(state.params, updates)
-            # Not by state.step, which also counts steps that were skipped.
-            rate = self.schedule(update_count(state.opt_state))
+            num_updates = state.step - state.guard.skipped_steps
+            rate = self.schedule(num_updates)
             metrics: dict[str, Any] = {
                 "loss": loss,
                 "grad_norm": norm,
@@ -221,9 +222,9 @@ class Program:
             if report is not None:
                 metrics["experts"] = report_arrays(report, state.params)
                 params = with_moved_bias(params, report.health.load_E, self.config)
-            params, ema = where(is_good, params, state.params), state.ema
+            params, ema = tree_where(is_good, params, state.params), state.ema
             if self.ema_decay is not None:
-                ema = where(is_good, move_average(ema, params, self.ema_decay), ema)
+                ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
             return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
 
         return jax.jit(step, donate_argnums=0)

@@ -4,7 +4,7 @@ import statistics
 from collections import Counter
 
 from parallel.cluster.process_group import ProcessGroup
-from training.metrics import log
+from training.logs import log
 
 # A host is reported when its own work exceeds the median host's by both of these.
 _MIN_SHARE_OF_STEP = 0.1

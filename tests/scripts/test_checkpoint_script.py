@@ -19,10 +19,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from training.checkpoint import CheckpointConfig, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
 from training.directory import locked_run
 from training.guard import fresh_guard
-from training.resume import Origin, describe_process, record_of
+from training.resume import ResumePoint, describe_process, make_record
 from training.step import TrainState
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -77,11 +78,10 @@ def write_run(run: Path, steps: dict[int, float | None], *, rate: str = "1e-3", 
     rows = SimpleNamespace(order=lambda _: order_of(text), order_hash=lambda _: text * 32)
     checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig(keep=99))
     for step, loss in steps.items():
-        origin = Origin(step=1, skipped=((0, 2), (5, 6)), lineage=LINEAGE)
+        origin = ResumePoint(step=1, skipped=((0, 2), (5, 6)), lineage=LINEAGE)
         pending = ("evaluation", "sample") if step == 2 else ()
-        record = record_of(origin, process, rows, step, pending)
-        metrics = None if loss is None else {"eval_loss": loss}
-        checkpoints.save(state_of(step, scale=float(rate)), step, record, metrics)
+        record = make_record(origin, process, rows, step, pending)
+        checkpoints.save(state_of(step, scale=float(rate)), step, record, loss)
     checkpoints.close()
 
 

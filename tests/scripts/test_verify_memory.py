@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from training.checkpoint import CheckpointConfig, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
 from training.guard import fresh_guard
 from training.step import TrainState
 

@@ -21,12 +21,10 @@ from parallel.cluster.config import ClusterConfig
 from parallel.cluster.errors import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
-from training.checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-)
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
 from training.directory import locked_run, move_aside
-from training.metrics import logging_to
+from training.logs import logging_to
 from training.step import Program, TrainState
 
 GRID = MeshConfig(dp=2, tp=2)
@@ -147,11 +145,11 @@ def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
 def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
     checkpoints = open_at()
     with logging_to(tmp_path / "log.txt", None):
-        checkpoints.poll()
+        checkpoints.poll(checkpoints.ended_step)
         for step in (4, 5):
             checkpoints.save(numbered_state(GRID), step, {})
         for _ in range(2):
-            checkpoints.poll()
+            checkpoints.poll(checkpoints.ended_step)
             checkpoints.finish()
     told = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert told == ["saved step 4", "saved step 5"]
@@ -159,10 +157,10 @@ def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
 
 # Override of the model -> what the refusal says of the first parameter that differs.
 DIFFERENCES = {
-    "model.hidden_size=64": "embed.table as ((264, 32), 'float32'), the config asks for ((264, 64)",
-    "model.vocab_size=272": "embed.table as ((264, 32), 'float32'), the config asks for ((272, 32)",
-    "model.tie_word_embeddings=true": "head.kernel as ((32, 264), 'float32'), the config asks for",
-    "model.param_dtype=bfloat16": "the config asks for ((264, 32), 'bfloat16')",
+    "model.hidden_size=64": "embed.table as ((264, 32), 'float32'), but the config asks for ((264, 64)",
+    "model.vocab_size=272": "embed.table as ((264, 32), 'float32'), but the config asks for ((272, 32)",
+    "model.tie_word_embeddings=true": "head.kernel as ((32, 264), 'float32'), but the config asks for",
+    "model.param_dtype=bfloat16": "but the config asks for ((264, 32), 'bfloat16')",
     "model.num_hidden_layers=2": "holds layers.attention.o.kernel as ((1, 32, 32), 'float32')",
     "model.intermediate_size=96": "holds layers.mlp.down.kernel as ((1, 64, 32), 'float32')",
 }
@@ -184,7 +182,9 @@ def test_a_parameter_that_is_not_stored_is_named(open_at):
     with jax.set_mesh(tied.tp.mesh):
         checkpoints.save(tied.init(), 2, {})
     checkpoints.finish()
-    with pytest.raises(ValueError, match=r"holds head\.kernel as nothing, the config asks for "):
+    with pytest.raises(
+        ValueError, match=r"holds head\.kernel as nothing, but the config asks for "
+    ):
         checkpoints.check(2, abstract_on(GRID))
 
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_
 RESTORE = """
 import os, sys
 import conftest, test_checkpoint as tests
-from training.checkpoint import CheckpointError
+from training.checkpoint_errors import CheckpointError
 try:
     checkpoints = tests.Checkpoints(sys.argv[1], tests.CheckpointConfig())
     checkpoints.restore(2, tests.abstract_on(tests.GRID))

@@ -12,7 +12,7 @@ import pytest
 from parallel.cluster.config import ClusterConfig
 from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.directory import locked_run, move_aside, prove_shared
+from training.directory import check_shared_filesystem, locked_run, move_aside
 
 
 def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
@@ -32,7 +32,7 @@ def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
 
 def test_a_directory_that_both_see_is_shared(tmp_path):
     for number in range(2):
-        prove_shared(tmp_path, one_of_two(number))
+        check_shared_filesystem(tmp_path, one_of_two(number))
 
 
 @pytest.mark.parametrize("before", [None, "0"])
@@ -42,9 +42,9 @@ def test_a_directory_of_the_same_name_on_another_disk_is_not(tmp_path, before):
         directory.mkdir()
         if before is not None:
             (directory / ".shared").write_text(before)  # both were shared once
-    prove_shared(here, one_of_two(0))
+    check_shared_filesystem(here, one_of_two(0))
     with pytest.raises(ValueError) as refused:
-        prove_shared(there, one_of_two(1))
+        check_shared_filesystem(there, one_of_two(1))
     assert str(refused.value) == (
         f"run.dir={str(there)!r} on host-1 is not that of process 0; give a directory that all "
         "hosts share"

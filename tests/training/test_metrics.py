@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
-
 from training.metrics import Display, Metrics, last_goodput, log, logging_to
 
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from configs.build import build_program
 from configs.schema import load_config
-from training.optimizer import OptimizerConfig, decays, make_optimizer, make_schedule
+from training.optimizers.config import OptimizerConfig
+from training.optimizers.registry import decays, make_optimizer
+from training.schedules import make_schedule
 
 PEAK = 3e-3
 LONGEST = 48

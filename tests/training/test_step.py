@@ -14,7 +14,9 @@ from configs.build import build_program
 from configs.schema import load_config
 from data.packing import Pieces, pack_split, read_row
 from parallel.sharding.mesh import MeshConfig
-from training.optimizer import OptimizerConfig, decays, move_average, start_average
+from training.ema import init_ema, update_ema
+from training.optimizers.config import OptimizerConfig
+from training.optimizers.registry import decays
 from training.step import Program, TrainState
 
 LENGTH, ROWS = 16, 8
@@ -250,15 +252,15 @@ def test_an_average_of_bfloat16_parameters_is_float32_and_can_be_evaluated(field
         abstract = program.abstract_state
         assert {x.dtype.name for x in jax.tree.leaves(abstract.params)} == {"bfloat16"}
         assert {x.dtype.name for x in jax.tree.leaves(abstract.ema)} == {"float32"}
-        average = start_average(fresh_on(ONE_DEVICE).params)
+        average = init_ema(fresh_on(ONE_DEVICE).params)
         total, count = program.eval_step(average, placed(program, fields))
     assert float(total / count) == pytest.approx(gradients(fields, mesh=ONE_DEVICE)[0], rel=0.1)
 
 
 def test_steps_of_an_average_that_bfloat16_would_round_away_are_kept():
-    average = start_average({"x": jnp.ones(3, jnp.bfloat16)})
+    average = init_ema({"x": jnp.ones(3, jnp.bfloat16)})
     for _ in range(100):
-        average = move_average(average, {"x": jnp.full(3, 2, jnp.bfloat16)}, 0.999)
+        average = update_ema(average, {"x": jnp.full(3, 2, jnp.bfloat16)}, 0.999)
     np.testing.assert_allclose(average["x"], 2 - 0.999**100, rtol=1e-5)
 
 

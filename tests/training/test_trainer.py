@@ -15,9 +15,11 @@ import pytest
 from conftest import ROOT
 from runs import losses, read_lines, refusal, run, write_config
 
-from training.checkpoint import CheckpointConfig, Checkpoints
-from training.loop import EXIT_RESUMABLE, Run
-from training.metrics import Display
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.evaluation import Evaluation
+from training.trainer import EXIT_RESUMABLE
+from training.writers.console import ConsoleWriter
 
 pytestmark = pytest.mark.usefixtures("signals")
 
@@ -33,10 +35,10 @@ def test_a_disk_that_stays_full_ends_the_run_only_when_nothing_is_saved(tmp_path
     process = subprocess.run(["bash", "-c", command], **arguments)
     assert process.returncode == 1
     assert process.stderr == (
-        "error: the last state was not saved; the newest whole checkpoint is none\n"
+        "error: the last state was not saved; the newest complete checkpoint is none\n"
     )
     assert "checkpoint 2 was not saved: " in process.stdout
-    assert "training goes on, next try after step 3" in process.stdout
+    assert "training continues, next try after step 3" in process.stdout
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
@@ -54,7 +56,7 @@ def test_a_damaged_checkpoint_is_set_aside_loudly_for_the_one_before(undisturbed
     assert run(half) == 0
     logged = (tmp_path / "run" / "log.txt").read_text()
     assert re.search(
-        r"checkpoint 3.*; it is now 3\.damaged, going on from step 2\n(.*\n)*.*resumed from step 2",
+        r"checkpoint 3.*; renamed to 3\.damaged; resuming from 2\n(.*\n)*.*resumed from step 2",
         logged,
     )
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
@@ -66,7 +68,7 @@ def test_without_a_whole_checkpoint_nothing_starts_from_scratch(half, tmp_path, 
         for path in (tmp_path / "run" / "checkpoints" / str(step)).rglob("*METADATA*"):
             path.write_text("{}")
     before = losses(tmp_path / "run")
-    law = "no whole checkpoint is left beside 2.damaged, 3.damaged; bring one back from a copy"
+    law = "every checkpoint is damaged: 2.damaged, 3.damaged; restore one from a backup"
     # A restart policy may well try again.
     for _ in range(2):
         assert law in refusal(capsys, half)
@@ -100,7 +102,7 @@ def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path, capsys):
     plain = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[-1])
     assert plain["loss"] == whole[-1]["loss"] and plain["eval_loss"] != whole[-1]["eval_loss"]
     told = refusal(capsys, config, ema, f"run.dir={tmp_path}/plain", "training.steps=9")
-    assert "checkpoint 6 keeps no moving average" in told and "optimizer.ema_decay" in told
+    assert "checkpoint 6 has no moving average" in told and "optimizer.ema_decay" in told
 
 
 def test_room_is_asked_for_the_saves_to_come_alone(tmp_path):
@@ -115,10 +117,10 @@ def test_a_loss_that_is_not_finite_never_reaches_the_parameters(tmp_path, capsys
     assert run(config, *wild, "training.guard.max_bad_steps=3", "checkpoint.every=1") == 1
     shown = capsys.readouterr()
     assert re.search(
-        r"step \d+: loss .*, grad norm nan, not finite: the update was left out", shown.out
+        r"step \d+: loss .*, grad norm nan: not finite; the update was skipped", shown.out
     )
-    assert re.match(r"error: 3 steps in a row, up to step \d+, could not be applied", shown.err)
-    assert "the newest whole checkpoint is " in shown.err and shown.err.count("\n") == 1
+    assert re.match(r"error: 3 updates in a row were skipped, up to step \d+ with loss", shown.err)
+    assert "the newest complete checkpoint is " in shown.err and shown.err.count("\n") == 1
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     with contextlib.closing(checkpoints):
         prints = checkpoints.record(checkpoints.latest_step)["fingerprints"]
@@ -182,7 +184,7 @@ def test_the_best_checkpoint_is_kept_though_its_evaluation_came_later(tmp_path, 
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Display, "step", stopped)
+        patch.setattr(ConsoleWriter, "preview", stopped)
         assert run(config, *keys) == EXIT_RESUMABLE  # after step 4, without its evaluation
     worse = [*keys, "optimizer.learning_rate=3", "training.eval_every=2"]
     for steps in (6, 8):  # the process that makes up for it, and one that never knew of it
@@ -202,7 +204,7 @@ def test_sigusr1_saves_and_goes_on(tmp_path, monkeypatch):
         for number in signals:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Display, "step", told)
+    monkeypatch.setattr(ConsoleWriter, "preview", told)
     assert run(config, "checkpoint.every=100") == 0
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
 
@@ -217,7 +219,7 @@ def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, mo
         return {}
 
     config = write_config(tmp_path)
-    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    monkeypatch.setattr(Evaluation, "run", interrupted)
     assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_RESUMABLE
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     latest = checkpoints.latest_step
@@ -233,7 +235,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, undisturbed, monkeyp
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Display, "step", stopped)
+        patch.setattr(ConsoleWriter, "preview", stopped)
         assert run(config, "checkpoint.every=100") == EXIT_RESUMABLE
     lines, whole = (
         read_lines(folder / "run" / "metrics.jsonl") for folder in (tmp_path, undisturbed)

@@ -1,0 +1,132 @@
+"""Registry of optimizers: gradients in, updates out, nothing changed on a bad step.
+
+A new optimizer is one file with `@register("name")` before a factory
+
+    def muon(config: OptimizerConfig, schedule: optax.Schedule, *, momentum: float = 0.95): ...
+
+that returns an optax transformation; its keyword arguments are the keys of `optimizer.options`.
+Clipping by global norm comes before it, and is not its concern.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from training.optimizers.config import OptimizerConfig
+
+Factory = Callable[..., optax.GradientTransformation]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    factory: Factory
+    obeys_is_good: bool
+
+
+_ENTRIES: dict[str, _Entry] = {}
+
+
+def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], Factory]:
+    """Register an optimizer's factory: (config, schedule, **options) -> transformation.
+
+    Args:
+        name: value of the key `optimizer.name`.
+        obeys_is_good: its `update` takes a scalar `is_good`, and leaves its state alone where that
+            is false. Otherwise its state is selected afterwards, with a second copy in memory.
+    """
+
+    def add(factory: Factory) -> Factory:
+        if name in _ENTRIES:
+            raise ValueError(f"optimizer {name!r} is registered twice")
+        _ENTRIES[name] = _Entry(factory, obeys_is_good)
+        return factory
+
+    return add
+
+
+def names() -> list[str]:
+    """Return the names of all registered optimizers."""
+    return sorted(_ENTRIES)
+
+
+def check(config: OptimizerConfig) -> None:
+    """Check name and options. Raises: ValueError with key path, value and known names."""
+    if config.name not in _ENTRIES:
+        raise ValueError(
+            f"optimizer.name={config.name!r} is not an optimizer; use {', '.join(names())}"
+        )
+    signature = inspect.signature(_ENTRIES[config.name].factory)
+    try:
+        signature.bind(config, None, **config.options)
+    except TypeError as error:
+        options = list(signature.parameters)[2:]
+        raise ValueError(
+            f"optimizer.options={config.options!r}: {error}; optimizer {config.name} takes "
+            f"{', '.join(options) or 'no options'}"
+        ) from error
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformationExtraArgs:
+    """Return the configured optimizer behind clipping by global norm.
+
+    `update` takes a scalar `is_good`. Where it is false, the state stays as it was and the updates
+    are meaningless.
+
+    Raises:
+        ValueError: unknown name or options.
+    """
+    check(config)
+    entry = _ENTRIES[config.name]
+    optimizer = entry.factory(config, schedule, **config.options)
+    # identity keeps the structure of the state the same without clipping.
+    no_clip = config.clip_norm is None
+    clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, optimizer if entry.obeys_is_good else keep_if_bad(optimizer))
+
+
+def keep_if_bad(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation, with its state unchanged where `is_good` is false."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, is_good: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        updates, after = inner.update(grads, state, params)
+        return updates, tree_where(is_good, after, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def tree_where(condition: Any, new: Any, old: Any) -> Any:
+    """Return one of two pytrees by a scalar condition."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+_DECAYED, _NOT_DECAYED = {"kernel", "table"}, {"scale", "bias", "sinks"}
+
+
+def decays(params: Any) -> Any:
+    """Return a tree of bools: whether weight decay applies to a parameter.
+
+    True for kernels and embedding tables, False for norm scales, biases and attention sinks.
+
+    Raises:
+        ValueError: a parameter of an unknown kind.
+    """
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        keys = {getattr(key, "key", None) for key in path}
+        if not keys & (_DECAYED | _NOT_DECAYED):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} has an "
+                "unknown kind; state in training/optimizers/registry.py whether it decays"
+            )
+        return not keys & _NOT_DECAYED
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

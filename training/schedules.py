@@ -1,0 +1,70 @@
+"""Registry of learning-rate schedules, all behind a linear warm-up.
+
+A new schedule is one function with `@register("name")`: (config, steps, warmup) -> the learning rate
+of step 0, 1, ... after the warm-up, for a run of `steps` steps of which `warmup` warm up.
+"""
+
+from collections.abc import Callable
+
+import optax
+
+from training.optimizers.config import OptimizerConfig
+
+Factory = Callable[[OptimizerConfig, int, int], optax.Schedule]
+_FACTORIES: dict[str, Factory] = {}
+
+
+def register(name: str) -> Callable[[Factory], Factory]:
+    """Register a schedule as a value of the key `optimizer.schedule`."""
+
+    def add(factory: Factory) -> Factory:
+        if name in _FACTORIES:
+            raise ValueError(f"schedule {name!r} is registered twice")
+        _FACTORIES[name] = factory
+        return factory
+
+    return add
+
+
+def names() -> list[str]:
+    """Return the names of all registered schedules."""
+    return sorted(_FACTORIES)
+
+
+def get(name: str) -> Factory:
+    """Return a schedule's factory. Raises: ValueError with the known names."""
+    if name not in _FACTORIES:
+        raise ValueError(f"optimizer.schedule={name!r} is no schedule; use {', '.join(names())}")
+    return _FACTORIES[name]
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Return the learning rate of optimizer steps 0 to `steps - 1`. Raises: ValueError."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
+    after = get(config.schedule)(config, steps, warmup)
+    # The first step has learning rate peak / warmup, not 0.
+    rise = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
+@register("constant")
+def constant(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return the peak at every step."""
+    return optax.constant_schedule(config.learning_rate)
+
+
+@register("cosine")
+def cosine(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return half a cosine from the peak to `final_fraction` of it."""
+    return optax.cosine_decay_schedule(
+        config.learning_rate, max(1, steps - warmup), config.final_fraction
+    )
+
+
+@register("wsd")
+def wsd(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return the peak, then a linear decay to `final_fraction` of it over `decay_steps`."""
+    peak = config.learning_rate
+    decay = min(config.decay_steps or max(1, steps // 10), steps - warmup)
+    down = optax.linear_schedule(peak, peak * config.final_fraction, max(1, decay))
+    return optax.join_schedules([optax.constant_schedule(peak), down], [steps - warmup - decay])
