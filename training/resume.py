@@ -107,8 +107,8 @@ class Resumer:
 
         Raises:
             CheckpointError: none is left.
-            ProcessGroupError: a checkpoint was damaged, and there are several processes. The others may
-                wait in the restore for ever, so all processes start again.
+            ProcessGroupError: a checkpoint was damaged, and there are several processes. The
+                others may wait in the restore for ever, so all processes start again.
         """
         while True:
             try:

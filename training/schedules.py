@@ -1,7 +1,7 @@
 """Registry of learning-rate schedules, all behind a linear warm-up.
 
-A new schedule is one function with `@register("name")`: (config, steps, warmup) -> the learning rate
-of step 0, 1, ... after the warm-up, for a run of `steps` steps of which `warmup` warm up.
+A new schedule is one function with `@register("name")`: (config, steps, warmup) -> the learning
+rate of step 0, 1, ... after warm-up, in a run of `steps` steps of which `warmup` warm up.
 """
 
 from collections.abc import Callable

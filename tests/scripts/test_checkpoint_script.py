@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_tools import difference
 from training.directory import locked_run
 from training.guard import fresh_guard
 from training.resume import ResumePoint, describe_process, make_record
@@ -235,7 +236,7 @@ def test_verify_proves_every_array_of_every_step(written, tell) -> None:
     pattern = rf"step (\d): whole, {num_arrays} arrays, 55\.3 kB in [\d.]+ s"
     assert [re.fullmatch(pattern, line)[1] for line in lines] == ["2", "4", "6"]
     assert re.fullmatch(
-        r"3 whole; host memory rose by .*B at most, the largest array has 12\.3 kB", total
+        r"3 whole; peak host memory rose by .*B, the largest array has 12\.3 kB", total
     )
     assert len(tell("verify", written, 4, 6).splitlines()) == 3
 
@@ -244,7 +245,7 @@ def test_a_flipped_byte_of_an_array_is_found_by_its_name(run, tell) -> None:
     flip_noise(run, 4)
     lines = tell("verify", run, code=1).splitlines()
     assert lines[0].startswith("step 2: whole") and lines[3].startswith("step 6: whole")
-    assert lines[1:3] == ["step 4: DAMAGED", "  params.noise is not what was written"]
+    assert lines[1:3] == ["step 4: DAMAGED", "  params.noise: fingerprint mismatch"]
     assert lines[4].startswith("2 whole, 1 damaged; ")
     assert tell("verify", run, 2, 6).endswith("\n")
     assert "params.noise" in tell("verify", run, 4, code=1)
@@ -286,7 +287,10 @@ def test_every_damage_is_told_from_a_machine_with_one_device_and_nothing_else_is
         found = re.search(rf"^step {step}: .*(\n  .*)*", done.stdout, re.M)[0]
         assert step == 1 or found.startswith(f"step {step}: DAMAGED\n")
         assert re.search(f"^{wanted}$", found, re.M), found
-        assert len(found.splitlines()) <= 2 + script.NAMED and "tensorstore_spec" not in found
+        assert (
+            len(found.splitlines()) <= 2 + script.MAX_DAMAGED_SHOWN
+            and "tensorstore_spec" not in found
+        )
     assert done.stdout.splitlines()[-1].startswith(f"1 whole, {len(DAMAGE) - 1} damaged; ")
 
 
@@ -303,11 +307,11 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_called_damaged(
 
     monkeypatch.setattr(Checkpoints, "read", read_late)
     lines = tell("verify", run).splitlines()
-    assert lines[0] == "step 2: gone, the run has removed it"
-    assert lines[3].startswith("1 gone, 2 whole; ")
+    assert lines[0] == "step 2: deleted by the run meanwhile"
+    assert lines[3].startswith("1 deleted, 2 whole; ")
     going.add(4)
     assert script.main(["verify", str(run), "4"]) == 2, "nothing was proved"
-    assert "every checkpoint went while it was read" in capsys.readouterr().err
+    assert "every checkpoint was deleted while it was read" in capsys.readouterr().err
 
 
 def test_diff_tells_what_differs_and_by_how_much(written, tell, tmp_path, monkeypatch) -> None:
@@ -324,7 +328,7 @@ def test_diff_tells_what_differs_and_by_how_much(written, tell, tmp_path, monkey
     assert lines[1:3] == ["config:", "  optimizer.learning_rate: 0.001 -> 0.002"]
     assert lines[3:5] == ["versions: the same", "mesh: the same"]
     assert lines[5] == "order: the text of source 'text' is another"
-    assert lines[6] == "2 of 4 arrays of params are equal to the bit"
+    assert lines[6] == "2 of 4 arrays of params are bit-equal"
     assert sorted(set(reads)) == ["params.half", "params.layer.changes"], "equal ones are not read"
     rows = {line[0]: line[1:] for line in map(cells, lines[8:])}
     a, b = arrays_of(4, 1e-3), arrays_of(9, 2e-3)
@@ -365,35 +369,37 @@ def test_diff_of_a_step_with_itself_reads_nothing(written, tell, monkeypatch) ->
     lines = tell("diff", written, f"{written}@6", "--all").splitlines()
     assert lines[1:5] == [f"{n}: the same" for n in ("config", "versions", "mesh", "order")]
     count = len(jax.tree.leaves(state_of(0)))
-    assert lines[5:] == [f"{count} of {count} arrays are equal to the bit"]
+    assert lines[5:] == [f"{count} of {count} arrays are bit-equal"]
 
 
 def test_difference_is_that_of_numpy_and_says_when_a_number_is_not_finite() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 1500, 1000))
-    most, rms = script.difference(jnp.asarray(a), jnp.asarray(b))
+    most, rms = difference(jnp.asarray(a), jnp.asarray(b))
     a, b = np.float32(a).astype(np.float64), np.float32(b).astype(np.float64)
     assert most == np.abs(a - b).max()
     assert rms == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-12)
     one = jnp.ones(4)
     for value in (np.nan, np.inf):
-        assert not np.isfinite(script.difference(one, one.at[2].set(value))[0])
-    assert np.isnan(script.difference(one.at[2].set(np.inf), one.at[2].set(np.inf))).all()
-    assert script.difference(jnp.array(7), jnp.array(3)) == (4.0, 4 / 7)
-    assert script.difference(jnp.zeros(2), jnp.ones(2)) == (1.0, np.inf)
+        assert not np.isfinite(difference(one, one.at[2].set(value))[0])
+    assert np.isnan(difference(one.at[2].set(np.inf), one.at[2].set(np.inf))).all()
+    assert difference(jnp.array(7), jnp.array(3)) == (4.0, 4 / 7)
+    assert difference(jnp.zeros(2), jnp.ones(2)) == (1.0, np.inf)
 
 
 def test_prune_keeps_what_the_policy_says_and_tells_how_much_it_freed(run, tell) -> None:
     before = num_bytes(run)
     would = tell("prune", run, "--keep", 1, "--keep-every", 4, "--dry-run")
     assert num_bytes(run) == before
-    assert "2: would go" in would and "7.orbax-checkpoint-tmp: would go, 5 kB" in would
+    assert (
+        "2: would be deleted" in would and "7.orbax-checkpoint-tmp: would be deleted, 5 kB" in would
+    )
     text = tell("prune", run, "--keep", 1, "--keep-every", 4)
     assert steps_left(run) == {"4", "6", "1.damaged"}
-    assert "4: kept\n6: kept\n" in text and "2: removed" in text
+    assert "4: kept\n6: kept\n" in text and "2: deleted" in text
     size = re.search(r"([\d.]+) kB freed\n$", text)[1]
     assert float(size) * 1000 == pytest.approx(before - num_bytes(run), rel=5e-3)
-    assert would.replace("would go", "removed").replace("would be freed", "freed") == text
+    assert would.replace("would be ", "") == text
     tell("prune", run, "--keep", 1, "--damaged")
     assert steps_left(run) == {"6"}
     assert tell("prune", run, "--keep", 3) == "6: kept\n0 B freed\n"
@@ -420,7 +426,7 @@ def test_prune_removes_nothing_when_nothing_is_whole(run, capsys) -> None:
     before = steps_left(run)
     capsys.readouterr()
     assert script.main(["prune", str(run), "--keep", "1", "--damaged"]) == 1
-    assert "no checkpoint is whole: nothing was removed" in capsys.readouterr().err
+    assert "no checkpoint is complete: nothing was deleted" in capsys.readouterr().err
     assert steps_left(run) == before
 
 
@@ -428,7 +434,7 @@ def test_prune_refuses_while_the_run_is_running(run, capsys) -> None:
     before = steps_left(run)
     with locked_run(run, 0):
         assert script.main(["prune", str(run), "--keep", "1"]) == 2
-    assert "nothing was removed: " in capsys.readouterr().err
+    assert "nothing was deleted: " in capsys.readouterr().err
     assert steps_left(run) == before
 
 
@@ -449,12 +455,12 @@ def test_a_folder_without_a_checkpoint_is_no_error_to_list(tmp_path, tell) -> No
 
 
 BAD_INPUT = {
-    ("list", "/nowhere"): "/nowhere holds no folder checkpoints; give a run directory of train.py",
+    ("list", "/nowhere"): "/nowhere has no folder checkpoints; give a run directory of train.py",
     ("show", "RUN", "5"): "RUN has no checkpoint 5; found: 2, 4, 6",
     ("verify", "RUN", "2", "3"): "RUN has no checkpoint 3; found: 2, 4, 6",
     ("verify", "EMPTY"): "EMPTY has no checkpoint; found: none",
     ("diff", "RUN", "RUN@8"): "RUN has no checkpoint 8; found: 2, 4, 6",
-    ("diff", "RUN@x", "RUN"): "RUN@x holds no folder checkpoints; give a run directory",
+    ("diff", "RUN@x", "RUN"): "RUN@x has no folder checkpoints; give a run directory",
 }
 
 
