@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("signals")
         ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide the lon"),
         ("run.dir=FOLDER/a.txt/run", "cannot be written: Not a directory; give a directory"),
         ("data.cache_dir=FOLDER/a.txt/cache", "Not a directory"),
-        ("run.dir=FOLDER/lr=[1]/run", "orbax takes [ ] * ? for a pattern; give another"),
+        ("run.dir=FOLDER/lr=[1]/run", "orbax reads [ ] * ? as a pattern; give a path"),
         ("run.dir=''", "run.dir='': string should have at least 1 character"),
         ("checkpoint.resume=must", "the run directory holds no checkpoint; check run.dir"),
     ],

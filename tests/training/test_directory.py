@@ -46,8 +46,8 @@ def test_a_directory_of_the_same_name_on_another_disk_is_not(tmp_path, before):
     with pytest.raises(ValueError) as refused:
         check_shared_filesystem(there, one_of_two(1))
     assert str(refused.value) == (
-        f"run.dir={str(there)!r} on host-1 is not that of process 0; give a directory that all "
-        "hosts share"
+        f"run.dir={str(there)!r} on host-1 is not the directory of process 0; give a "
+        "directory on a file system that all hosts share"
     )
 
 
@@ -93,7 +93,7 @@ def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there" / "thesis.txt").touch()
-    with pytest.raises(ValueError, match=r"holds no run; give another run\.dir"):
+    with pytest.raises(ValueError, match=r"not those of a run; give another run\.dir"):
         move_aside(tmp_path / "link")
     (tmp_path / "there" / name).touch()
     assert move_aside(tmp_path / "link") == tmp_path / "there.old-1"

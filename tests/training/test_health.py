@@ -135,7 +135,7 @@ def test_a_strip_of_many_layers_shows_the_least_even_ones_in_order():
         load_NE[layer] += [1, -1]
     load_NE[5] += [40, -40]
     heading, *lines = heat_strip(load_NE, range(48))
-    assert heading == "8 of 48 layers, the least even"
+    assert heading == "the 8 least even of 48 layers"
     # Of equal ones the first are shown.
     assert [line.split()[1] for line in lines] == ["03", "05", "17", "21", "22", "30", "31", "40"]
 
@@ -149,11 +149,11 @@ def test_eight_layers_are_shown_without_a_heading():
 def test_a_mark_of_several_experts_is_the_fullest_of_them():
     load_NE = np.array([[0, 0, 0, 4, 4, 4, 4, 8, 12, 4]])
     assert heat_strip(load_NE, [0], width=4) == [
-        "a mark is the fullest of 3 experts",
+        "a bar is the maximum of 3 experts",
         "layer 0 |·▄█▄| max/mean 3.00  dead 3 of 10",
     ]
     heading, line = heat_strip(np.ones((1, 384)), [0])
-    assert heading == "a mark is the fullest of 6 experts"
+    assert heading == "a bar is the maximum of 6 experts"
     assert line.split("|")[1] == 64 * "▄"
 
 
@@ -238,14 +238,14 @@ def test_a_warning_names_the_worst_layer_the_value_the_limit_and_the_remedy():
     watch = HealthWatch([8, 9, 10], HealthLimits(max_load=2.0, max_dropped=0.125, max_dead=0.25))
     balance = "raise model.moe.router_aux_loss_coef or model.moe.bias_update_speed"
     assert watch.warnings(arrays(load_NE, [0.5, 0.25, 0.125])) == [
-        "layer 09: max/mean load of its experts is 3, more than training.health.max_load=2 "
-        f"(so in 2 of 3 MoE layers, here most); {balance}",
-        "layer 09: fraction of experts without a token is 0.6667, more than "
+        "layer 09: largest over mean expert load is 3, above training.health.max_load=2 "
+        f"(worst of 2 such layers among 3 MoE layers); {balance}",
+        "layer 09: fraction of experts without a token is 0.6667, above "
         "training.health.max_dead=0.25 "
-        f"(so in 2 of 3 MoE layers, here most); {balance}",
-        "layer 08: fraction of assignments dropped is 0.5, more than "
+        f"(worst of 2 such layers among 3 MoE layers); {balance}",
+        "layer 08: fraction of assignments dropped is 0.5, above "
         "training.health.max_dropped=0.125 "
-        "(so in 2 of 3 MoE layers, here most); raise model.moe.capacity_factor",
+        "(worst of 2 such layers among 3 MoE layers); raise model.moe.capacity_factor",
     ]
 
 
