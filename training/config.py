@@ -32,7 +32,7 @@ class TrainingConfig(
     log_every: PositiveInt = 10
     """Steps between console lines; the other metrics writers get every step."""
     writers: list[str] = ["jsonl", "tensorboard", "console"]
-    """Metrics writers, by their names in `training.writers.registry`."""
+    """Metrics writers by name: jsonl, tensorboard, console, and others that are registered."""
     eval_every: PositiveInt = 200
     """Steps between evaluations on the held-out split; the last step is always evaluated."""
     eval_batches: PositiveInt = 8

@@ -95,8 +95,8 @@ def check_shared_filesystem(directory: Path, group: ProcessGroup) -> None:
     group.barrier("token")
     if not marker.exists() or marker.read_text() != token:
         raise ValueError(
-            f"run.dir={str(directory)!r} on {group.hosts[group.process_id]} is not the directory of "
-            "process 0; give a directory on a file system that all hosts share"
+            f"run.dir={str(directory)!r} on {group.hosts[group.process_id]} is not that "
+            "of process 0; give a directory on a file system that all hosts share"
         )
 
 

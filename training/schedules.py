@@ -9,39 +9,17 @@ from collections.abc import Callable
 import optax
 
 from training.optimizers.config import OptimizerConfig
+from training.registry import Registry
 
 Factory = Callable[[OptimizerConfig, int, int], optax.Schedule]
-_FACTORIES: dict[str, Factory] = {}
-
-
-def register(name: str) -> Callable[[Factory], Factory]:
-    """Register a schedule as a value of the key `optimizer.schedule`."""
-
-    def add(factory: Factory) -> Factory:
-        if name in _FACTORIES:
-            raise ValueError(f"schedule {name!r} is registered twice")
-        _FACTORIES[name] = factory
-        return factory
-
-    return add
-
-
-def names() -> list[str]:
-    """Return the names of all registered schedules."""
-    return sorted(_FACTORIES)
-
-
-def get(name: str) -> Factory:
-    """Return a schedule's factory. Raises: ValueError with the known names."""
-    if name not in _FACTORIES:
-        raise ValueError(f"optimizer.schedule={name!r} is no schedule; use {', '.join(names())}")
-    return _FACTORIES[name]
+SCHEDULES: Registry[Factory] = Registry("schedule", "optimizer.schedule")
+register = SCHEDULES.register
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate of optimizer steps 0 to `steps - 1`. Raises: ValueError."""
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
-    after = get(config.schedule)(config, steps, warmup)
+    after = SCHEDULES.get(config.schedule)(config, steps, warmup)
     # The first step has learning rate peak / warmup, not 0.
     rise = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
     return optax.join_schedules([rise, after], [warmup])

@@ -1,4 +1,4 @@
-"""Saving on one mesh and restoring on another, and the run directory that is held alone."""
+"""Checkpoints: save on one mesh and restore on another, refusals, failures."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ def abstract_on(mesh: MeshConfig, *overrides: str) -> TrainState:
 
 
 def numbered_state(mesh: MeshConfig, offset: int = 0) -> TrainState:
-    """A state whose every number is another one, also in the optimizer's moments."""
+    """Return a state of distinct numbers, in the optimizer's moments too."""
     count = [offset]
 
     def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -63,7 +63,7 @@ def numbered_state(mesh: MeshConfig, offset: int = 0) -> TrainState:
 
 @pytest.fixture
 def open_at(tmp_path):
-    """Opens checkpoints of one directory, and closes all of them at the end."""
+    """Open the checkpoints of one directory; close all at the end."""
     opened = []
 
     def open_at(**values) -> Checkpoints:
@@ -84,7 +84,7 @@ def save(checkpoints: Checkpoints, step: int, metadata: dict | None = None) -> T
 
 
 @pytest.mark.parametrize("name", [*MESHES, "one device"])
-def test_what_is_saved_on_one_mesh_is_restored_bit_equal_on_every_other(name, open_at):
+def test_a_checkpoint_is_restored_bit_equal_on_every_mesh(name, open_at):
     saved = save(open_at(), 3)
     wanted = abstract_on(MESHES.get(name, MeshConfig()))
     restored = open_at().restore(3, wanted)
@@ -98,7 +98,7 @@ def test_an_empty_directory_has_no_latest_step(open_at):
     assert open_at().latest_step is None
 
 
-def test_the_newest_are_kept_and_the_others_go(open_at, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(open_at, tmp_path):
     checkpoints = open_at(keep=2)
     for step in (2, 4, 6, 8):
         save(checkpoints, step)
@@ -113,7 +113,7 @@ def test_the_newest_are_kept_and_the_others_go(open_at, tmp_path):
         np.testing.assert_array_equal(got, numbered_state(GRID, step).params["norm"]["scale"])
 
 
-def test_the_record_comes_back_as_it_was(open_at):
+def test_the_record_is_read_back_unchanged(open_at):
     given = {"order_hash": "ab" * 32, "nested": {"list": [1, 2.5, None, True, "ü"]}}
     save(open_at(), 7, given)
     record = open_at().record(7)
@@ -121,7 +121,7 @@ def test_the_record_comes_back_as_it_was(open_at):
     assert record["leaves"].keys() == record["fingerprints"].keys()
 
 
-def test_a_step_that_is_saved_is_not_saved_again(open_at):
+def test_a_saved_step_is_not_saved_again(open_at):
     checkpoints = open_at()
     save(checkpoints, 5, {"time": "first"})
     checkpoints.save(numbered_state(GRID), 5, {"time": "second"})
@@ -129,8 +129,8 @@ def test_a_step_that_is_saved_is_not_saved_again(open_at):
     assert checkpoints.record(5)["time"] == "first"
 
 
-def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
-    """The next step donates the buffers while the save still runs."""
+def test_buffers_may_be_donated_after_save_returns(open_at):
+    """The next step donates them while the save is still writing."""
     checkpoints, state = open_at(), numbered_state(GRID, offset=11)
     wanted = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]
     checkpoints.save(state, 1, {})
@@ -142,7 +142,7 @@ def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
         np.testing.assert_array_equal(got, want)
 
 
-def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
+def test_every_save_is_logged_once(open_at, tmp_path):
     checkpoints = open_at()
     with logging_to(tmp_path / "log.txt", None):
         checkpoints.poll(checkpoints.ended_step)
@@ -151,11 +151,11 @@ def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
         for _ in range(2):
             checkpoints.poll(checkpoints.ended_step)
             checkpoints.finish()
-    told = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert told == ["saved step 4", "saved step 5"]
+    logged = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert logged == ["saved step 4", "saved step 5"]
 
 
-# Override of the model -> what the refusal says of the first parameter that differs.
+# Override of the model -> part of the message about the first parameter that differs.
 DIFFERENCES = {
     "model.hidden_size=64": "(264, 32), 'float32'), but the config asks for ((264, 64)",
     "model.vocab_size=272": "(264, 32), 'float32'), but the config asks for ((272, 32)",
@@ -167,7 +167,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("override", DIFFERENCES)
-def test_a_model_that_differs_is_refused_by_the_name_of_a_parameter(override, open_at):
+def test_another_model_is_refused_with_the_first_differing_parameter(override, open_at):
     checkpoints = open_at()
     save(checkpoints, 2)
     with pytest.raises(ValueError) as error:
@@ -177,7 +177,7 @@ def test_a_model_that_differs_is_refused_by_the_name_of_a_parameter(override, op
     assert str(error.value).endswith("give another run.dir") and "\n" not in str(error.value)
 
 
-def test_a_parameter_that_is_not_stored_is_named(open_at):
+def test_a_missing_parameter_is_named(open_at):
     checkpoints, tied = open_at(), program_on(GRID, "model.tie_word_embeddings=true")
     with jax.set_mesh(tied.tp.mesh):
         checkpoints.save(tied.init(), 2, {})
@@ -194,13 +194,13 @@ def test_the_same_model_on_another_mesh_passes_the_check(open_at):
     checkpoints.check(2, abstract_on(MESHES["fsdp8"]))
 
 
-def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_path):
+def test_an_unreadable_checkpoint_raises_with_the_reason(open_at, tmp_path):
     save(open_at(), 2)
     stored = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
     largest = max((path for path in stored if path.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    # In a process of its own: what orbax leaves of a failed read, tasks of an event loop that is
-    # closed, would complain at some later time, in whichever test runs then.
+    # In a child process: a failed read of orbax leaves tasks of a closed event loop behind, which
+    # would warn in a later test.
     child = [sys.executable, "-c", RESTORE, str(tmp_path / "checkpoints")]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "training")))
     done = subprocess.run(
@@ -251,13 +251,13 @@ def test_another_process_holds_the_directory_until_it_is_killed(tmp_path):
 
 
 class Alone(ProcessGroup):
-    """The first of two, of which the other says nothing."""
+    """Process 0 of two; the other one never answers."""
 
     def __init__(self) -> None:
         super().__init__(2, 0, ClusterConfig(peer_timeout=1))
 
 
-def test_a_save_that_fails_in_one_process_alone_ends_all_with_its_reason(tmp_path):
+def test_a_save_that_fails_in_one_process_ends_all_with_the_reason(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), group=Alone())) as saver:
         saver._pending = 7, partial(os.mkdir, tmp_path)
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The directory of a run among several processes: shared by all, held by one run."""
+"""Run directories: shared by all processes, locked by one run, old runs moved aside."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ from training.directory import check_shared_filesystem, locked_run, move_aside
 
 
 def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
-    """A process whose peers say nothing, but that the first has the token `1`."""
+    """Return a process of two; process 0 broadcasts the token `1`."""
 
     class Silent(ProcessGroup):
         def broadcast(self, tag: str, make: Callable[[], Any]) -> Any:
@@ -30,13 +30,13 @@ def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
     return found
 
 
-def test_a_directory_that_both_see_is_shared(tmp_path):
+def test_a_shared_directory_passes_the_check(tmp_path):
     for number in range(2):
         check_shared_filesystem(tmp_path, one_of_two(number))
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_a_directory_of_the_same_name_on_another_disk_is_not(tmp_path, before):
+def test_a_directory_of_the_same_name_on_another_disk_is_refused(tmp_path, before):
     here, there = tmp_path / "host-0", tmp_path / "host-1"
     for directory in (here, there):
         directory.mkdir()
@@ -46,27 +46,27 @@ def test_a_directory_of_the_same_name_on_another_disk_is_not(tmp_path, before):
     with pytest.raises(ValueError) as refused:
         check_shared_filesystem(there, one_of_two(1))
     assert str(refused.value) == (
-        f"run.dir={str(there)!r} on host-1 is not the directory of process 0; give a "
+        f"run.dir={str(there)!r} on host-1 is not that of process 0; give a "
         "directory on a file system that all hosts share"
     )
 
 
 @pytest.fixture
 def held(tmp_path):
-    """A run directory that somebody else holds; calling it lets go."""
+    """A run directory locked by another process, and a function that releases it."""
     lock = open(tmp_path / ".lock", "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield tmp_path, lock.close
     lock.close()
 
 
-def test_a_held_directory_is_refused_at_once_if_alone(held):
+def test_one_process_is_refused_a_locked_directory_at_once(held):
     directory, _ = held
     with pytest.raises(ValueError, match=r"is in use by another process; give another run\.dir"):
         enter(directory, None)
 
 
-def test_a_held_directory_ends_several_processes_after_their_time(held):
+def test_several_processes_end_after_start_timeout_on_a_locked_directory(held):
     directory, _ = held
     with pytest.raises(
         ProcessGroupError, match=r"is in use by another process, for 0\.1 s"
@@ -75,7 +75,7 @@ def test_a_held_directory_ends_several_processes_after_their_time(held):
     assert ended.value.exit_code == EXIT_PROCESS_LOST
 
 
-def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
+def test_several_processes_wait_for_the_lock_of_a_lost_host(held):
     directory, release = held
     timer = threading.Timer(0.3, release)
     timer.start()
@@ -89,7 +89,7 @@ def enter(directory: Path, group: ProcessGroup | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
-def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
+def test_only_a_run_is_moved_aside_and_links_are_followed(tmp_path, name):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there" / "thesis.txt").touch()
@@ -101,7 +101,7 @@ def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
     assert (tmp_path / "there.old-1" / "thesis.txt").exists()
 
 
-def test_a_run_that_cannot_be_moved_leaves_no_empty_folder(tmp_path, monkeypatch):
+def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
 

@@ -11,15 +11,15 @@ class OptimizerConfig(
     """The optimizer, its learning-rate schedule, and clipping by global gradient norm."""
 
     name: str = "adamw"
-    """Optimizer, by its name in `training.optimizers.registry`: adamw (arXiv 1711.05101)."""
+    """Optimizer by name: adamw (arXiv 1711.05101), and others that are registered."""
     options: dict[str, Any] = {}
     """Options of an optimizer that has more than the keys below; adamw has none."""
     learning_rate: PositiveFloat = 3e-4
     """Peak of the schedule."""
     schedule: str = "cosine"
-    """Learning rate after warm-up, by its name in `training.schedules`: cosine decays to the end of
-    the run, wsd (warm-up, stable, decay) stays flat and then decays linearly, constant stays
-    flat."""
+    """Learning rate after warm-up by name: cosine decays to the end of the run, wsd (warm-up,
+    stable, decay) stays flat and then decays linearly, constant stays flat; and others that are
+    registered."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up to the peak."""
     decay_steps: NonNegativeInt = 0

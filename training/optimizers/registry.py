@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from training.optimizers.config import OptimizerConfig
+from training.registry import Registry
 
 Factory = Callable[..., optax.GradientTransformation]
 
@@ -28,7 +29,7 @@ class _Entry:
     obeys_is_good: bool
 
 
-_ENTRIES: dict[str, _Entry] = {}
+OPTIMIZERS: Registry[_Entry] = Registry("optimizer", "optimizer.name")
 
 
 def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], Factory]:
@@ -36,31 +37,20 @@ def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], F
 
     Args:
         name: value of the key `optimizer.name`.
-        obeys_is_good: its `update` takes a scalar `is_good`, and leaves its state alone where that
-            is false. Otherwise its state is selected afterwards, with a second copy in memory.
+        obeys_is_good: its `update` takes a scalar `is_good`, and keeps its state where that is
+            false. Otherwise its state is selected afterwards, which may need a second copy of it.
     """
 
     def add(factory: Factory) -> Factory:
-        if name in _ENTRIES:
-            raise ValueError(f"optimizer {name!r} is registered twice")
-        _ENTRIES[name] = _Entry(factory, obeys_is_good)
+        OPTIMIZERS.add(name, _Entry(factory, obeys_is_good))
         return factory
 
     return add
 
 
-def names() -> list[str]:
-    """Return the names of all registered optimizers."""
-    return sorted(_ENTRIES)
-
-
-def check(config: OptimizerConfig) -> None:
-    """Check name and options. Raises: ValueError with key path, value and known names."""
-    if config.name not in _ENTRIES:
-        raise ValueError(
-            f"optimizer.name={config.name!r} is not an optimizer; use {', '.join(names())}"
-        )
-    signature = inspect.signature(_ENTRIES[config.name].factory)
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Check name and options. Raises: ValueError with key path, value and what is known."""
+    signature = inspect.signature(OPTIMIZERS.get(config.name).factory)
     try:
         signature.bind(config, None, **config.options)
     except TypeError as error:
@@ -82,8 +72,8 @@ def make_optimizer(
     Raises:
         ValueError: unknown name or options.
     """
-    check(config)
-    entry = _ENTRIES[config.name]
+    check_optimizer(config)
+    entry = OPTIMIZERS.get(config.name)
     optimizer = entry.factory(config, schedule, **config.options)
     # identity keeps the structure of the state the same without clipping.
     no_clip = config.clip_norm is None

@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from training.registry import Registry
+
 
 @dataclass(frozen=True)
 class WriterContext:
@@ -62,31 +64,8 @@ class MetricsWriter:
 
 
 Factory = Callable[[WriterContext], MetricsWriter]
-_FACTORIES: dict[str, Factory] = {}
-
-
-def register(name: str) -> Callable[[Factory], Factory]:
-    """Register a metrics writer: a subclass, or a function of the context that returns one."""
-
-    def add(factory: Factory) -> Factory:
-        if name in _FACTORIES:
-            raise ValueError(f"metrics writer {name!r} is registered twice")
-        _FACTORIES[name] = factory
-        return factory
-
-    return add
-
-
-def names() -> list[str]:
-    """Return the names of all registered metrics writers."""
-    return sorted(_FACTORIES)
-
-
-def get(name: str) -> Factory:
-    """Return a metrics writer's factory. Raises: ValueError with the known names."""
-    if name not in _FACTORIES:
-        raise ValueError(f"{name!r} is not a metrics writer; use {', '.join(names())}")
-    return _FACTORIES[name]
+WRITERS: Registry[Factory] = Registry("metrics writer", "training.writers")
+register = WRITERS.register
 
 
 class MetricsWriters(MetricsWriter):
@@ -138,7 +117,7 @@ class NullMetrics(MetricsWriter):
 
 def open_writers(writer_names: Sequence[str], context: WriterContext) -> MetricsWriter:
     """Return the named metrics writers of a run as one. Raises: ValueError for an unknown name."""
-    return MetricsWriters([get(name)(context) for name in writer_names])
+    return MetricsWriters([WRITERS.get(name)(context) for name in writer_names])
 
 
 @contextlib.contextmanager
