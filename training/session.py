@@ -16,7 +16,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import SaveSchedule
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
-from training.config import RunSettings
+from training.config import RunSettings, TrainingConfig
 from training.directory import (
     check_shared_filesystem,
     locked_run,
@@ -52,14 +52,7 @@ def open_run(
     """Lock the run directory, find the resume point, and yield a trainer.
 
     Process 0 writes the files of the run; the other processes write only a log of their own.
-
-    Args:
-        program: the compiled functions of the run.
-        dataset: training rows and held-out split.
-        settings: configuration.
-        generate: writes the text samples.
-        stop: signals of this process.
-        group: the processes of the run.
+    `generate` writes the text samples.
 
     Raises:
         ValueError: what the user can correct; no device has worked until then.
@@ -126,14 +119,7 @@ def build_trainer(
     clock = StepClock(program)
     stragglers = StragglerMonitor(group)
     spikes = SpikeHandler(config.guard, resumer, goodput)
-    sparse_layers = [n for n, is_sparse in enumerate(program.config.sparse_layers) if is_sparse]
-    experts = ExpertHealth(
-        sparse_layers,
-        config.health,
-        log_every=config.log_every,
-        last_step=config.steps,
-        writers=writers,
-    )
+    experts = _expert_health(program, config, writers)
     mesh = program.tp.manager.mesh.shape
     return Trainer(
         program=program,
@@ -168,6 +154,19 @@ def build_trainer(
         writers=writers,
         goodput=goodput,
         clock=clock,
+    )
+
+
+def _expert_health(
+    program: Program, config: TrainingConfig, writers: MetricsWriter
+) -> ExpertHealth:
+    sparse_layers = [n for n, is_sparse in enumerate(program.config.sparse_layers) if is_sparse]
+    return ExpertHealth(
+        sparse_layers,
+        config.health,
+        log_every=config.log_every,
+        last_step=config.steps,
+        writers=writers,
     )
 
 
