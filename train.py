@@ -33,7 +33,7 @@ from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from parallel.planning.sharding_table import render, summary
-from training.checkpoint_errors import CheckpointError
+from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
 from training.logs import log
 from training.session import open_run

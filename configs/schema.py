@@ -28,7 +28,7 @@ from parallel.sharding.mesh import MeshConfig
 from parallel.sharding.partition import Residual
 from training.checkpoint_policy import CheckpointConfig
 from training.config import RunConfig, TrainingConfig
-from training.optimizers.config import OptimizerConfig
+from training.optimizers.registry import OptimizerConfig
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import _clone  # noqa: F401 (first: it selects the packages below)
@@ -25,8 +24,8 @@ from rich.table import Table
 from data.pipeline import explain_change
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
-from training.checkpoint_errors import CheckpointError
 from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import CheckpointError
 from training.directory import locked_run
 from training.logs import peak_memory
 from training.resume import flatten

@@ -24,9 +24,17 @@ from orbax.checkpoint import v1
 
 from parallel.cluster.errors import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.checkpoint_errors import CheckpointError, DamageError, read_error, short_reason
 from training.checkpoint_policy import CheckpointConfig, best_steps
-from training.checkpoint_record import check_leaves, checksum, read_record, shapes_and_dtypes
+from training.checkpoint_record import (
+    CheckpointError,
+    DamageError,
+    check_leaves,
+    checksum,
+    read_error,
+    read_record,
+    shapes_and_dtypes,
+    short_reason,
+)
 from training.fingerprint import fingerprints, leaf_name
 from training.logs import log
 from training.step import TrainState

@@ -14,7 +14,7 @@ from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
 from parallel.cluster.errors import ProcessGroupError
 from training.checkpoint import Checkpoints
-from training.checkpoint_errors import CheckpointError, DamageError
+from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
 from training.step import TrainState
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import optax
 
-from training.optimizers.config import OptimizerConfig
+from training.optimizers.registry import OptimizerConfig
 from training.registry import Registry
 
 Factory = Callable[[OptimizerConfig, int, int], optax.Schedule]

@@ -23,7 +23,6 @@ from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.layout import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
-from training.ema import init_ema, update_ema
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
 from training.optimizers.registry import tree_where
 
@@ -245,3 +244,18 @@ class Program:
             return total, jnp.sum(part["loss_mask"])
 
         return jax.jit(step)
+
+
+def init_ema(params: Any) -> Any:
+    """Return the moving average before the first step.
+
+    It is float32: bfloat16 would round its small steps away.
+    """
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def update_ema(ema: Any, params: Any, decay: float) -> Any:
+    """Return the moving average after an update that led to `params`."""
+    return jax.tree.map(
+        lambda mean, x: mean + (1 - decay) * (x.astype(jnp.float32) - mean), ema, params
+    )

@@ -212,7 +212,7 @@ def test_an_unreadable_checkpoint_raises_with_the_reason(open_at, tmp_path):
 RESTORE = """
 import os, sys
 import conftest, test_checkpoint as tests
-from training.checkpoint_errors import CheckpointError
+from training.checkpoint_record import CheckpointError
 try:
     checkpoints = tests.Checkpoints(sys.argv[1], tests.CheckpointConfig())
     checkpoints.restore(2, tests.abstract_on(tests.GRID))

@@ -15,8 +15,7 @@ from configs.build import build_program
 from configs.schema import load_config
 from training import schedules
 from training.optimizers import registry
-from training.optimizers.config import OptimizerConfig
-from training.optimizers.registry import OPTIMIZERS, decays, make_optimizer
+from training.optimizers.registry import OPTIMIZERS, OptimizerConfig, decays, make_optimizer
 from training.schedules import SCHEDULES, make_schedule
 
 PEAK = 3e-3

@@ -14,10 +14,8 @@ from configs.build import build_program
 from configs.schema import load_config
 from data.packing import Pieces, pack_split, read_row
 from parallel.sharding.mesh import MeshConfig
-from training.ema import init_ema, update_ema
-from training.optimizers.config import OptimizerConfig
-from training.optimizers.registry import decays
-from training.step import Program, TrainState
+from training.optimizers.registry import OptimizerConfig, decays
+from training.step import Program, TrainState, init_ema, update_ema
 
 LENGTH, ROWS = 16, 8
 GRID = MeshConfig(dp=2, tp=2)

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from training.optimizers.config import OptimizerConfig
-from training.optimizers.registry import decays, keep_if_bad, register, tree_where
+from training.optimizers.registry import OptimizerConfig, decays, keep_if_bad, register, tree_where
 
 
 @register("adamw", obeys_is_good=True)
