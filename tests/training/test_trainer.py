@@ -1,6 +1,9 @@
 """Runs with damaged checkpoints, a full disk, loss spikes and signals."""
 
+import ast
 import contextlib
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -18,10 +21,20 @@ from runs import losses, read_lines, refusal, run, write_config
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.evaluation import Evaluation
-from training.trainer import EXIT_RESUMABLE
+from training.trainer import EXIT_RESUMABLE, Trainer
 from training.writers.console import ConsoleWriter
 
 pytestmark = pytest.mark.usefixtures("signals")
+
+
+def test_the_loop_has_at_most_40_lines_and_the_trainer_is_complete_when_constructed():
+    assert len(inspect.getsource(Trainer._train_steps).splitlines()) <= 40
+    stored = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(Trainer)))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert stored <= {field.name for field in dataclasses.fields(Trainer)} | {"pending_metrics"}
 
 
 @pytest.mark.slow
