@@ -4,10 +4,8 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from functools import cache, partial
 
 import jax
@@ -23,7 +21,6 @@ from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
-from training.directory import locked_run, move_aside
 from training.logs import logging_to
 from training.step import Program, TrainState
 
@@ -222,34 +219,6 @@ os._exit(0)
 """
 
 
-def test_a_run_directory_is_held_alone_and_only_for_so_long(tmp_path):
-    directory = tmp_path / "deep" / "run"
-    with locked_run(directory, 0), pytest.raises(ValueError, match="is in use by another") as error:
-        with locked_run(directory, 0):
-            pytest.fail("two runs at once")
-    assert f"run.dir={str(directory)!r}" in str(error.value)
-    assert "give another run.dir" in str(error.value)
-    with locked_run(directory, 0):
-        assert directory.is_dir()
-
-
-def test_another_process_holds_the_directory_until_it_is_killed(tmp_path):
-    hold = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match="is in use by another process"):
-            with locked_run(tmp_path, 0):
-                pytest.fail("two runs at once")
-        other.kill()
-        other.wait()
-    with locked_run(tmp_path, 0):
-        pass
-
-
 class Alone(ProcessGroup):
     """Process 0 of two; the other one never answers."""
 
@@ -264,42 +233,3 @@ def test_a_save_that_fails_in_one_process_ends_all_with_the_reason(tmp_path):
             ProcessGroupError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
         ):
             saver.finish()
-
-
-@pytest.mark.parametrize("below", ["", "deeper/run"])
-def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, below):
-    (tmp_path / "file").touch()
-    directory = tmp_path / "file" / below
-    with pytest.raises(ValueError, match=r"cannot be written: .*; give a directory that") as error:
-        with locked_run(directory, 0):
-            pytest.fail("a file is no directory")
-    assert f"run.dir={str(directory)!r}" in str(error.value)
-
-
-def test_too_little_room_for_the_checkpoints_is_refused(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
-    with locked_run(tmp_path, 100 * 2**20):
-        pass
-    with pytest.raises(ValueError, match="has 100 MiB free, but its checkpoints need 102 MiB"):
-        with locked_run(tmp_path, 102 * 2**20):
-            pytest.fail("no room")
-
-
-def test_old_runs_are_numbered_and_keep_everything(tmp_path):
-    directory = tmp_path / "run"
-    assert move_aside(directory) is None
-    for number in (1, 2):
-        with locked_run(directory, 0):
-            assert move_aside(directory) == (None if number == 1 else tmp_path / "run.old-1")
-        (directory / "checkpoints" / "4").mkdir(parents=True)
-        (directory / "checkpoints" / "4" / "x").write_text(f"run {number}")
-        (directory / "log.txt").write_text(f"log {number}")
-    assert move_aside(directory) == tmp_path / "run.old-2"
-    assert os.listdir(directory) == [".lock"]
-    assert move_aside(directory) is None
-    for number in (1, 2):
-        old = tmp_path / f"run.old-{number}"
-        assert sorted(os.listdir(old)) == ["checkpoints", "log.txt"]
-        assert (old / "checkpoints" / "4" / "x").read_text() == f"run {number}"
-        assert (old / "log.txt").read_text() == f"log {number}"

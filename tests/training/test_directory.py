@@ -2,7 +2,12 @@
 
 import errno
 import fcntl
+import os
+import shutil
+import subprocess
+import sys
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,12 +65,6 @@ def held(tmp_path):
     lock.close()
 
 
-def test_one_process_is_refused_a_locked_directory_at_once(held):
-    directory, _ = held
-    with pytest.raises(ValueError, match=r"is in use by another process; give another run\.dir"):
-        enter(directory, None)
-
-
 def test_several_processes_end_after_start_timeout_on_a_locked_directory(held):
     directory, _ = held
     with pytest.raises(
@@ -112,3 +111,70 @@ def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot be moved to .*: Invalid .*; move it by hand"):
         move_aside(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_directory_is_locked_for_the_context(tmp_path):
+    directory = tmp_path / "deep" / "run"
+    with locked_run(directory, 0), pytest.raises(ValueError, match="is in use by another") as error:
+        with locked_run(directory, 0):
+            pytest.fail("two runs at once")
+    assert f"run.dir={str(directory)!r}" in str(error.value)
+    assert "give another run.dir" in str(error.value)
+    with locked_run(directory, 0):
+        assert directory.is_dir()
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    hold = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match="is in use by another process"):
+            with locked_run(tmp_path, 0):
+                pytest.fail("two runs at once")
+        other.kill()
+        other.wait()
+    with locked_run(tmp_path, 0):
+        pass
+
+
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_a_run_directory_that_cannot_be_created_is_refused(tmp_path, below):
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / below
+    with pytest.raises(ValueError, match=r"cannot be written: .*; give a directory that") as error:
+        with locked_run(directory, 0):
+            pytest.fail("a file is no directory")
+    assert f"run.dir={str(directory)!r}" in str(error.value)
+
+
+def test_too_little_disk_space_is_refused(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
+    with locked_run(tmp_path, 100 * 2**20):
+        pass
+    with pytest.raises(ValueError, match="has 100 MiB free, but its checkpoints need 102 MiB"):
+        with locked_run(tmp_path, 102 * 2**20):
+            pytest.fail("no room")
+
+
+def test_old_runs_are_numbered_and_complete(tmp_path):
+    directory = tmp_path / "run"
+    assert move_aside(directory) is None
+    for number in (1, 2):
+        with locked_run(directory, 0):
+            assert move_aside(directory) == (None if number == 1 else tmp_path / "run.old-1")
+        (directory / "checkpoints" / "4").mkdir(parents=True)
+        (directory / "checkpoints" / "4" / "x").write_text(f"run {number}")
+        (directory / "log.txt").write_text(f"log {number}")
+    assert move_aside(directory) == tmp_path / "run.old-2"
+    assert os.listdir(directory) == [".lock"]
+    assert move_aside(directory) is None
+    for number in (1, 2):
+        old = tmp_path / f"run.old-{number}"
+        assert sorted(os.listdir(old)) == ["checkpoints", "log.txt"]
+        assert (old / "checkpoints" / "4" / "x").read_text() == f"run {number}"
+        assert (old / "log.txt").read_text() == f"log {number}"
