@@ -73,7 +73,7 @@ class StepReporter:
         (step, arrays), self._unread = self._unread, None
         experts = arrays.pop("experts", None)
         with self._clock.waiting_for_devices(), self._goodput.spend("step"):
-            metrics = {name: float(value) for name, value in arrays.items()}
+            metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
         batch = self._resume_point.batch(step - 1)
         phase = self._dataset.plan.at(batch)
         metrics |= self._clock.read(phase.batch_size, phase.length)
