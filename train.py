@@ -28,18 +28,25 @@ from data.source import DataError
 from data.tokenizer import open_tokenizer
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
-from parallel.cluster.distributed import Cluster, StopRequest, find_cluster, is_cluster, start
-from parallel.cluster.peers import EXIT_PEER, PeerError, Peers
+from parallel.cluster.distributed import Cluster, find_cluster, initialize, is_cluster
+from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
+from parallel.cluster.signals import StopRequest
 from parallel.planning.sharding_table import render, summary
-from training.checkpoint import CheckpointError
-from training.loop import EXIT_RESUMABLE, TrainingError, open_run
-from training.metrics import log
+from training.checkpoint_record import CheckpointError
+from training.config import RunSettings
+from training.logs import log
+from training.session import open_run
+from training.spikes import TrainingError
+from training.trainer import EXIT_RESUMABLE
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 @contextlib.contextmanager
-def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Callable[[], int]]:
+def open_session(
+    config: Config, stop: StopRequest, group: ProcessGroup
+) -> Iterator[Callable[[], int]]:
     """Everything up to the first device work; yields the function that trains.
 
     Raises: ValueError for what the user can mend.
@@ -55,7 +62,7 @@ def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Ca
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     devices, notice = open_devices(config)
-    peers.compare("preflight", describe_machine(rows, jax.local_devices()))
+    group.check_equal("preflight", describe_machine(rows, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
     announce = [
@@ -77,23 +84,22 @@ def open_session(config: Config, stop: StopRequest, peers: Peers) -> Iterator[Ca
         (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
         return rows.tokenizer.decode(text)
 
+    settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
     with (
         jax.set_mesh(program.tp.manager.mesh),
         open_run(
             program,
             rows,
-            config=config.run,
-            training=config.training,
-            checkpoint=config.checkpoint,
-            resolved_config=dump_config(config),
+            settings,
+            generate=sample,
             stop=stop,
-            peers=peers,
-        ) as session,
+            group=group,
+        ) as trainer,
     ):
         for line in announce:
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
-        yield lambda: session.train(sample)
+        yield trainer.train
 
 
 def print_plan(config: Config) -> None:
@@ -115,10 +121,10 @@ def print_sharding(config: Config) -> None:
     print(render(build_sharding_table(config, build_program(config, devices))))
 
 
-def open_cluster(config: Config, args: argparse.Namespace) -> Peers:
+def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
     """The processes of this run: those of the command line, of the environment, or this one alone.
 
-    Raises: ValueError, PeerError.
+    Raises: ValueError, ProcessGroupError.
     """
     given = (args.coordinator, args.num_processes, args.process_id)
     if None not in given:
@@ -128,47 +134,49 @@ def open_cluster(config: Config, args: argparse.Namespace) -> Peers:
     elif args.distributed or is_cluster(os.environ):
         cluster = find_cluster(config.cluster)
     else:
-        return Peers()
-    peers = start(cluster, config.cluster, config.mesh.num_devices)
-    if not peers.is_first:
+        return ProcessGroup()
+    group = initialize(cluster, config.cluster, config.mesh.num_devices)
+    if not group.is_primary:
         log.addHandler(logging.NullHandler())  # until its log is open
-    peers.compare("preflight", describe_program(config))
-    return peers
+    group.check_equal("preflight", describe_program(config))
+    return group
 
 
 def train(config: Config, args: argparse.Namespace) -> int:
     """One process of a run, alone or among others, and how it ends. Returns the exit code."""
-    stop, peers = StopRequest().install(), Peers()
+    stop, group = StopRequest().install(), ProcessGroup()
     try:
         with contextlib.ExitStack() as stack:
             try:
-                peers = open_cluster(config, args)
-                run = stack.enter_context(open_session(config, stop, peers))
+                group = open_cluster(config, args)
+                run = stack.enter_context(open_session(config, stop, group))
             except (ValueError, OSError) as error:
-                return _end(peers, EXIT_BAD_INPUT, error)
+                return _end(group, EXIT_BAD_INPUT, error)
             code = run()
-            if peers.num_processes > 1:
+            if group.num_processes > 1:
                 jax.distributed.shutdown()  # watched still
-                peers.leave(code)
+                group.close(code)
             return code
-    except PeerError as error:
-        return _end(peers, error.code, error)
+    except ProcessGroupError as error:
+        return _end(group, error.exit_code, error)
     except (CheckpointError, TrainingError, DataError, OSError) as error:
-        return _end(peers, EXIT_FAILED, error)
+        return _end(group, EXIT_FAILED, error)
     except BaseException as error:
-        if peers.num_processes == 1:
+        if group.num_processes == 1:
             raise
         traceback.print_exc()
         # The others would wait. What the runtime throws may be the loss of another.
         is_lost = isinstance(error, jax.errors.JaxRuntimeError)
-        code = EXIT_PEER if is_lost and "RESOURCE_EXHAUSTED" not in str(error) else EXIT_FAILED
-        peers.leave(code, f"{type(error).__name__}: {error}".partition("\n")[0])
+        code = (
+            EXIT_PROCESS_LOST if is_lost and "RESOURCE_EXHAUSTED" not in str(error) else EXIT_FAILED
+        )
+        group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], code)
         return code
 
 
-def _end(peers: Peers, code: int, error: Exception) -> int:
+def _end(group: ProcessGroup, code: int, error: Exception) -> int:
     sys.stderr.write(f"error: {error}\n")  # at once: other processes may write there too
-    peers.leave(code, str(error))
+    group.abort(str(error), code)
     return code
 
 

@@ -23,7 +23,8 @@ from parallel.sharding.mesh import build_mesh
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.residual import get_residual, residual_rules
 from parallel.sharding.specs import FEATURES
-from training.optimizer import make_optimizer, make_schedule
+from training.optimizers.registry import make_optimizer
+from training.schedules import make_schedule
 from training.step import Program
 
 

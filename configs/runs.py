@@ -9,7 +9,8 @@ from typing import Any
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
 from data.tokenizer import Tokenizer, open_tokenizer
-from training.checkpoint import CheckpointConfig, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
 from training.step import Program
 
 

@@ -22,14 +22,14 @@ from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
 from model.moe import rule_of
 from model.remat import remat_policy
-from parallel.cluster.peers import ClusterConfig
+from parallel.cluster.config import ClusterConfig
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
 from parallel.sharding.residual import DEFAULT_RESIDUAL, get_residual
 from parallel.sharding.specs import FEATURES, ROWS
-from training.checkpoint import CheckpointConfig
-from training.loop import RunConfig, TrainingConfig
-from training.optimizer import OptimizerConfig
+from training.checkpoint_policy import CheckpointConfig
+from training.config import RunConfig, TrainingConfig
+from training.optimizers.registry import OptimizerConfig
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):

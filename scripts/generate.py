@@ -20,7 +20,7 @@ from configs.runs import Run, load_run
 from model.generation.generator import CacheKind, Generator
 from model.generation.sampling import SamplingConfig
 from model.generation.text import stream_text
-from training.checkpoint import CheckpointError
+from training.checkpoint_record import CheckpointError
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 

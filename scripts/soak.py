@@ -42,7 +42,7 @@ from soak_run import (
     write_config,
 )
 
-from parallel.cluster.peers import EXIT_PEER
+from parallel.cluster.errors import EXIT_PROCESS_LOST
 
 PLANS = ("start", "restore", "steps", "save")
 KILL_ALL = 0.2  # of the kills of several processes
@@ -76,7 +76,9 @@ def survivor_problems(trainer: Trainer, number: int, victims: Sequence[int]) -> 
     """Of a process that lost others: its exit code, and a line that names one of them."""
     code, said = trainer.codes[number], trainer.errors[number]
     names = "|".join(map(str, victims))
-    if code == EXIT_PEER and re.search(rf"^error: .*(process|missing:) ({names})\b", said, re.M):
+    if code == EXIT_PROCESS_LOST and re.search(
+        rf"^error: .*(process|missing:) ({names})\b", said, re.M
+    ):
         return []
     # jax's own end of the loss of process 0, when our thread does not get the interpreter in time.
     if code == -signal.SIGABRT and 0 in victims and "coordination service" in said:

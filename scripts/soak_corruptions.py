@@ -23,8 +23,8 @@ from configs.schema import load_config
 from data.pipeline import Rows
 from training.checkpoint import Checkpoints
 from training.fingerprint import fingerprints, leaf_name
-from training.metrics import logging_to
-from training.resume import find_origin, restore_newest
+from training.logs import logging_to
+from training.resume import Resumer
 
 TRIAL_SECONDS = 60.0
 DAMAGES = ("flip", "truncate", "delete", "garbage", "empty")
@@ -75,11 +75,11 @@ class Restorer:
 
     def _newest(self, checkpoints: Checkpoints) -> dict[str, Any]:
         config, abstract = self.config, self._program.abstract_state
-        rows, steps = self._rows, config.training.steps
-        origin = find_origin(checkpoints, config.checkpoint, rows, abstract, steps=steps)
+        resumer = Resumer(checkpoints, self._rows, abstract, config.training.steps)
+        origin = resumer.find()
         if not origin.step:
             return {"step": 0, "wrong": "everything: a start from scratch"}
-        origin, state = restore_newest(checkpoints, origin, rows, abstract, steps=steps)
+        origin, state = resumer.restore(origin)
         record, wanted = self._wanted[origin.step]
         found, prints = contents(state), fingerprints(state)
         wrong = [name for name in wanted if found.get(name) != wanted[name]]

@@ -1,7 +1,4 @@
-"""Whole runs of train.py inside of this process: a tiny configuration, its traces, its refusals.
-
-A plugin of conftest.py, for its fixtures.
-"""
+"""Runs of train.py in this process, with a tiny configuration; a plugin of conftest.py."""
 
 import contextlib
 import json
@@ -35,15 +32,15 @@ checkpoint: {every: 2}
 
 
 def write_config(folder: Path, cache: str = "null") -> str:
-    """A tiny run with its text and all of its traces in `folder`."""
+    """Write the configuration of a tiny run whose files are all in `folder`; return its path."""
     (folder / "a.txt").write_text("".join(f"def f{n}(x): return x * {n * n}\n" for n in range(200)))
     (folder / "tiny.yaml").write_text(TINY.replace("FOLDER", str(folder)).replace("CACHE", cache))
     return str(folder / "tiny.yaml")
 
 
 def run(config: str, *arguments: str) -> int:
-    """The exit code of train.py."""
-    import train  # every test loads this plugin, and few of them need the trainer
+    """Run train.py and return its exit code."""
+    import train  # every test loads this plugin; few need the trainer
 
     return train.main(["--config", config, *arguments])
 
@@ -53,14 +50,14 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def losses(directory: Path) -> dict[int, float]:
-    """By step; a step that is there twice is an error."""
+    """Return the losses of a run by step; every step occurs once."""
     lines = read_lines(directory / "metrics.jsonl")
     assert len({line["step"] for line in lines}) == len(lines)
     return {line["step"]: line["loss"] for line in lines}
 
 
 def refusal(capsys, config: str, *overrides: str) -> str:
-    """The one line on stderr of a command that ends with exit code 2."""
+    """Run a command that ends with exit code 2; return its one line on stderr."""
     capsys.readouterr()
     assert run(config, *overrides) == 2
     error = capsys.readouterr().err
@@ -71,7 +68,7 @@ def refusal(capsys, config: str, *overrides: str) -> str:
 
 @contextlib.contextmanager
 def kept_signals() -> Iterator[None]:
-    """A run takes over the signals of its process, here pytest's: they are given back."""
+    """Restore the signal handlers of pytest that a run replaces."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -83,14 +80,14 @@ def kept_signals() -> Iterator[None]:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """For every test with a run: its module marks itself with usefixtures."""
+    """Restore signal handlers; modules with runs use it by `usefixtures`."""
     with kept_signals():
         yield
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory) -> Path:
-    """Folder of a run of six steps that nobody interrupted. Not to be changed."""
+    """Folder of an uninterrupted run of six steps; read-only."""
     folder = tmp_path_factory.mktemp("undisturbed")
     with kept_signals():  # this fixture may come before `signals`
         assert run(write_config(folder)) == 0
@@ -99,7 +96,7 @@ def undisturbed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def half(tmp_path, signals) -> str:
-    """Configuration of a run that stopped after three of six steps."""
+    """Configuration of a run that ended after three of six steps."""
     config = write_config(tmp_path)
     assert run(config, "training.steps=3") == 0
     return config

@@ -344,4 +344,4 @@ def test_who_fails_alone_ends_all_with_its_reason(lab):
     assert command.finish() == 1
     assert time.monotonic() - began < 60
     assert f"[1] error: process 0 on {HOST} ended: run.dir=" in command.err
-    assert "was removed under the run; nothing can be saved" in command.err
+    assert "was deleted during the run; nothing can be saved" in command.err

@@ -1,4 +1,4 @@
-"""The command line: refusals on one line, a whole run, resuming, and runs that are killed."""
+"""The command line: refusals, whole runs, resuming, and runs that are killed."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from runs import losses, read_lines, refusal, run, write_config
 
 import train
 from data.tokenizer import open_tokenizer
-from training.loop import EXIT_RESUMABLE
+from training.trainer import EXIT_RESUMABLE
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
 STEP_KEYS |= {"data_wait", "data/text/tokens", "data/text/epoch"}
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("signals")
 
 
 @pytest.mark.parametrize(
-    ("override", "law"),
+    ("override", "message"),
     [
         ("mesh.tpp=8", "mesh.tpp: unknown key; did you mean mesh.tp?"),
         ("mesh.tp=3", "model.num_attention_heads=4 is not divisible by mesh.tp=3; use mesh.tp=2"),
@@ -39,25 +39,25 @@ pytestmark = pytest.mark.usefixtures("signals")
         ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide the lon"),
         ("run.dir=FOLDER/a.txt/run", "cannot be written: Not a directory; give a directory"),
         ("data.cache_dir=FOLDER/a.txt/cache", "Not a directory"),
-        ("run.dir=FOLDER/lr=[1]/run", "orbax takes [ ] * ? for a pattern; give another"),
+        ("run.dir=FOLDER/lr=[1]/run", "orbax reads [ ] * ? as a pattern; give a path"),
         ("run.dir=''", "run.dir='': string should have at least 1 character"),
         ("checkpoint.resume=must", "the run directory holds no checkpoint; check run.dir"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, override, law):
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, capsys, override, message):
     config = write_config(tmp_path)
     (tmp_path / "empty").touch()
     (tmp_path / "short").write_text("a")
     (tmp_path / "broken").write_bytes(b"good \xff bad")
-    message = refusal(capsys, config, override.replace("FOLDER", str(tmp_path)))
-    assert law.replace("FOLDER", str(tmp_path)) in message
+    error = refusal(capsys, config, override.replace("FOLDER", str(tmp_path)))
+    assert message.replace("FOLDER", str(tmp_path)) in error
 
 
 def test_a_missing_configuration_is_one_line_and_exit_code_2(capsys):
     assert "--config nowhere.yaml: No such file" in refusal(capsys, "nowhere.yaml")
 
 
-def test_print_config_prints_yaml_that_parses_and_trains_nothing(tmp_path, capsys):
+def test_print_config_prints_yaml_that_reads_back_and_does_not_train(tmp_path, capsys):
     config = write_config(tmp_path)
     assert run(config, "--print-config", "optimizer.learning_rate=3e-4") == 0
     printed = capsys.readouterr().out
@@ -69,13 +69,13 @@ def test_print_config_prints_yaml_that_parses_and_trains_nothing(tmp_path, capsy
     assert capsys.readouterr().out == printed
 
 
-def test_overrides_may_stand_around_options(tmp_path, capsys):
+def test_overrides_are_accepted_before_and_after_options(tmp_path, capsys):
     arguments = ["mesh.tp=2", "--config", write_config(tmp_path), "--print-config", "mesh.dp=1"]
     assert train.main(arguments) == 0
     assert "tp: 2" in capsys.readouterr().out
 
 
-def test_print_sharding_prints_every_tensor_without_data_and_trains_nothing(tmp_path, capsys):
+def test_print_sharding_needs_no_data_and_does_not_train(tmp_path, capsys):
     config = write_config(tmp_path)
     assert run(config, "--print-sharding", "mesh.fsdp=2", "data.files=/nowhere/*.txt") == 0
     shown = capsys.readouterr().out
@@ -86,17 +86,17 @@ def test_print_sharding_prints_every_tensor_without_data_and_trains_nothing(tmp_
 
 
 @pytest.mark.parametrize(
-    ("override", "law"),
+    ("override", "message"),
     [
         ("mesh.tp=3", "model.num_attention_heads=4 is not divisible by mesh.tp=3; use mesh.tp=2"),
         ("mesh.dp=8", "the mesh needs 16 CPU devices, but jax already started with 8"),
     ],
 )
-def test_print_sharding_refuses_in_one_line(tmp_path, capsys, override, law):
-    assert law in refusal(capsys, write_config(tmp_path), "--print-sharding", override)
+def test_print_sharding_refuses_in_one_line(tmp_path, capsys, override, message):
+    assert message in refusal(capsys, write_config(tmp_path), "--print-sharding", override)
 
 
-def test_a_run_shows_the_bytes_of_its_state_and_logs_the_whole_table(tmp_path, capsys):
+def test_a_run_prints_the_bytes_of_its_state_and_logs_the_sharding_table(tmp_path, capsys):
     config = write_config(tmp_path)
     assert run(config, "--print-sharding") == 0
     table = capsys.readouterr().out
@@ -123,7 +123,7 @@ def test_twenty_steps_follow_the_golden_curve(tmp_path):
     assert list(losses(tmp_path / "run").values()) == pytest.approx(GOLDEN, rel=2**-18)
 
 
-def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
+def test_a_run_writes_metrics_logs_checkpoints_and_a_sample(tmp_path, capsys):
     assert run(write_config(tmp_path)) == 0
     shown, directory = capsys.readouterr().out, tmp_path / "run"
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -131,7 +131,7 @@ def test_a_run_leaves_its_traces_and_prints_a_sample(tmp_path, capsys):
     assert all(line.keys() >= STEP_KEYS for line in lines)
     evaluated = [line for line in lines if "eval_loss" in line]
     assert [line["step"] for line in evaluated] == [4, 6]
-    # The byte tokenizer: a byte per token, but for the end of the text, which has none.
+    # The byte tokenizer has one byte per token; the end-of-text token has none.
     for line in evaluated:
         assert line["eval/text/loss"] == line["eval_loss"]
         assert line["eval_bits_per_byte"] == pytest.approx(
@@ -157,7 +157,7 @@ def test_the_same_run_again_has_the_same_losses(undisturbed, tmp_path):
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
 
 
-def test_two_halves_equal_one_whole_bit_for_bit(undisturbed, half, tmp_path):
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(undisturbed, half, tmp_path):
     assert run(half) == 0
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
     assert "resumed from step 3" in (tmp_path / "run" / "log.txt").read_text()
@@ -171,14 +171,14 @@ def test_a_finished_run_has_nothing_left_to_train(half, tmp_path, capsys):
     assert losses(tmp_path / "run") == before
 
 
-def test_a_run_goes_on_upon_another_mesh(undisturbed, half, tmp_path):
+def test_a_run_resumes_on_another_mesh(undisturbed, half, tmp_path):
     assert run(half, "mesh.dp=1", "mesh.fsdp=2", "mesh.tp=4") == 0
     wanted = losses(undisturbed / "run")
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-5)
     assert "mesh fsdp2 x tp4" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_never_resuming_moves_the_old_run_aside(half, tmp_path):
+def test_resume_never_moves_the_old_run_aside(half, tmp_path):
     old = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert run(half, "training.steps=2", "checkpoint.resume=never") == 0
     assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == old
@@ -186,7 +186,7 @@ def test_never_resuming_moves_the_old_run_aside(half, tmp_path):
     assert list(losses(tmp_path / "run")) == [1, 2]
 
 
-def test_batches_may_grow_and_a_resume_in_between_changes_nothing(tmp_path):
+def test_a_schedule_of_batch_shapes_is_resumed_bit_equal(tmp_path):
     changing = ["data.sequence_length={0: 16, 2: 32}", "data.global_batch_size={0: 8, 4: 16}"]
     config = write_config(tmp_path)
     assert run(config, *changing, f"run.dir={tmp_path}/whole") == 0
@@ -197,10 +197,10 @@ def test_batches_may_grow_and_a_resume_in_between_changes_nothing(tmp_path):
         assert run(config, *changing, f"training.steps={steps}") == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     tokens = [line["data/text/tokens"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
-    assert tokens == pytest.approx([128, 256, 512, 768, 1280, 1792], abs=8)  # but for padding
+    assert tokens == pytest.approx([128, 256, 512, 768, 1280, 1792], abs=8)  # without padding
 
 
-def test_every_source_is_evaluated_and_the_tokenizer_is_kept(tmp_path):
+def test_every_source_is_evaluated_and_the_tokenizer_is_saved(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "one line of text"}\n' * 99)
     config = write_config(tmp_path)
     both = (
@@ -222,19 +222,21 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("override", "law"),
+    ("override", "message"),
     [
         (
             "data.seed=1",
             "trained on other data: data.seed was 0, is 1; restore it, or",
         ),
         ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
-        ("training.steps=2", "training.steps=2 but the run directory already holds step 3"),
+        ("training.steps=2", "training.steps=2, but the run directory already holds step 3"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_and_the_run_stays(half, tmp_path, capsys, override, law):
+def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(
+    half, tmp_path, capsys, override, message
+):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert law in refusal(capsys, half, override)
+    assert message in refusal(capsys, half, override)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert run(half, "training.steps=3") == 0
 
@@ -253,7 +255,7 @@ def start(config: str, *overrides: str) -> subprocess.Popen:
 
 
 def wait_for(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
-    """Until the condition holds; the process must live so long."""
+    """Wait for a condition while the process runs."""
     limit = time.monotonic() + 200
     while not condition():
         assert process.poll() is None, process.stderr.read()
@@ -281,7 +283,7 @@ def test_a_refusal_after_opening_the_run_directory_is_one_line_too(tmp_path):
 
 
 def resume_and_compare(config: str, directory: Path, long_run: Path) -> int:
-    """Runs to the end: every step once, as if nothing had happened. The step it resumed from."""
+    """Resume to the end; the losses are those of an uninterrupted run. Return the resumed step."""
     again = start(config, "checkpoint.resume=must", "checkpoint.every=1000")
     _, errors = again.communicate(timeout=280)
     assert again.returncode == 0, errors
@@ -291,7 +293,7 @@ def resume_and_compare(config: str, directory: Path, long_run: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
-def test_a_run_that_is_asked_to_stop_resumes_as_if_nothing_had_happened(long_run, tmp_path, number):
+def test_a_run_stopped_by_a_signal_resumes_bit_equal(long_run, tmp_path, number):
     config, directory = write_config(tmp_path, cache=str(long_run / "xla")), tmp_path / "run"
     process, log = start(config, "checkpoint.every=100000"), directory / "log.txt"
     wait_for(process, lambda: log.exists() and re.search(r"step +40/", log.read_text()))
@@ -305,7 +307,7 @@ def test_a_run_that_is_asked_to_stop_resumes_as_if_nothing_had_happened(long_run
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_resumes_from_its_last_checkpoint(long_run, tmp_path):
+def test_a_killed_run_resumes_from_its_last_checkpoint(long_run, tmp_path):
     config, directory = write_config(tmp_path, cache=str(long_run / "xla")), tmp_path / "run"
     process = start(config, "checkpoint.every=30")
     wait_for(process, (directory / "checkpoints" / "60").exists)

@@ -1,4 +1,4 @@
-"""The directory of a run: held by one process at a time, an old run in it moved aside."""
+"""Run directories: exclusive lock, shared file system, old runs moved aside."""
 
 import contextlib
 import fcntl
@@ -10,28 +10,39 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from parallel.cluster.peers import PeerError, Peers
+from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 
 
 def run_directory(given: str) -> Path:
-    """The directory that `run.dir` means. Raises: ValueError if no run can be there."""
+    """Return the path of `run.dir`. Raises: ValueError if it cannot be a run directory."""
     if "://" in given:
-        raise ValueError(f"run.dir={given!r} is a URL; give a directory of this machine")
+        raise ValueError(f"run.dir={given!r} is a URL; give a directory on a mounted file system")
     directory = Path(os.path.expanduser(given))
     if set("[]*?") & set(path := os.path.abspath(directory)):
-        # Saves there would end without an index of their arrays, and without an error.
-        raise ValueError(f"run.dir={path!r}: orbax takes [ ] * ? for a pattern; give another")
+        # Saves there end without an index of their arrays, and without an error.
+        raise ValueError(
+            f"run.dir={path!r}: orbax reads [ ] * ? as a pattern; give a path without them"
+        )
     return directory
 
 
 @contextlib.contextmanager
-def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None) -> Iterator[None]:
-    """Makes the run directory, and holds it alone for as long as the context lasts.
+def locked_run(
+    directory: Path, required_bytes: int, group: ProcessGroup | None = None
+) -> Iterator[None]:
+    """Create the run directory and hold its lock for the context.
 
-    required_bytes: what the checkpoints to come will take. Among several processes it waits for the
-    lock: a file server keeps that of a host that was lost for a while.
-    Raises: ValueError if it cannot be written, has too little room, or another run holds it;
-    PeerError if that is so for `cluster.start_timeout`.
+    With several processes, wait for the lock: a file server keeps that of a lost host for a while.
+
+    Args:
+        directory: run directory.
+        required_bytes: free space that the checkpoints of the run need.
+        group: the processes of the run.
+
+    Raises:
+        ValueError: the directory cannot be written, has too little space, or is in use.
+        ProcessGroupError: it was in use for `cluster.start_timeout`.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -39,26 +50,26 @@ def locked_run(directory: Path, required_bytes: int, peers: Peers | None = None)
     except OSError as error:
         raise ValueError(
             f"run.dir={str(directory)!r} cannot be written: {error.strerror}; "
-            "give a directory that you own"
+            "give a directory that you may write to"
         ) from error
     with lock:
         in_use = f"run.dir={str(directory)!r} is in use by another process"
         if not _lock(lock):
-            if peers is None or peers.num_processes == 1:
+            if group is None or group.num_processes == 1:
                 raise ValueError(f"{in_use}; give another run.dir")
-            wait = peers.config.start_timeout
+            wait = group.config.start_timeout
             sys.stderr.write(f"{in_use}; waiting for it, up to {wait} s\n")
             deadline = time.monotonic() + wait
             while not _lock(lock):
                 if time.monotonic() > deadline:
-                    raise PeerError(f"{in_use}, for {wait} s; end that one")
+                    raise ProcessGroupError(f"{in_use}, for {wait} s; stop that process")
                 time.sleep(1.0)
         free = shutil.disk_usage(directory).free
         if free < required_bytes:
             raise ValueError(
                 f"run.dir={str(directory)!r} has {free / 2**20:.0f} MiB free, but its checkpoints "
-                f"need {required_bytes / 2**20:.0f} MiB; free some room, lower checkpoint.keep, or "
-                "give another run.dir"
+                f"need {required_bytes / 2**20:.0f} MiB; free some space, lower checkpoint.keep, "
+                "or give another run.dir"
             )
         yield
 
@@ -71,28 +82,31 @@ def _lock(file: IO[str]) -> bool:
     return True
 
 
-def prove_shared(directory: Path, peers: Peers) -> None:
-    """Holds that all processes see the run directory that process 0 made.
+def check_shared_filesystem(directory: Path, group: ProcessGroup) -> None:
+    """Check that all processes see the run directory of process 0.
 
-    Raises: ValueError in one that does not.
+    Raises:
+        ValueError: on a process that sees another directory.
     """
-    token = peers.from_first("directory", lambda: f"{time.time_ns()} {os.getpid()}")
-    shown = directory / ".shared"
-    if peers.is_first:
-        shown.write_text(token)
-    peers.gather("token", None)
-    if not shown.exists() or shown.read_text() != token:
+    token = group.broadcast("directory", lambda: f"{time.time_ns()} {os.getpid()}")
+    marker = directory / ".shared"
+    if group.is_primary:
+        marker.write_text(token)
+    group.barrier("token")
+    if not marker.exists() or marker.read_text() != token:
         raise ValueError(
-            f"run.dir={str(directory)!r} on {peers.hosts[peers.process_id]} is not that of process "
-            "0; give a directory that all hosts share"
+            f"run.dir={str(directory)!r} on {group.hosts[group.process_id]} is not that "
+            "of process 0; give a directory on a file system that all hosts share"
         )
 
 
 def move_aside(directory: Path) -> Path | None:
-    """Renames an old run directory to `NAME.old-K`; returns the new name, None if there was none.
+    """Move the files of an old run to `NAME.old-K`; return it, or None if there were none.
 
-    The lock file stays behind, with whoever holds it. Raises: ValueError if it is no run, or cannot
-    be moved.
+    The lock file stays, because this process holds it.
+
+    Raises:
+        ValueError: the directory holds files but no run, or cannot be moved.
     """
     directory = directory.resolve()
     old = (
@@ -102,8 +116,8 @@ def move_aside(directory: Path) -> Path | None:
         return None
     if not any((directory / name).exists() for name in ("config.yaml", "checkpoints")):
         raise ValueError(
-            f"checkpoint.resume=never would move {str(directory)!r} aside, but it has files and "
-            "holds no run; give another run.dir"
+            f"checkpoint.resume=never would move {str(directory)!r}, but its files are not "
+            "those of a run; give another run.dir"
         )
     number = 1
     while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():

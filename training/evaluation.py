@@ -1,4 +1,4 @@
-"""Cross-entropy over the held-out rows of every source."""
+"""Cross-entropy on the held-out split of every source."""
 
 import math
 from typing import Any
@@ -6,54 +6,89 @@ from typing import Any
 import numpy as np
 
 from data.pipeline import Rows, eval_batches
-from training.metrics import log
-from training.step import Program
+from training.clock import StepClock
+from training.config import TrainingConfig
+from training.goodput import Goodput
+from training.logs import log
+from training.step import Program, TrainState
 
 
-def evaluate(
-    program: Program, rows: Rows, params: Any, *, step: int, batches: int, accumulation: int
-) -> dict[str, float]:
-    """In nats per token and bits per byte of text, of each source and of all.
+class Evaluation:
+    """Evaluates every `training.eval_every` steps and after the last one."""
 
-    batches: how many of `accumulation` microbatches each at most, per source. Empty if no held-out
-    row has a token to learn.
-    """
-    numbers: dict[str, float] = {}
-    totals = np.zeros(3)
-    batch_size = max(rows.config.batch_sizes) // accumulation
-    for source in rows.sources:
-        sums = [
-            program.eval_step(params, batch)
-            for batch in eval_batches(
-                source,
-                program.batch_sharding,
-                batch_size=batch_size,
-                limit=batches * accumulation,
-            )
+    def __init__(
+        self,
+        program: Program,
+        dataset: Rows,
+        config: TrainingConfig,
+        *,
+        goodput: Goodput,
+        clock: StepClock,
+    ):
+        self._program, self._dataset, self._config = program, dataset, config
+        self._goodput, self._clock = goodput, clock
+
+    def is_due(self, step: int) -> bool:
+        """Return whether this step is evaluated."""
+        return step == self._config.steps or step % self._config.eval_every == 0
+
+    def run(self, step: int, state: TrainState) -> dict[str, float]:
+        """Return the metrics of the parameters, or of their moving average if there is one.
+
+        `eval_loss` in nats per token and `eval_bits_per_byte` of text over all sources, and
+        `eval/SOURCE/...` of each; empty if the held-out split has no token to predict.
+        """
+        if not self._dataset.num_eval:
+            return {}
+        params = state.params if state.ema is None else state.ema
+        with self._goodput.spend("evaluation"):
+            metrics = self._evaluate(params)
+        if metrics:
+            self._log(step, metrics)
+        else:
+            log.warning("step %d  no evaluation: no held-out token to predict", step)
+        self._clock.restart()
+        return metrics
+
+    def _evaluate(self, params: Any) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        totals = np.zeros(3)
+        accumulation = self._config.gradient_accumulation
+        batch_size = max(self._dataset.config.batch_sizes) // accumulation
+        for source in self._dataset.sources:
+            sums = [
+                self._program.eval_step(params, batch)
+                for batch in eval_batches(
+                    source,
+                    self._program.batch_sharding,
+                    batch_size=batch_size,
+                    limit=self._config.eval_batches * accumulation,
+                )
+            ]
+            nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
+            if not count:
+                continue
+            num_bytes = source.eval_bytes(len(sums) * batch_size)
+            totals += nats, count, num_bytes
+            metrics[f"eval/{source.name}/loss"] = nats / count
+            metrics[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
+        if metrics:
+            nats, count, num_bytes = totals
+            metrics["eval_loss"] = nats / count
+            metrics["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
+        return metrics
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        sources = self._dataset.sources
+        parts = [
+            f"{source.name} {metrics[f'eval/{source.name}/loss']:.4f}"
+            for source in sources
+            if len(sources) > 1 and f"eval/{source.name}/loss" in metrics
         ]
-        nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
-        if not count:
-            continue
-        num_bytes = source.eval_bytes(len(sums) * batch_size)
-        totals += nats, count, num_bytes
-        numbers[f"eval/{source.name}/loss"] = nats / count
-        numbers[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
-    if not numbers:
-        log.warning("step %d  no held-out row has a token to learn: no evaluation", step)
-        return {}
-    nats, count, num_bytes = totals
-    numbers["eval_loss"] = nats / count
-    numbers["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
-    parts = [
-        f"{source.name} {numbers[f'eval/{source.name}/loss']:.4f}"
-        for source in rows.sources
-        if len(rows.sources) > 1 and f"eval/{source.name}/loss" in numbers
-    ]
-    log.info(
-        "step %d  eval loss %.4f nats, %.3f bits per byte%s",
-        step,
-        numbers["eval_loss"],
-        numbers["eval_bits_per_byte"],
-        f" ({', '.join(parts)})" if parts else "",
-    )
-    return numbers
+        log.info(
+            "step %d  eval loss %.4f nats, %.3f bits per byte%s",
+            step,
+            metrics["eval_loss"],
+            metrics["eval_bits_per_byte"],
+            f" ({', '.join(parts)})" if parts else "",
+        )

@@ -1,9 +1,8 @@
-"""A number for the content of an array: equal arrays have equal ones, on every mesh.
+"""Fingerprints of arrays, independent of the mesh, that reveal damage in storage.
 
-Storage does not always notice a flipped bit. What was saved is proved to be what was restored: each
-element's bits are mixed with its place in the whole array, and added up modulo 2^32. Mixing is one
-to one, so a change of any one element always shows; two lanes with different places make swaps and
-several changes show too.
+The bits of each element are mixed with its index in the global array, and the results are summed
+modulo 2^32. Mixing is one-to-one, so the change of any one element changes the sum. Two lanes with
+different indices reveal swaps and several changes too.
 """
 
 from typing import Any
@@ -14,19 +13,19 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-# Odd, so that multiplying loses no bit; one for every dim of the second lane.
+# Odd factors lose no bit in a product modulo 2^32; one per dim of the second lane.
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D)
 
 
 def _mix(bits: jax.Array) -> jax.Array:
-    """One to one on uint32. Source: finaliser of MurmurHash3 (public domain)."""
+    """Permute uint32 values. Source: finaliser of MurmurHash3 (public domain)."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The elements as uint32."""
+    """Return the bits of every element as uint32."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
@@ -38,19 +37,22 @@ def _add_both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """uint32 (2,), replicated. Communication: an all-reduce of two numbers over the axes of x."""
+    """Return uint32 (2,), replicated.
+
+    Communication: an all-reduce of 8 bytes over the mesh axes of x.
+    """
     bits, spec = _bits(x), jax.typeof(x).sharding.spec
     lanes, dims = [], range(x.ndim)
     for lane in range(2):
-        place = jnp.zeros(x.shape, jnp.uint32, out_sharding=P(*spec))
+        position = jnp.zeros(x.shape, jnp.uint32, out_sharding=P(*spec))
         stride = 1
         for dim in reversed(range(x.ndim)):
             step = stride % 2**32 if lane == 0 else _ODD[dim]
             index = lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=P(*spec))
-            place += index * np.uint32(step)
+            position += index * np.uint32(step)
             stride *= x.shape[dim]
-        lanes.append(_mix(bits ^ _mix(place + np.uint32(lane))))
-    # One pass over both: XLA for CPU would write each lane to memory for a sum of its own.
+        lanes.append(_mix(bits ^ _mix(position + np.uint32(lane))))
+    # One reduction of both lanes: XLA for CPU would materialise each lane for a separate one.
     zeros = (np.uint32(0), np.uint32(0))
     return jnp.stack(lax.reduce(tuple(lanes), zeros, _add_both, dims))
 
@@ -61,12 +63,12 @@ def _fingerprints(leaves: list[jax.Array]) -> list[jax.Array]:
 
 
 def leaf_name(path: Any) -> str:
-    """`params.layers.mlp.down.kernel` of a path in a tree."""
+    """Return the dotted path of a leaf, such as `params.layers.mlp.down.kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def fingerprints(tree: Any) -> dict[str, str]:
-    """Of every array of a tree (all on one mesh), by its dotted path: 16 hexadecimal digits."""
+    """Return 16 hexadecimal digits for every array of a tree on one mesh, by dotted path."""
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(tree), strict=True)
     with jax.set_mesh(leaves[0].sharding.mesh):
         found = jax.device_get(_fingerprints(list(leaves)))

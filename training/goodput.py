@@ -1,7 +1,7 @@
-"""The ledger of wall time: every second of a run has one label, and `step` is the useful one.
+"""Goodput: every second of wall time has one label, and `step` is the useful one.
 
-It adds up the lives of a run's processes. The time from the death of one to the start of the next
-has no label, and is in no total: no process spent it. It measures one host; no file, no thread.
+The ledger adds up all processes of a run in time. The time between the end of one process and the
+start of the next is not counted. It measures one host, without files or threads.
 """
 
 import contextlib
@@ -11,32 +11,34 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-# start_up: from the start of a process to its first compile or step. checkpoint: blocked by one.
-# evaluation: samples too. lost: work that is done again, and steps that changed nothing.
+# start_up: from the start of a process to its first compile or step. checkpoint: training blocked
+# by a save. evaluation: samples included. lost: steps that are trained again or were skipped.
 LABELS = ("start_up", "compile", "step", "data_wait", "checkpoint", "evaluation", "lost", "other")
 _WORDS = {"start_up": "start-up", "step": "steps", "data_wait": "data wait"}
 
 
-def _age() -> float:
+def _process_age() -> float:
     if sys.platform != "linux":
         return 0.0
-    # The second field, a name, may hold blanks and brackets; the 22nd is the start, in ticks.
+    # The second field, a name, may contain blanks and brackets; the 22nd is the start in ticks.
     ticks = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[22 - 3]
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-_BEGAN = time.perf_counter() - _age()
+_BEGAN = time.perf_counter() - _process_age()
 
 
 def process_seconds() -> float:
-    """Since this process began, imports included; elsewhere than on Linux, since this import."""
+    """Return the age of this process; outside Linux, the time since this import."""
     return time.perf_counter() - _BEGAN
 
 
 class Goodput:
-    """Where the time of a run went, that of its earlier processes included. For one thread.
+    """Ledger of a run's wall time, earlier processes included; not thread-safe.
 
-    before: `seconds` as metrics.jsonl keeps them. clock: seconds since this process began.
+    Args:
+        before: `seconds` of the earlier processes, from metrics.jsonl or a checkpoint.
+        clock: returns the age of this process in seconds.
     """
 
     def __init__(
@@ -47,15 +49,15 @@ class Goodput:
     ):
         self._clock, self._seconds = clock, dict.fromkeys(LABELS, 0.0) | dict(before or {})
         self._before = dict(self._seconds)
-        # The label of the innermost `spend`; None outside of all, which counts as `_idle`.
+        # The label of the innermost `spend`; None outside, where time counts as `_idle`.
         self._label: str | None = None
         self._idle, self._since = "start_up", 0.0
 
     @contextlib.contextmanager
     def spend(self, label: str) -> Iterator[None]:
-        """What is done inside has this label, and takes its time away from the label outside.
+        """Count the time of the context under a label, and not under an enclosing one.
 
-        Outside of all: `start_up` until the first `compile` or `step` begins, then `other`.
+        Time outside any context is `start_up` until the first `compile` or `step`, then `other`.
         """
         assert label in LABELS, label
         outer = self._switch(label)
@@ -73,12 +75,12 @@ class Goodput:
         return outer
 
     def lose(self, seconds: float) -> None:
-        """That much of `step` was in vain; no more than there is, and nothing if negative.
+        """Move seconds from `step` to `lost`; at most all of them, and nothing if negative.
 
-        Back to a checkpoint, that is `seconds["step"]` of now less that of its record.
+        After a restore these are `seconds["step"]` minus the value in the checkpoint's record.
         """
         seconds = min(max(seconds, 0.0), self.seconds["step"])
-        # First what this process did, then what those before it did.
+        # First the seconds of this process, then those of earlier ones.
         earlier = max(0.0, seconds - (self._seconds["step"] - self._before["step"]))
         for ledger, lost in ((self._seconds, seconds), (self._before, earlier)):
             ledger["step"] -= lost
@@ -86,27 +88,27 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By label, up to now; JSON values."""
+        """Seconds by label up to now; JSON values."""
         self._switch(self._label)
         return dict(self._seconds)
 
     @property
     def share(self) -> float:
-        """Of all seconds, those of `step`."""
+        """Fraction of all seconds that are labelled `step`."""
         seconds = self.seconds
         return seconds["step"] / (sum(seconds.values()) or 1.0)
 
     def summary(self) -> str:
-        """`goodput 91.2 % of 1 h 02 min: steps 56 min 34 s, compile 2 min 1 s, start-up 31 s`."""
-        return f"goodput {100 * self.share:.1f} % of {_story(self.seconds)}"
+        """Return `goodput 91.2 % of 1 h 02 min: steps 56 min 34 s, compile 2 min 1 s, ...`."""
+        return f"goodput {100 * self.share:.1f} % of {_breakdown(self.seconds)}"
 
     def this_process(self) -> str:
-        """Of this process alone, after its first step for one: `9.4 s: start-up 5.0 s, ...`."""
-        return _story({label: y - self._before[label] for label, y in self.seconds.items()})
+        """Return the breakdown of this process alone: `9.4 s: start-up 5.0 s, ...`."""
+        return _breakdown({label: y - self._before[label] for label, y in self.seconds.items()})
 
 
-def _story(seconds: Mapping[str, float]) -> str:
-    """The total, and what it is made of: by size, without what reads as 0."""
+def _breakdown(seconds: Mapping[str, float]) -> str:
+    """Return the total and its parts, the largest first, without those that round to 0."""
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
     parts = [f"{_WORDS.get(label, label)} {_duration(y)}" for label, y in ranked if y >= 0.05]
     return f"{_duration(sum(seconds.values()))}: {', '.join(parts)}"

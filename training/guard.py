@@ -1,8 +1,8 @@
-"""Whether a step may change anything: not if its loss or gradient is not finite, nor, if so
-configured, when one of them leaps up.
+"""Guard against loss and gradient spikes: whether a step may update the parameters.
 
-Pure functions of scalars that every device holds, so that all of them decide alike. What follows
-from a decision is in `training/step.py` (nothing is updated) and in the loop (warn, go back, stop).
+A step with a non-finite loss or gradient norm never updates; a spike does not if so configured. The
+functions are pure functions of replicated scalars, so that all devices decide alike. The step obeys
+the decision (`training/step.py`); the host warns, rolls back or stops (`training/spikes.py`).
 """
 
 from dataclasses import dataclass
@@ -12,37 +12,38 @@ import jax
 import jax.numpy as jnp
 from pydantic import BaseModel, PositiveFloat, PositiveInt
 
-# Steps that the running statistics look back on: short enough to follow a falling loss.
+# Length of the running statistics in steps: short enough to follow a falling loss.
 MEMORY = 128
-# Fewer earlier steps than this tell no deviation worth acting on.
+# Number of steps before a deviation means anything.
 WARMUP = 20
-# Least standard deviation, in nats and in e-folds of the norm: below it differences are rounding.
+# Lower bound of the standard deviation, in nats and in e-folds of the norm: less is rounding.
 _FLOOR = 1e-3
-# What a deviation counts at most, in the same units, so that its square stays finite and fades.
+# Upper bound of a deviation, in the same units, so that its square stays finite and decays.
 _LIMIT = 1e3
 
 
 class GuardConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
-    """What happens when loss or gradient leap up. What is not finite is always skipped."""
+    """Reaction to loss and gradient spikes; a step that is not finite is always skipped."""
 
     on_spike: Literal["off", "warn", "skip", "rollback"] = "warn"
-    """off: nothing; warn: a line in the log; skip: the step updates nothing; rollback: nor does it,
-    and the run goes back to the newest checkpoint, that of a stop included, and leaves these rows
-    out."""
+    """off: nothing; warn: log a warning; skip: the step updates nothing; rollback: skip, restore
+    the newest checkpoint and leave out the batches since then."""
     max_z: PositiveFloat = 6.0
-    """Standard deviations above the mean of the last steps that are a spike. Of normal noise,
-    judged by 128 steps, one step in a hundred million is beyond 6; real spikes reach tens."""
+    """Standard deviations above the mean of the last steps that make a spike. With normal noise
+    and 128 steps, one step in 10^8 exceeds 6; real spikes reach tens."""
     max_bad_steps: PositiveInt = 10
-    """Steps in a row without an update after which the run stops."""
+    """Number of skipped steps in a row after which the run ends."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GuardState:
-    """Scalars: mean and variance of loss and of log gradient norm over `count` good steps, bad
-    steps in a row, and bad steps since the start."""
+    """Scalars: mean and variance of loss and log gradient norm over `count` good steps.
+
+    `bad_steps` counts skipped steps in a row, `skipped_steps` those since step 0.
+    """
 
     loss_mean: jax.Array
     loss_var: jax.Array
@@ -54,7 +55,7 @@ class GuardState:
 
 
 def fresh_guard() -> GuardState:
-    """Nothing seen yet."""
+    """Return the state before the first step."""
     statistics = [jnp.zeros((), jnp.float32) for _ in range(4)]
     counters = [jnp.zeros((), jnp.int32) for _ in range(3)]
     return GuardState(*statistics, *counters)
@@ -63,39 +64,41 @@ def fresh_guard() -> GuardState:
 def judge(
     guard: GuardState, loss: jax.Array, grad_norm: jax.Array, config: GuardConfig
 ) -> tuple[jax.Array, GuardState, dict[str, jax.Array]]:
-    """(may this step update, the guard after it, metrics); all scalars.
+    """Return (whether the step may update, the guard after it, metrics); all scalars.
 
-    metrics: `loss_z`, `grad_z`, standard deviations above the good steps before, 0 below their
-    mean and before there are enough; `bad_steps` in a row; `skipped_steps` in all.
+    The metrics are `loss_z` and `grad_z`, in standard deviations above earlier good steps (0 below
+    their mean and during warm-up), `bad_steps` and `skipped_steps`.
     """
     loss, norm = loss.astype(jnp.float32), grad_norm.astype(jnp.float32)
-    log_norm = jnp.log(norm)  # norms scatter by factors, not by differences
+    log_norm = jnp.log(norm)  # norms vary by factors, not by differences
     is_warm = guard.count >= WARMUP
     loss_z = jnp.where(is_warm, _rise(loss, guard.loss_mean, guard.loss_var), 0.0)
     grad_z = jnp.where(is_warm, _rise(log_norm, guard.grad_mean, guard.grad_var), 0.0)
     is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
     if config.on_spike in ("skip", "rollback"):
         is_good &= jnp.maximum(loss_z, grad_z) <= config.max_z
-    # A batch without a token that counts has gradient 0: it tells nothing of what is usual.
-    is_telling = is_good & jnp.isfinite(log_norm)
-    count = guard.count + is_telling.astype(jnp.int32)
-    # The plain mean of all steps until they fill the memory: nothing leans on the zeros at start.
+    # A batch without unmasked tokens has gradient 0 and stays out of the statistics.
+    is_counted = is_good & jnp.isfinite(log_norm)
+    count = guard.count + is_counted.astype(jnp.int32)
+    # A plain mean until the memory is full: the initial zeros have no weight.
     weight = jnp.maximum(1 / (guard.count + 1), 1 / MEMORY)
 
-    def taken_in(x: jax.Array, mean: jax.Array, var: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def update_moments(
+        x: jax.Array, mean: jax.Array, var: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         # Not E[x^2] - E[x]^2, which would cancel in float32.
         delta = jnp.clip(x - mean, -_LIMIT, _LIMIT)
         spread = (1 - weight) * (var + weight * delta * delta)
         return (
-            jnp.where(is_telling, mean + weight * delta, mean),
-            jnp.where(is_telling, spread, var),
+            jnp.where(is_counted, mean + weight * delta, mean),
+            jnp.where(is_counted, spread, var),
         )
 
     bad_steps = jnp.where(is_good, 0, guard.bad_steps + 1)
     skipped_steps = guard.skipped_steps + (~is_good).astype(jnp.int32)
     after = GuardState(
-        *taken_in(loss, guard.loss_mean, guard.loss_var),
-        *taken_in(log_norm, guard.grad_mean, guard.grad_var),
+        *update_moments(loss, guard.loss_mean, guard.loss_var),
+        *update_moments(log_norm, guard.grad_mean, guard.grad_var),
         count,
         bad_steps,
         skipped_steps,
@@ -110,5 +113,5 @@ def judge(
 
 
 def _rise(x: jax.Array, mean: jax.Array, var: jax.Array) -> jax.Array:
-    """Standard deviations above the mean; 0 below it."""
+    """Return standard deviations above the mean; 0 below it."""
     return jnp.maximum((x - mean) / jnp.maximum(jnp.sqrt(var), _FLOOR), 0.0)

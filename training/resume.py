@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint that is whole and fits, and what came before it."""
+"""Resume points: the newest checkpoint that is complete and fits the run, and its history."""
 
 import hashlib
 import platform
@@ -12,35 +12,36 @@ from ruamel.yaml import YAML
 
 from data.pipeline import Rows, explain_change
 from data.schedule import batch_number
-from parallel.cluster.peers import PeerError
-from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints, DamageError
-from training.metrics import log
+from parallel.cluster.errors import ProcessGroupError
+from training.checkpoint import Checkpoints
+from training.checkpoint_record import CheckpointError, DamageError
+from training.logs import log
 from training.step import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a process begins, and what it must know of those before it."""
+class ResumePoint:
+    """Step at which a process begins, and what it must know about the earlier processes."""
 
     step: int = 0
-    """Finished steps."""
+    """Number of finished steps."""
     skipped: tuple[tuple[int, int], ...] = ()
-    """Batches [first, last) that are left out, ascending."""
+    """Ranges [first, last) of batches that are left out, ascending."""
     pending: tuple[str, ...] = ()
-    """What belonged to the step and was interrupted: evaluation, sample."""
+    """Interrupted parts of the step: `evaluation`, `sample`."""
     lineage: tuple[dict[str, Any], ...] = ()
-    """One entry per process before this one: what it was, and the step it began at."""
+    """One entry per earlier process: its description, and the step at which it began."""
     goodput: dict[str, float] = field(default_factory=dict)
-    """Seconds by label until then."""
+    """Seconds by label up to the checkpoint."""
 
     def batch(self, step: int) -> int:
-        """The number of the batch that a zero-based step takes."""
+        """Return the number of the batch of a zero-based step."""
         return batch_number(step, self.skipped)
 
-    def without(self, first: int, last: int) -> "Origin":
-        """Batches `first` .. `last` are left out too."""
+    def without(self, first: int, last: int) -> "ResumePoint":
+        """Return a resume point that leaves out the batches `first` to `last` too."""
         ranges = sorted([*self.skipped, (first, last + 1)])
         merged = ranges[:1]
         for begin, end in ranges[1:]:
@@ -50,9 +51,127 @@ class Origin:
                 merged.append((begin, end))
         return replace(self, skipped=tuple(merged))
 
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], step: int) -> "ResumePoint":
+        """Return the resume point that the record of a checkpoint describes."""
+        keys = ("config_hash", "mesh", "processes", "versions", "began", "from_step")
+        entry = {key: record[key] for key in keys if key in record}
+        return cls(
+            step,
+            tuple((first, last) for first, last in record["skipped"]),
+            tuple(record["pending"]),
+            (*record["lineage"], entry),
+            record.get("goodput", {}),
+        )
+
+
+@dataclass(frozen=True)
+class Resumer:
+    """Finds and restores the checkpoint from which a run continues."""
+
+    checkpoints: Checkpoints
+    dataset: Rows
+    abstract_state: TrainState
+    steps: int
+    """Last step of the run."""
+
+    def find(self) -> ResumePoint:
+        """Return the newest complete checkpoint, or step 0; set damaged ones aside.
+
+        Communication: process 0 searches and broadcasts the result.
+
+        Raises:
+            ValueError: the checkpoint does not fit this run, or all of them are damaged.
+        """
+        group = self.checkpoints.group
+        found = group.broadcast("origin", lambda: asdict(self._search()))
+        if not group.is_primary:
+            self.checkpoints.reload()
+        return ResumePoint(
+            step=found["step"],
+            skipped=tuple((first, last) for first, last in found["skipped"]),
+            pending=tuple(found["pending"]),
+            lineage=tuple(found["lineage"]),
+            goodput=found["goodput"],
+        )
+
+    def find_again(self) -> ResumePoint:
+        """Return the resume point of a run that has begun. Raises: CheckpointError."""
+        try:
+            return self.find()
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+
+    def restore(self, point: ResumePoint) -> tuple[ResumePoint, TrainState]:
+        """Return the state of a resume point, or the newest earlier one that is not damaged.
+
+        Raises:
+            CheckpointError: none is left.
+            ProcessGroupError: a checkpoint was damaged, and there are several processes. The
+                others may wait in the restore for ever, so all processes start again.
+        """
+        while True:
+            try:
+                return point, self.checkpoints.restore(point.step, self.abstract_state)
+            except DamageError as error:
+                self._set_aside(point.step, error)
+                if self.checkpoints.group.num_processes > 1:
+                    raise ProcessGroupError(
+                        f"{error}; it was set aside, start all processes again"
+                    ) from error
+            point = self.find_again()
+
+    def _search(self) -> ResumePoint:
+        checkpoints = self.checkpoints
+        while (step := checkpoints.latest_step) is not None:
+            try:
+                record = checkpoints.record(step)
+                self._check(record, step)
+                checkpoints.check(step, self.abstract_state)
+                return ResumePoint.from_record(record, step)
+            except DamageError as error:
+                self._set_aside(step, error)
+        # Set aside by this process, or by an earlier one.
+        if damaged := checkpoints.leftovers()[0]:
+            raise ValueError(
+                f"every checkpoint is damaged: {', '.join(path.name for path in damaged)}; restore "
+                "one from a backup, or start anew with checkpoint.resume=never"
+            )
+        if checkpoints.config.resume == "must":
+            raise ValueError(
+                "checkpoint.resume=must, but the run directory holds no checkpoint; "
+                "check run.dir, or use checkpoint.resume=auto"
+            )
+        return ResumePoint()
+
+    def _check(self, record: Mapping[str, Any], step: int) -> None:
+        """Raise ValueError unless this run continues the run of the record."""
+        if step > self.steps:
+            raise ValueError(
+                f"training.steps={self.steps}, but the run directory already holds step {step}; "
+                "raise training.steps, or give another run.dir"
+            )
+        order = self.dataset.order(batch_number(step, record["skipped"]))
+        if record["order"] != order:
+            raise ValueError(
+                f"checkpoint {step} was trained on other data: "
+                f"{explain_change(record['order'], order)}; restore it, or give another run.dir"
+            )
+
+    def _set_aside(self, step: int, error: CheckpointError) -> None:
+        """Rename a damaged checkpoint, and log an error."""
+        try:
+            target = self.checkpoints.set_aside(step)
+        except FileNotFoundError:  # another process was faster
+            log.error("%s; it was set aside", error)
+            return
+        newest = self.checkpoints.latest_step
+        outcome = "no other is left" if newest is None else f"resuming from {newest}"
+        log.error("%s; renamed to %s; %s", error, target.name, outcome)
+
 
 def library_versions() -> dict[str, str]:
-    """Of Python and of what decides numbers and files."""
+    """Return the versions of Python and of the libraries that affect numerics and files."""
     found = {name: version(name) for name in _LIBRARIES}
     return {"python": platform.python_version(), **found}
 
@@ -60,7 +179,7 @@ def library_versions() -> dict[str, str]:
 def describe_process(
     resolved_config: str, mesh: Mapping[str, int], num_processes: int
 ) -> dict[str, Any]:
-    """What a checkpoint tells of the process that wrote it, as JSON values."""
+    """Return the description of this process for the record of its checkpoints; JSON values."""
     return {
         "config": resolved_config,
         "config_hash": hashlib.sha256(resolved_config.encode()).hexdigest(),
@@ -71,145 +190,28 @@ def describe_process(
     }
 
 
-def find_origin(
-    checkpoints: Checkpoints,
-    config: CheckpointConfig,
-    rows: Rows,
-    abstract_state: TrainState,
-    *,
-    steps: int,
-) -> Origin:
-    """The newest checkpoint with a whole record; damaged ones are set aside, and that is told.
-
-    steps: of the whole run. Raises: ValueError when it does not fit this run, or none is whole.
-    """
-    peers = checkpoints.peers
-    found = peers.from_first(
-        "origin",
-        lambda: asdict(_search(checkpoints, config, rows, abstract_state, steps)),
-    )
-    if not peers.is_first:
-        checkpoints.reload()
-    return Origin(
-        step=found["step"],
-        skipped=tuple((first, last) for first, last in found["skipped"]),
-        pending=tuple(found["pending"]),
-        lineage=tuple(found["lineage"]),
-        goodput=found["goodput"],
-    )
+def make_record(
+    resume_point: ResumePoint,
+    process: Mapping[str, Any],
+    dataset: Rows,
+    step: int,
+    pending: tuple[str, ...],
+) -> dict[str, Any]:
+    """Return the record to save beside the state of a step; JSON values."""
+    batch = resume_point.batch(step)
+    return {
+        **process,
+        "from_step": resume_point.step,
+        "lineage": list(resume_point.lineage),
+        "skipped": [list(part) for part in resume_point.skipped],
+        "pending": list(pending),
+        "order": dataset.order(batch),
+        "order_hash": dataset.order_hash(batch),
+    }
 
 
-def _search(
-    checkpoints: Checkpoints,
-    config: CheckpointConfig,
-    rows: Rows,
-    abstract_state: TrainState,
-    steps: int,
-) -> Origin:
-    while (step := checkpoints.latest_step) is not None:
-        try:
-            record = checkpoints.record(step)
-            _check(record, step, rows, steps)
-            checkpoints.check(step, abstract_state)
-            return _origin(record, step)
-        except DamageError as error:
-            leave_out(checkpoints, step, error)
-    # This process may have set them aside, or one before it.
-    if damaged := checkpoints.leftovers()[0]:
-        raise ValueError(
-            f"no whole checkpoint is left beside {', '.join(path.name for path in damaged)}; bring "
-            "one back from a copy, or begin anew with checkpoint.resume=never"
-        )
-    if config.resume == "must":
-        raise ValueError(
-            "checkpoint.resume=must, but the run directory holds no checkpoint; "
-            "check run.dir, or use checkpoint.resume=auto"
-        )
-    return Origin()
-
-
-def restore_newest(
-    checkpoints: Checkpoints,
-    origin: Origin,
-    rows: Rows,
-    abstract_state: TrainState,
-    *,
-    steps: int,
-) -> tuple[Origin, TrainState]:
-    """The state of an origin, or of the newest one before it that is what was written.
-
-    Raises: CheckpointError when none is left. Among several processes, PeerError after a damaged
-    one: the others may wait in the restore for ever, so all start again, from the one before.
-    """
-    while True:
-        try:
-            return origin, checkpoints.restore(origin.step, abstract_state)
-        except DamageError as error:
-            leave_out(checkpoints, origin.step, error)
-            if checkpoints.peers.num_processes > 1:
-                raise PeerError(f"{error}; it was set aside, start all processes again") from error
-        origin = find_again(checkpoints, rows, abstract_state, steps=steps)
-
-
-def find_again(
-    checkpoints: Checkpoints,
-    rows: Rows,
-    abstract_state: TrainState,
-    *,
-    steps: int,
-) -> Origin:
-    """As `find_origin`, for a run that has begun. Raises: CheckpointError when none is left."""
-    try:
-        return find_origin(checkpoints, checkpoints.config, rows, abstract_state, steps=steps)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
-
-
-def leave_out(checkpoints: Checkpoints, step: int, error: CheckpointError) -> None:
-    """Sets a damaged checkpoint aside, loudly."""
-    try:
-        target = checkpoints.set_aside(step)
-    except FileNotFoundError:  # another process was first
-        log.error("%s; it was set aside", error)
-        return
-    newest = checkpoints.latest_step
-    log.error(
-        "%s; it is now %s, %s",
-        error,
-        target.name,
-        "and no other is left" if newest is None else f"going on from step {newest}",
-    )
-
-
-def _origin(record: Mapping[str, Any], step: int) -> Origin:
-    keys = ("config_hash", "mesh", "processes", "versions", "began", "from_step")
-    entry = {key: record[key] for key in keys if key in record}
-    return Origin(
-        step,
-        tuple((first, last) for first, last in record["skipped"]),
-        tuple(record["pending"]),
-        (*record["lineage"], entry),
-        record.get("goodput", {}),
-    )
-
-
-def _check(record: Mapping[str, Any], step: int, rows: Rows, steps: int) -> None:
-    """Raises: ValueError when this run is not the continuation of that one."""
-    if step > steps:
-        raise ValueError(
-            f"training.steps={steps} but the run directory already holds step {step}; "
-            "raise training.steps, or give another run.dir"
-        )
-    now = rows.order(batch_number(step, record["skipped"]))
-    if record["order"] != now:
-        raise ValueError(
-            f"checkpoint {step} was trained on other data: "
-            f"{explain_change(record['order'], now)}; restore it, or give another run.dir"
-        )
-
-
-def tell_changes(record: Mapping[str, Any], resolved_config: str) -> None:
-    """Says on one line what the config has that the one of a checkpoint had not."""
+def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
+    """Log the keys whose values differ from the configuration of a checkpoint."""
     yaml = YAML(typ="safe", pure=True)
     before, now = (flatten(yaml.load(text)) for text in (record["config"], resolved_config))
     changed = [
@@ -222,24 +224,8 @@ def tell_changes(record: Mapping[str, Any], resolved_config: str) -> None:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree of values by dotted keys."""
+    """Return the values of a nested mapping by dotted keys."""
     if not isinstance(tree, dict) or not tree:
         return {prefix.removesuffix("."): tree}
     parts = (flatten(value, f"{prefix}{key}.") for key, value in tree.items())
     return {key: value for part in parts for key, value in part.items()}
-
-
-def record_of(
-    origin: Origin, process: Mapping[str, Any], rows: Rows, step: int, pending: tuple[str, ...]
-) -> dict[str, Any]:
-    """What is saved beside the state of a step, as JSON values."""
-    batch = origin.batch(step)
-    return {
-        **process,
-        "from_step": origin.step,
-        "lineage": list(origin.lineage),
-        "skipped": [list(part) for part in origin.skipped],
-        "pending": list(pending),
-        "order": rows.order(batch),
-        "order_hash": rows.order_hash(batch),
-    }

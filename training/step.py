@@ -1,8 +1,8 @@
-"""One optimizer step as a pure function: (state, batch) -> (state, metrics).
+"""The training step as a pure function: (state, batch) -> (state, metrics).
 
-Everything that a step needs and that never changes (model definition, optimizer) is bound once in
-`Program`; what changes is `TrainState`, donated to the step. The abstract state, shardings
-included, has three readers: initialisation, restore and planning.
+`Program` holds what never changes (model definition, optimizer), `TrainState` what a step updates;
+the state is donated. Initialisation, restore and planning read the same abstract state with its
+shardings.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
-from training.optimizer import move_average, start_average, update_count, where
+from training.optimizers.registry import tree_where
 
 Batch = dict[str, jax.Array]
 
@@ -32,8 +32,10 @@ Batch = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that changes: the number of finished steps, parameters, optimizer moments, what the guard
-    remembers, and the moving average of the parameters, None if there is none."""
+    """State of training: finished steps, parameters, optimizer, spike guard, moving average.
+
+    `ema` is None unless `optimizer.ema_decay` is set.
+    """
 
     step: jax.Array
     params: Any
@@ -44,7 +46,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Program:
-    """The jitted functions of one run, under `jax.set_mesh(tp.mesh)`."""
+    """The jitted functions of a run; call them under `jax.set_mesh(tp.mesh)`."""
 
     plan: ExecutionPlan
     optimizer: optax.GradientTransformationExtraArgs
@@ -68,18 +70,18 @@ class Program:
 
     @cached_property
     def definition(self) -> Any:
-        """The model without its parameters."""
+        """The model definition without its parameters."""
         return nnx.graphdef(nnx.eval_shape(self._build))
 
     def _init(self) -> TrainState:
         params = nnx.to_pure_dict(nnx.state(self._build()))
         opt_state = self.optimizer.init(params)
-        ema = None if self.ema_decay is None else start_average(params)
+        ema = None if self.ema_decay is None else init_ema(params)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, fresh_guard(), ema)
 
     @cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and concrete shardings of the state; no memory."""
+        """Shapes, dtypes and shardings of the state; allocates nothing."""
         mesh = self.tp.manager.mesh
 
         def concrete(x: Any) -> jax.ShapeDtypeStruct:
@@ -90,13 +92,13 @@ class Program:
         return jax.tree.map(concrete, jax.eval_shape(self._init))
 
     def init(self) -> TrainState:
-        """A fresh state, born sharded; the same numbers on every mesh."""
+        """Return a fresh state, initialised sharded; bit-equal on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         return jax.jit(self._init, out_shardings=shardings)()
 
     @cached_property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
-        """Of every field of a batch (A, B/A, L)."""
+        """Sharding of every field of a batch (A, B/A, L): A microbatches, B rows, length L."""
         spec = self.tp.manager.resolve([None, *TokenSharding.axes])
         return jax.sharding.NamedSharding(self.tp.manager.mesh, spec)
 
@@ -108,9 +110,13 @@ class Program:
         *,
         dropless: bool = False,
     ) -> tuple[jax.Array, MoEReport | None]:
-        """(summed cross-entropy in nats of one microbatch, what its sparse layers tell).
+        """Return (summed cross-entropy in nats of a microbatch, report of its sparse layers).
 
-        batch: fields (B, L). dropless: experts have room for all, whatever their capacity.
+        Args:
+            params: parameters of the model.
+            batch: fields (B, L).
+            dropout_key: None: no dropout.
+            dropless: compute every assignment, beyond the expert capacity too.
         """
         model = nnx.merge(self.definition, params)
         order = self.plan.row_order(batch["tokens"].shape[1])
@@ -142,17 +148,18 @@ class Program:
 
     @property
     def _precision(self) -> str | None:
-        """float32 must mean float32: TPUs and GPUs would multiply it in bfloat16 or TF32 passes."""
+        """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
         on_cpu = self.tp.manager.mesh.devices.flat[0].platform == "cpu"
         return "highest" if self.config.dtype == "float32" and not on_cpu else None
 
     def gradients(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
     ) -> tuple[jax.Array, MoEReport | None, Any]:
-        """(mean loss over all tokens of the batch (A, B/A, L), reports, gradients).
+        """Return (mean loss over all tokens of a batch (A, B/A, L), MoE report, gradients).
 
-        Accumulation is exact: every microbatch is weighted by the tokens of the whole batch. What
-        balances experts is a mean over microbatches; it is in the gradients, not in the loss.
+        Accumulation is exact: the loss is normalised by the tokens of the whole batch. The
+        auxiliary loss of experts is a mean over microbatches; it is in the gradients, not in the
+        loss.
         """
         count = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
         parts = batch["tokens"].shape[0]
@@ -166,10 +173,10 @@ class Program:
 
         def micro(params: Any, part: Batch, number: Any) -> tuple[Any, Any]:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
-            # Around the derivative too: rules of custom derivatives are traced after the forward.
+            # Also around the derivative: custom derivative rules are traced after the forward.
             with jax.default_matmul_precision(self._precision):
-                (_, told), grads = jax.value_and_grad(objective, has_aux=True)(params, part, key)
-            return told, grads
+                (_, output), grads = jax.value_and_grad(objective, has_aux=True)(params, part, key)
+            return output, grads
 
         first = {name: field[0] for name, field in batch.items()}
         if parts == 1:
@@ -179,16 +186,16 @@ class Program:
         def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, micro(params, *part)), None
 
-        told = jax.eval_shape(micro, params, first, 0)[0]
-        zero = (jax.tree.map(jnp.zeros_like, told), jax.tree.map(jnp.zeros_like, params))
+        output = jax.eval_shape(micro, params, first, 0)[0]
+        zero = (jax.tree.map(jnp.zeros_like, output), jax.tree.map(jnp.zeros_like, params))
         (loss, report), grads = lax.scan(body, zero, (batch, jnp.arange(parts)))[0]
         return loss, report, grads
 
     def _dropout_key(self, step: jax.Array) -> jax.Array | None:
-        """Of this step: a function of seed and step, so that a resumed run drops the same."""
+        """Return the key of a step, a function of seed and step: equal after a resume."""
         if not self.config.attention_dropout:
             return None
-        # Apart from the keys of the parameters, which are folded from the same seed.
+        # Distinct from the keys of the parameters, which are folded from the same seed.
         stream = jax.random.fold_in(jax.random.key(self.seed), 2**31)
         return jax.random.fold_in(stream, step)
 
@@ -196,9 +203,8 @@ class Program:
     def train_step(self) -> Any:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
-        A step that `judge` refuses changes nothing but `step` and the counters of the guard.
-        metrics: scalars, those of `judge` among them; `experts`, of a model with sparse layers, the
-        arrays of `report_arrays`.
+        A step that `judge` rejects changes only `step` and the counters of the guard. The metrics
+        are scalars, and `experts` with the arrays of `report_arrays` if there are sparse layers.
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -210,8 +216,8 @@ class Program:
                 grads, state.opt_state, state.params, is_good=is_good
             )
             params = optax.apply_updates(state.params, updates)
-            # Not by state.step, which also counts steps that were skipped.
-            rate = self.schedule(update_count(state.opt_state))
+            num_updates = state.step - state.guard.skipped_steps
+            rate = self.schedule(num_updates)
             metrics: dict[str, Any] = {
                 "loss": loss,
                 "grad_norm": norm,
@@ -221,9 +227,9 @@ class Program:
             if report is not None:
                 metrics["experts"] = report_arrays(report, state.params)
                 params = with_moved_bias(params, report.health.load_E, self.config)
-            params, ema = where(is_good, params, state.params), state.ema
+            params, ema = tree_where(is_good, params, state.params), state.ema
             if self.ema_decay is not None:
-                ema = where(is_good, move_average(ema, params, self.ema_decay), ema)
+                ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
             return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
 
         return jax.jit(step, donate_argnums=0)
@@ -238,3 +244,18 @@ class Program:
             return total, jnp.sum(part["loss_mask"])
 
         return jax.jit(step)
+
+
+def init_ema(params: Any) -> Any:
+    """Return the moving average before the first step.
+
+    It is float32: bfloat16 would round its small steps away.
+    """
+    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+
+def update_ema(ema: Any, params: Any, decay: float) -> Any:
+    """Return the moving average after an update that led to `params`."""
+    return jax.tree.map(
+        lambda mean, x: mean + (1 - decay) * (x.astype(jnp.float32) - mean), ema, params
+    )

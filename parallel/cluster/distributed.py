@@ -1,31 +1,30 @@
-"""The process among others: where they meet, signals that ask it to stop, or to save."""
+"""Start-up of a run with several processes: find the cluster, connect, initialize jax."""
 
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 import jax
 from jax._src import clusters
-from jax.experimental import multihost_utils
 
-from parallel.cluster.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
+from parallel.cluster.config import ClusterConfig
+from parallel.cluster.errors import EXIT_MISMATCH, EXIT_PROCESS_LOST
+from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.simulation import simulate_cpu_devices
 
-MAX_SKEW = 30.0
-"""Seconds by which clocks may differ: logs and lineages are read side by side."""
+MAX_CLOCK_SKEW = 30.0
+"""Seconds by which the clocks of hosts may differ: their logs are read side by side."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the processes of a run meet, and which of them this one is."""
+    """The processes of a run, and which of them this one is."""
 
     coordinator: str
-    """HOST:PORT of process 0."""
+    """HOST:PORT at which process 0 listens."""
     num_processes: int
     process_id: int
     local_device_ids: Sequence[int] | None = None
@@ -33,10 +32,10 @@ class Cluster:
 
 
 def is_cluster(environment: Mapping[str, str]) -> bool:
-    """Whether the environment says that this process is one of several.
+    """Whether the environment variables describe a run with several processes.
 
-    A step of SLURM with several tasks, or workers or slices of TPUs under GKE. A Cloud TPU VM
-    does not say so in its environment.
+    They do in a SLURM step with several tasks, and on GKE with several TPU workers or slices. On a
+    Cloud TPU VM they do not.
     """
     return (
         (int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environment)
@@ -46,9 +45,11 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
 
 
 def find_cluster(config: ClusterConfig) -> Cluster:
-    """What SLURM, GKE or the metadata server of a Cloud TPU say. Raises: ValueError if none does.
+    """Return the cluster that SLURM, GKE or the metadata server of a Cloud TPU describes.
 
-    jax looks for the same only while it starts, and has no public way to ask.
+    This calls a private function of jax, which has no public way to ask without starting.
+
+    Raises: ValueError if there is none.
     """
     coordinator, num_processes, process_id, local_device_ids = (
         clusters.ClusterEnv.auto_detect_unset_distributed_params(
@@ -57,45 +58,41 @@ def find_cluster(config: ClusterConfig) -> Cluster:
     )
     if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            "--distributed: neither SLURM, GKE nor a Cloud TPU describes a cluster here; give "
+            "--distributed: found no cluster of SLURM, GKE or Cloud TPU; give "
             "--coordinator HOST:PORT --num-processes N --process-id I"
         )
     return Cluster(coordinator, num_processes, process_id, local_device_ids)
 
 
-def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
-    """Waits for all processes, then starts jax among them; before any jax backend.
+def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> ProcessGroup:
+    """Connect all processes, then initialize jax.distributed; call before any jax backend starts.
 
     num_devices: of the whole mesh; without accelerators each process simulates its share.
-    Raises: PeerError with who is missing; ValueError.
+
+    Raises: ProcessGroupError if a process is missing, unreachable, or has a wrong clock;
+        ValueError.
     """
     _check(cluster)
     if num_devices % cluster.num_processes:
         raise ValueError(
-            f"mesh.* multiplies to {num_devices} devices, which {cluster.num_processes} processes "
-            "cannot share evenly; change mesh.*, or --num-processes"
+            f"mesh.* multiplies to {num_devices} devices, which do not divide over "
+            f"{cluster.num_processes} processes; change mesh.*, or --num-processes"
         )
-    peers = Peers(cluster.num_processes, cluster.process_id, config)
-    facts = {"port": _free_port()} if peers.is_first else {}
-    port = peers.join(cluster.coordinator, facts)[0]["port"]
-    ahead = {n: skew for n, skew in enumerate(peers.skews) if abs(skew) > MAX_SKEW}
-    if ahead:
-        told = ", ".join(f"process {n} on {peers.hosts[n]} by {s:.0f} s" for n, s in ahead.items())
-        peers.disagree(f"clocks differ from that of process 0: {told}; set them (NTP)")
+    group = ProcessGroup(cluster.num_processes, cluster.process_id, config)
+    payload = {"jax_port": _free_port()} if group.is_primary else {}
+    port = group.connect(cluster.coordinator, payload)[0]["jax_port"]
+    _check_clocks(group)
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         simulate_cpu_devices(num_devices // cluster.num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":
         _silence_gloo()
     host = cluster.coordinator.rpartition(":")[0]
-    if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
-        # jax's service is not on the web. gRPC reads no_proxy only if there is no no_grpc_proxy.
-        direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
-        os.environ["no_grpc_proxy"] = f"{direct},{host}" if direct else host
-    if not peers.is_first:
-        _reach(host, port, peers)
-    # Our own watch says more, and is quicker but for the loss of process 0: when the main thread
-    # holds the interpreter then, jax's abort (exit code 134) may be first.
+    _bypass_proxy(host)
+    if not group.is_primary:
+        _wait_for_port(host, port, group)
+    # The process group reports a lost process earlier and with its name. An exception is the loss
+    # of process 0 while the main thread holds the interpreter: jax may abort first (code 134).
     jax.distributed.initialize(
         f"{host}:{port}",
         cluster.num_processes,
@@ -106,48 +103,70 @@ def start(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Peers:
         shutdown_timeout_seconds=config.peer_timeout,
         cluster_detection_method="deactivate",
     )
-    return peers
+    return group
 
 
 def _check(cluster: Cluster) -> None:
-    """The laws of what the command line may say."""
+    """Check the arguments of the command line. Raises: ValueError."""
     count, number = cluster.num_processes, cluster.process_id
     host, _, port = cluster.coordinator.rpartition(":")
     if not (host and ":" not in host and port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError(
-            f"--coordinator={cluster.coordinator} is not HOST:PORT; give a name or an IPv4 "
+            f"--coordinator={cluster.coordinator} is not HOST:PORT; give a host name or an IPv4 "
             "address, and a port"
         )
     if count < 1:
-        raise ValueError(f"--num-processes={count} is none; give 1 or more")
+        raise ValueError(f"--num-processes={count} is too low; give 1 or more")
     if not 0 <= number < count:
         raise ValueError(
-            f"--process-id={number} is none of --num-processes={count}; they begin at 0, give 0 "
-            f"to {count - 1}"
+            f"--process-id={number} is out of range for --num-processes={count}; give 0 to "
+            f"{count - 1}"
         )
 
 
-def _reach(host: str, port: int, peers: Peers) -> None:
-    """Waits for jax's service in process 0: where it cannot be reached, jax only aborts.
+def _check_clocks(group: ProcessGroup) -> None:
+    """Check that the hosts agree on the time. Raises: ProcessGroupError."""
+    wrong = {n: skew for n, skew in enumerate(group.clock_skews) if abs(skew) > MAX_CLOCK_SKEW}
+    if wrong:
+        listed = ", ".join(
+            f"process {n} on {group.hosts[n]} by {skew:+.0f} s" for n, skew in wrong.items()
+        )
+        group.fail(
+            f"clocks differ from the clock of process 0: {listed}; synchronise the hosts with NTP",
+            EXIT_MISMATCH,
+        )
 
-    Raises: PeerError, of which all processes hear.
+
+def _bypass_proxy(host: str) -> None:
+    """Exempt the service of jax.distributed on this host from a proxy for the web.
+
+    gRPC reads no_proxy only where there is no no_grpc_proxy.
     """
-    seconds, problem = peers.config.start_timeout, "no answer"
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
+    if any(name in os.environ for name in ("grpc_proxy", "https_proxy", "http_proxy")):
+        exempt = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+        os.environ["no_grpc_proxy"] = f"{exempt},{host}" if exempt else host
+
+
+def _wait_for_port(host: str, port: int, group: ProcessGroup) -> None:
+    """Wait for the service of jax.distributed in process 0; jax itself would only abort.
+
+    Raises: ProcessGroupError on every process.
+    """
+    timeout, problem = group.config.start_timeout, "no answer"
+    deadline = time.monotonic() + timeout
+    while (remaining := deadline - time.monotonic()) > 0:
         try:
-            socket.create_connection((host, port), timeout=left).close()
+            socket.create_connection((host, port), timeout=remaining).close()
         except OSError as error:
             problem = error.strerror or str(error)
             time.sleep(0.1)
         else:
             return
-    reason = (
-        f"process 0 came, but its port {port} at {host} was not reached within {seconds} s: "
-        f"{problem}; let hosts reach each other on all ports"
+    group.fail(
+        f"port {port} of process 0 at {host} was not reachable within {timeout} s "
+        f"(cluster.start_timeout): {problem}; open all ports between the hosts",
+        EXIT_PROCESS_LOST,
     )
-    peers.leave(EXIT_PEER, reason)
-    raise PeerError(reason)
 
 
 def _free_port() -> int:
@@ -157,54 +176,9 @@ def _free_port() -> int:
 
 
 def _silence_gloo() -> None:
-    """It tells of every connection on C's standard output; Python's stays where it was."""
+    """Discard what gloo prints on the standard output of C; Python's output stays as it was."""
     sys.stdout.flush()
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdout = open(os.dup(1), "w", buffering=1, encoding=encoding, errors=errors)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-
-
-class StopRequest:
-    """Turns the first SIGTERM or SIGINT into a flag that the loop reads between steps.
-
-    A second signal exits at once with 1. SIGUSR1 asks for a save and nothing else. Among several
-    processes all stop after the same step: that is agreed by jax's preemption service, which takes
-    over SIGTERM from here when jax.distributed starts; so this must be installed before.
-    """
-
-    def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.save = False
-        self._interrupted = self._is_agreed = False
-
-    def install(self) -> "StopRequest":
-        """Takes over SIGTERM, SIGINT and SIGUSR1 of this process."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        signal.signal(signal.SIGUSR1, self._on_save)
-        return self
-
-    def agree(self, step: int) -> None:
-        """Called once per step by every process: from some step on all of them know of a signal."""
-        if not jax.distributed.is_initialized():
-            return
-        if self.signal is not None and not self._is_agreed:  # it came before jax listened
-            self.signal = None
-            os.kill(os.getpid(), signal.SIGTERM)
-        if multihost_utils.reached_preemption_sync_point(step):
-            self.signal, self._is_agreed = signal.SIGTERM, True
-            self._interrupted = True
-            signal.signal(signal.SIGTERM, self._on_signal)  # no longer jax's: the next one ends it
-
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
-        self.save = True
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._interrupted:
-            os._exit(1)
-        self._interrupted = True
-        if jax.distributed.is_initialized() and number != signal.SIGTERM:
-            os.kill(os.getpid(), signal.SIGTERM)  # jax's, by now
-        else:
-            self.signal = signal.Signals(number)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)

@@ -1,4 +1,4 @@
-"""`scripts/checkpoint.py` tells the truth about checkpoints of any mesh, and changes none."""
+"""`scripts/checkpoint.py`: inspects checkpoints of any mesh, and only `prune` writes."""
 
 import json
 import os
@@ -19,10 +19,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from training.checkpoint import CheckpointConfig, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_tools import difference
 from training.directory import locked_run
 from training.guard import fresh_guard
-from training.resume import Origin, describe_process, record_of
+from training.resume import ResumePoint, describe_process, make_record
 from training.step import TrainState
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -45,9 +47,9 @@ def put(values: np.ndarray, *spec: str | None) -> jax.Array:
 
 
 def arrays_of(step: int, scale: float) -> dict[str, np.ndarray]:
-    """Of the parameters: two that change, two that never do.
+    """Return parameters: two that change with the step, two that do not.
 
-    zstd stores `noise` as it is: its bytes stand in the file.
+    zstd cannot compress `noise`, so its bytes are in the file.
     """
     rng = np.random.default_rng(step)
     return {
@@ -72,22 +74,21 @@ def state_of(step: int, scale: float = 1.0) -> TrainState:
 
 
 def write_run(run: Path, steps: dict[int, float | None], *, rate: str = "1e-3", text: str = "ab"):
-    """A run directory as the loop leaves it, of tiny arrays."""
+    """Write a run directory of tiny arrays."""
     process = describe_process(CONFIG.replace("RATE", rate), {"dp": 2, "tp": 2}, 1)
     rows = SimpleNamespace(order=lambda _: order_of(text), order_hash=lambda _: text * 32)
     checkpoints = Checkpoints(run / "checkpoints", CheckpointConfig(keep=99))
     for step, loss in steps.items():
-        origin = Origin(step=1, skipped=((0, 2), (5, 6)), lineage=LINEAGE)
+        origin = ResumePoint(step=1, skipped=((0, 2), (5, 6)), lineage=LINEAGE)
         pending = ("evaluation", "sample") if step == 2 else ()
-        record = record_of(origin, process, rows, step, pending)
-        metrics = None if loss is None else {"eval_loss": loss}
-        checkpoints.save(state_of(step, scale=float(rate)), step, record, metrics)
+        record = make_record(origin, process, rows, step, pending)
+        checkpoints.save(state_of(step, scale=float(rate)), step, record, loss)
     checkpoints.close()
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory) -> Path:
-    """A run of three checkpoints, with what a crash and a quarantine left. Not to be changed."""
+    """A run of three checkpoints with leftovers of a crash and of damage; read-only."""
     run = tmp_path_factory.mktemp("written") / "run"
     write_run(run, LOSSES)
     for name in ("1.damaged", "7.orbax-checkpoint-tmp"):
@@ -98,22 +99,22 @@ def written(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(written, tmp_path) -> Path:
-    """A copy that may be changed."""
+    """A writable copy."""
     return Path(shutil.copytree(written, tmp_path / "run"))
 
 
 @pytest.fixture
-def tell(capsys) -> Callable[..., str]:
-    """stdout of a command that ends with this code, and with nothing on stderr."""
+def output(capsys) -> Callable[..., str]:
+    """A function that runs a command and returns its stdout; stderr stays empty."""
 
-    def tell(*arguments: object, code: int = 0) -> str:
+    def output(*arguments: object, code: int = 0) -> str:
         capsys.readouterr()
         assert script.main([str(argument) for argument in arguments]) == code
         out, error = capsys.readouterr()
         assert error == ""
         return out
 
-    return tell
+    return output
 
 
 def flip(path: Path, place: int | None = None) -> None:
@@ -123,16 +124,16 @@ def flip(path: Path, place: int | None = None) -> None:
 
 
 def data_file(run: Path, step: int) -> Path:
-    """The file that holds the arrays of a step."""
+    """Return the file that holds the arrays of a step."""
     files = (run / "checkpoints" / str(step) / "state").rglob("*")
     return max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 def flip_noise(run: Path, step: int) -> None:
-    """One bit of a number, where storage does not notice it."""
+    """Flip one bit of an array, which storage does not notice."""
     path = data_file(run, step)
     place = path.read_bytes().find(arrays_of(step, 1.0)["noise"][5].tobytes())
-    assert place > 0, "it is stored in another way"
+    assert place > 0, "the array is stored compressed"
     flip(path, place)
 
 
@@ -159,8 +160,8 @@ def cells(line: str) -> list[str]:
     return re.split(r"\s{2,}", line.strip())
 
 
-def test_list_has_a_line_for_everything_in_the_folder(written, tell) -> None:
-    titles, *lines = map(cells, tell("list", written).splitlines())
+def test_list_has_a_line_per_folder(written, output) -> None:
+    titles, *lines = map(cells, output("list", written).splitlines())
     assert titles[:6] == ["step", "saved (UTC)", "age", "on disk", "eval loss", "record"]
     assert titles[6:] == ["mesh", "config", "from", "left out", "pending"]
     assert [line[0] for line in lines] == ["2", "4", "6", "1.damaged", "7.orbax-checkpoint-tmp"]
@@ -181,27 +182,27 @@ def test_list_has_a_line_for_everything_in_the_folder(written, tell) -> None:
     assert lines[4][3:] == ["5 kB", "unfinished save"]
 
 
-def test_list_tells_of_a_record_that_was_changed(run, tell) -> None:
+def test_list_marks_a_changed_record_as_damaged(run, output) -> None:
     path = run / "checkpoints" / "4" / "_CHECKPOINT_METADATA"
     path.write_text(path.read_text().replace('"eval_loss": 3.25', '"eval_loss": 1.25'))
     (run / "checkpoints" / "6" / "_CHECKPOINT_METADATA").unlink()
-    lines = {line[0]: line for line in map(cells, tell("list", run).splitlines())}
+    lines = {line[0]: line for line in map(cells, output("list", run).splitlines())}
     assert lines["2"][4] == "whole"
     for step in ("4", "6"):
         assert lines[step][4:] == ["damaged"] and lines[step][2].endswith((" s", " min"))
 
 
-def test_list_is_a_table_on_a_terminal(written, tell, monkeypatch) -> None:
+def test_list_is_a_table_on_a_terminal(written, output, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    table = tell("list", written)
+    table = output("list", written)
     assert "┃" in table
     for text in ("2.5000", "dp2 x tp2", "7.orbax-checkpoint-tmp", "unfinished save"):
         assert text in table
 
 
-def test_show_tells_what_the_record_holds(written, tell) -> None:
-    text = tell("show", written, 2)
+def test_show_prints_the_record(written, output) -> None:
+    text = output("show", written, 2)
     assert text.startswith(f"{written} step 2, saved 2")
     assert f"jax {jax.__version__}" in text and "mesh      dp2 x tp2" in text
     assert "left out  batches 0 to 1\nleft out  batches 5 to 5\n" in text
@@ -219,8 +220,8 @@ def test_show_tells_what_the_record_holds(written, tell) -> None:
     assert "hidden_size" not in text
 
 
-def test_show_takes_the_newest_and_adds_config_and_fingerprints(written, tell) -> None:
-    text = tell("show", written, "--config", "--fingerprints")
+def test_show_defaults_to_the_newest_and_adds_config_and_fingerprints(written, output) -> None:
+    text = output("show", written, "--config", "--fingerprints")
     assert " step 6, " in text and "eval_loss  2.500000" in text and "pending" not in text
     assert text.endswith(CONFIG.replace("RATE", "1e-3"))
     lines = {line[0]: line[1:] for line in map(cells, text.splitlines())}
@@ -229,28 +230,28 @@ def test_show_takes_the_newest_and_adds_config_and_fingerprints(written, tell) -
     assert lines["step"][:2] == ["scalar int32", "4 B"]
 
 
-def test_verify_proves_every_array_of_every_step(written, tell) -> None:
-    *lines, total = tell("verify", written).splitlines()
+def test_verify_reads_every_array_of_every_step(written, output) -> None:
+    *lines, total = output("verify", written).splitlines()
     num_arrays = len(jax.tree.leaves(state_of(0)))
     pattern = rf"step (\d): whole, {num_arrays} arrays, 55\.3 kB in [\d.]+ s"
     assert [re.fullmatch(pattern, line)[1] for line in lines] == ["2", "4", "6"]
     assert re.fullmatch(
-        r"3 whole; host memory rose by .*B at most, the largest array has 12\.3 kB", total
+        r"3 whole; peak host memory rose by .*B, the largest array has 12\.3 kB", total
     )
-    assert len(tell("verify", written, 4, 6).splitlines()) == 3
+    assert len(output("verify", written, 4, 6).splitlines()) == 3
 
 
-def test_a_flipped_byte_of_an_array_is_found_by_its_name(run, tell) -> None:
+def test_verify_names_an_array_with_a_flipped_bit(run, output) -> None:
     flip_noise(run, 4)
-    lines = tell("verify", run, code=1).splitlines()
+    lines = output("verify", run, code=1).splitlines()
     assert lines[0].startswith("step 2: whole") and lines[3].startswith("step 6: whole")
-    assert lines[1:3] == ["step 4: DAMAGED", "  params.noise is not what was written"]
+    assert lines[1:3] == ["step 4: DAMAGED", "  params.noise: fingerprint mismatch"]
     assert lines[4].startswith("2 whole, 1 damaged; ")
-    assert tell("verify", run, 2, 6).endswith("\n")
-    assert "params.noise" in tell("verify", run, 4, code=1)
+    assert output("verify", run, 2, 6).endswith("\n")
+    assert "params.noise" in output("verify", run, 4, code=1)
 
 
-# What is done to a checkpoint -> what is said of it.
+# Damage to a checkpoint -> pattern of the printed line.
 DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (lambda step: None, r"step 1: whole, .*"),
     (
@@ -266,8 +267,8 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-def test_every_damage_is_told_from_a_machine_with_one_device_and_nothing_else_is(tmp_path) -> None:
-    """A process of its own: one device, and what orbax leaves of a failed read stays there."""
+def test_verify_reports_every_damage_on_a_machine_with_one_device(tmp_path) -> None:
+    """In a child process: one device, and orbax leaves tasks behind after a failed read."""
     run = tmp_path / "run"
     write_run(run, dict.fromkeys(range(1, len(DAMAGE) + 1)))
     for step, (harm, _) in enumerate(DAMAGE, 1):
@@ -286,12 +287,15 @@ def test_every_damage_is_told_from_a_machine_with_one_device_and_nothing_else_is
         found = re.search(rf"^step {step}: .*(\n  .*)*", done.stdout, re.M)[0]
         assert step == 1 or found.startswith(f"step {step}: DAMAGED\n")
         assert re.search(f"^{wanted}$", found, re.M), found
-        assert len(found.splitlines()) <= 2 + script.NAMED and "tensorstore_spec" not in found
+        assert (
+            len(found.splitlines()) <= 2 + script.MAX_DAMAGED_SHOWN
+            and "tensorstore_spec" not in found
+        )
     assert done.stdout.splitlines()[-1].startswith(f"1 whole, {len(DAMAGE) - 1} damaged; ")
 
 
-def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_called_damaged(
-    run, tell, monkeypatch, capsys
+def test_a_checkpoint_deleted_by_the_run_is_not_reported_as_damaged(
+    run, output, monkeypatch, capsys
 ) -> None:
     read, going = Checkpoints.read, {2}
 
@@ -302,15 +306,15 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_not_called_damaged(
         return read(self, step, name, sharding)
 
     monkeypatch.setattr(Checkpoints, "read", read_late)
-    lines = tell("verify", run).splitlines()
-    assert lines[0] == "step 2: gone, the run has removed it"
-    assert lines[3].startswith("1 gone, 2 whole; ")
+    lines = output("verify", run).splitlines()
+    assert lines[0] == "step 2: deleted by the run meanwhile"
+    assert lines[3].startswith("1 deleted, 2 whole; ")
     going.add(4)
-    assert script.main(["verify", str(run), "4"]) == 2, "nothing was proved"
-    assert "every checkpoint went while it was read" in capsys.readouterr().err
+    assert script.main(["verify", str(run), "4"]) == 2, "nothing was verified"
+    assert "every checkpoint was deleted while it was read" in capsys.readouterr().err
 
 
-def test_diff_tells_what_differs_and_by_how_much(written, tell, tmp_path, monkeypatch) -> None:
+def test_diff_prints_what_differs_and_by_how_much(written, output, tmp_path, monkeypatch) -> None:
     other = tmp_path / "other"
     write_run(other, {9: None}, rate="2e-3", text="ef")
     reads: list[str] = []
@@ -318,13 +322,13 @@ def test_diff_tells_what_differs_and_by_how_much(written, tell, tmp_path, monkey
     monkeypatch.setattr(
         Checkpoints, "read", lambda *a: (reads.append(a[2]), read(*a))[1], raising=True
     )
-    text = tell("diff", f"{written}@4", other)
+    text = output("diff", f"{written}@4", other)
     lines = text.splitlines()
     assert lines[0] == f"{written} step 4 -> {other} step 9"
     assert lines[1:3] == ["config:", "  optimizer.learning_rate: 0.001 -> 0.002"]
     assert lines[3:5] == ["versions: the same", "mesh: the same"]
     assert lines[5] == "order: the text of source 'text' is another"
-    assert lines[6] == "2 of 4 arrays of params are equal to the bit"
+    assert lines[6] == "2 of 4 arrays of params are bit-equal"
     assert sorted(set(reads)) == ["params.half", "params.layer.changes"], "equal ones are not read"
     rows = {line[0]: line[1:] for line in map(cells, lines[8:])}
     a, b = arrays_of(4, 1e-3), arrays_of(9, 2e-3)
@@ -336,11 +340,11 @@ def test_diff_tells_what_differs_and_by_how_much(written, tell, tmp_path, monkey
         assert float(rows[name][1]) == pytest.approx(np.abs(x - y).max(), rel=5e-3)
         assert float(rows[name][2]) == pytest.approx(relative[name], rel=5e-3)
     assert list(rows) == sorted(relative, key=lambda name: -relative[name])
-    assert "and 1 more; --limit" in tell("diff", f"{written}@4", other, "--limit", 1)
+    assert "and 1 more; --limit" in output("diff", f"{written}@4", other, "--limit", 1)
 
 
-def test_diff_names_what_has_another_shape_or_is_not_there(
-    written, tell, tmp_path, monkeypatch
+def test_diff_names_arrays_of_another_shape_and_missing_ones(
+    written, output, tmp_path, monkeypatch
 ) -> None:
     other, state = tmp_path / "other", state_of(6)
     params = {"half": put(np.zeros(4, np.float32)), "stays": state.params["stays"]}
@@ -350,7 +354,7 @@ def test_diff_names_what_has_another_shape_or_is_not_there(
         lambda *_, **__: TrainState(state.step, params, (), state.guard, state.params["stays"]),
     )
     write_run(other, {6: None})
-    lines = tell("diff", written, other, "--all").splitlines()
+    lines = output("diff", written, other, "--all").splitlines()
     rows = [cells(line)[:2] for line in lines if " -> " in line and line.startswith(("pa", "em"))]
     assert sorted(rows) == [
         ["ema", "nothing -> 64x48 float32"],
@@ -360,101 +364,103 @@ def test_diff_names_what_has_another_shape_or_is_not_there(
     ]
 
 
-def test_diff_of_a_step_with_itself_reads_nothing(written, tell, monkeypatch) -> None:
+def test_diff_of_a_step_with_itself_reads_nothing(written, output, monkeypatch) -> None:
     monkeypatch.setattr(Checkpoints, "read", None)
-    lines = tell("diff", written, f"{written}@6", "--all").splitlines()
+    lines = output("diff", written, f"{written}@6", "--all").splitlines()
     assert lines[1:5] == [f"{n}: the same" for n in ("config", "versions", "mesh", "order")]
     count = len(jax.tree.leaves(state_of(0)))
-    assert lines[5:] == [f"{count} of {count} arrays are equal to the bit"]
+    assert lines[5:] == [f"{count} of {count} arrays are bit-equal"]
 
 
-def test_difference_is_that_of_numpy_and_says_when_a_number_is_not_finite() -> None:
+def test_difference_equals_numpy_and_is_nan_for_non_finite_numbers() -> None:
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((2, 1500, 1000))
-    most, rms = script.difference(jnp.asarray(a), jnp.asarray(b))
+    most, rms = difference(jnp.asarray(a), jnp.asarray(b))
     a, b = np.float32(a).astype(np.float64), np.float32(b).astype(np.float64)
     assert most == np.abs(a - b).max()
     assert rms == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(a), rel=1e-12)
     one = jnp.ones(4)
     for value in (np.nan, np.inf):
-        assert not np.isfinite(script.difference(one, one.at[2].set(value))[0])
-    assert np.isnan(script.difference(one.at[2].set(np.inf), one.at[2].set(np.inf))).all()
-    assert script.difference(jnp.array(7), jnp.array(3)) == (4.0, 4 / 7)
-    assert script.difference(jnp.zeros(2), jnp.ones(2)) == (1.0, np.inf)
+        assert not np.isfinite(difference(one, one.at[2].set(value))[0])
+    assert np.isnan(difference(one.at[2].set(np.inf), one.at[2].set(np.inf))).all()
+    assert difference(jnp.array(7), jnp.array(3)) == (4.0, 4 / 7)
+    assert difference(jnp.zeros(2), jnp.ones(2)) == (1.0, np.inf)
 
 
-def test_prune_keeps_what_the_policy_says_and_tells_how_much_it_freed(run, tell) -> None:
+def test_prune_follows_the_policy_and_prints_the_freed_bytes(run, output) -> None:
     before = num_bytes(run)
-    would = tell("prune", run, "--keep", 1, "--keep-every", 4, "--dry-run")
+    would = output("prune", run, "--keep", 1, "--keep-every", 4, "--dry-run")
     assert num_bytes(run) == before
-    assert "2: would go" in would and "7.orbax-checkpoint-tmp: would go, 5 kB" in would
-    text = tell("prune", run, "--keep", 1, "--keep-every", 4)
+    assert (
+        "2: would be deleted" in would and "7.orbax-checkpoint-tmp: would be deleted, 5 kB" in would
+    )
+    text = output("prune", run, "--keep", 1, "--keep-every", 4)
     assert steps_left(run) == {"4", "6", "1.damaged"}
-    assert "4: kept\n6: kept\n" in text and "2: removed" in text
+    assert "4: kept\n6: kept\n" in text and "2: deleted" in text
     size = re.search(r"([\d.]+) kB freed\n$", text)[1]
     assert float(size) * 1000 == pytest.approx(before - num_bytes(run), rel=5e-3)
-    assert would.replace("would go", "removed").replace("would be freed", "freed") == text
-    tell("prune", run, "--keep", 1, "--damaged")
+    assert would.replace("would be ", "") == text
+    output("prune", run, "--keep", 1, "--damaged")
     assert steps_left(run) == {"6"}
-    assert tell("prune", run, "--keep", 3) == "6: kept\n0 B freed\n"
+    assert output("prune", run, "--keep", 3) == "6: kept\n0 B freed\n"
 
 
-def test_prune_keeps_the_best(run, tell) -> None:
+def test_prune_keeps_the_best(run, output) -> None:
     write_run(run, {8: 9.0})
-    tell("prune", run, "--keep", 1, "--keep-best", 1)
+    output("prune", run, "--keep", 1, "--keep-best", 1)
     assert steps_left(run) >= {"6", "8"} and not steps_left(run) & {"2", "4"}
 
 
-def test_prune_never_removes_the_newest_whole_one(run, tell) -> None:
-    """It looks at the arrays, not at the record alone."""
+def test_prune_never_deletes_the_newest_undamaged_checkpoint(run, output) -> None:
+    """It verifies the arrays, not only the record."""
     flip_noise(run, 6)
-    text = tell("prune", run, "--keep", 1)
+    text = output("prune", run, "--keep", 1)
     assert steps_left(run) == {"4", "6", "1.damaged"} and "6: kept, but damaged" in text
-    tell("prune", run, "--keep", 1, "--damaged")
+    output("prune", run, "--keep", 1, "--damaged")
     assert steps_left(run) == {"4"}
 
 
-def test_prune_removes_nothing_when_nothing_is_whole(run, capsys) -> None:
+def test_prune_deletes_nothing_if_every_checkpoint_is_damaged(run, capsys) -> None:
     for step in LOSSES:
         (run / "checkpoints" / str(step) / "_CHECKPOINT_METADATA").unlink()
     before = steps_left(run)
     capsys.readouterr()
     assert script.main(["prune", str(run), "--keep", "1", "--damaged"]) == 1
-    assert "no checkpoint is whole: nothing was removed" in capsys.readouterr().err
+    assert "no checkpoint is complete: nothing was deleted" in capsys.readouterr().err
     assert steps_left(run) == before
 
 
-def test_prune_refuses_while_the_run_is_running(run, capsys) -> None:
+def test_prune_refuses_while_the_run_is_training(run, capsys) -> None:
     before = steps_left(run)
     with locked_run(run, 0):
         assert script.main(["prune", str(run), "--keep", "1"]) == 2
-    assert "nothing was removed: " in capsys.readouterr().err
+    assert "nothing was deleted: " in capsys.readouterr().err
     assert steps_left(run) == before
 
 
-def test_nothing_but_prune_changes_anything_not_even_while_the_run_is_running(run, tell) -> None:
+def test_other_commands_change_nothing_while_the_run_is_training(run, output) -> None:
     (run / ".lock").touch()
     before = snapshot(run)
     with locked_run(run, 0):
         before[str(run / ".lock")] = snapshot(run)[str(run / ".lock")]
         for command in (["list"], ["show"], ["verify"], ["prune", "--keep", "1", "--dry-run"]):
-            tell(command[0], run, *command[1:])
-        tell("diff", run, f"{run}@2")
+            output(command[0], run, *command[1:])
+        output("diff", run, f"{run}@2")
     assert snapshot(run) == before
 
 
-def test_a_folder_without_a_checkpoint_is_no_error_to_list(tmp_path, tell) -> None:
+def test_list_accepts_a_folder_without_checkpoints(tmp_path, output) -> None:
     (tmp_path / "checkpoints").mkdir()
-    assert tell("list", tmp_path) == f"{tmp_path} has no checkpoint yet\n"
+    assert output("list", tmp_path) == f"{tmp_path} has no checkpoint yet\n"
 
 
 BAD_INPUT = {
-    ("list", "/nowhere"): "/nowhere holds no folder checkpoints; give a run directory of train.py",
+    ("list", "/nowhere"): "/nowhere has no folder checkpoints; give a run directory of train.py",
     ("show", "RUN", "5"): "RUN has no checkpoint 5; found: 2, 4, 6",
     ("verify", "RUN", "2", "3"): "RUN has no checkpoint 3; found: 2, 4, 6",
     ("verify", "EMPTY"): "EMPTY has no checkpoint; found: none",
     ("diff", "RUN", "RUN@8"): "RUN has no checkpoint 8; found: 2, 4, 6",
-    ("diff", "RUN@x", "RUN"): "RUN@x holds no folder checkpoints; give a run directory",
+    ("diff", "RUN@x", "RUN"): "RUN@x has no folder checkpoints; give a run directory",
 }
 
 
@@ -479,7 +485,7 @@ def test_at_least_one_checkpoint_is_kept(run, capsys, keep) -> None:
     assert error.value.code == 2 and "use at least 1" in capsys.readouterr().err
 
 
-def test_show_of_a_damaged_record_says_so(run, capsys) -> None:
+def test_show_reports_a_damaged_record(run, capsys) -> None:
     (run / "checkpoints" / "6" / "_CHECKPOINT_METADATA").write_text("{}")
     capsys.readouterr()
     assert script.main(["show", str(run)]) == 1

@@ -1,4 +1,4 @@
-"""`scripts/checkpoint.py verify` reads one array at a time: its memory is that of the largest."""
+"""`scripts/checkpoint.py verify` needs memory for the largest array, not for the checkpoint."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from training.checkpoint import CheckpointConfig, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
 from training.guard import fresh_guard
 from training.step import TrainState
 
@@ -21,7 +22,7 @@ MESH = MeshConfig(dp=2, tp=2)
 
 
 def write_run(run: Path, num_arrays: int, shape: tuple[int, int]) -> Path:
-    """A run directory with one checkpoint of arrays of this shape."""
+    """Write a run directory with one checkpoint of equal arrays."""
     mesh, rng = build_mesh(MESH, jax.devices()[: MESH.num_devices]), np.random.default_rng(0)
 
     def put(values: np.ndarray, *spec: str | None) -> jax.Array:
@@ -37,7 +38,7 @@ def write_run(run: Path, num_arrays: int, shape: tuple[int, int]) -> Path:
 
 
 def peak_of_verify(run: Path) -> int:
-    """Bytes of host memory that a process took at its peak."""
+    """Run verify in a child process; return its peak host memory in bytes."""
     command = [sys.executable, str(ROOT / "scripts" / "checkpoint.py"), "verify", str(run)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
         _, code, usage = os.wait4(child.pid, 0)
@@ -47,7 +48,7 @@ def peak_of_verify(run: Path) -> int:
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_by_the_largest_array_not_by_the_checkpoint(tmp_path) -> None:
+def test_verify_memory_is_bounded_by_the_largest_array(tmp_path) -> None:
     large, count = 32 * 2**20, 12
     tiny_run = write_run(tmp_path / "tiny", count, (64, 48))
     large_run = write_run(tmp_path / "large", count, (large // 4096, 1024))

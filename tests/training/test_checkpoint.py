@@ -1,13 +1,11 @@
-"""Saving on one mesh and restoring on another, and the run directory that is held alone."""
+"""Checkpoints: save on one mesh and restore on another, refusals, failures."""
 
 import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from functools import cache, partial
 
 import jax
@@ -17,14 +15,13 @@ from conftest import MESHES, ROOT
 
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.cluster.peers import ClusterConfig, PeerError, Peers
+from parallel.cluster.config import ClusterConfig
+from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
-from training.checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-)
-from training.directory import locked_run, move_aside
-from training.metrics import logging_to
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.logs import logging_to
 from training.step import Program, TrainState
 
 GRID = MeshConfig(dp=2, tp=2)
@@ -49,7 +46,7 @@ def abstract_on(mesh: MeshConfig, *overrides: str) -> TrainState:
 
 
 def numbered_state(mesh: MeshConfig, offset: int = 0) -> TrainState:
-    """A state whose every number is another one, also in the optimizer's moments."""
+    """Return a state of distinct numbers, in the optimizer's moments too."""
     count = [offset]
 
     def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -63,7 +60,7 @@ def numbered_state(mesh: MeshConfig, offset: int = 0) -> TrainState:
 
 @pytest.fixture
 def open_at(tmp_path):
-    """Opens checkpoints of one directory, and closes all of them at the end."""
+    """Open the checkpoints of one directory; close all at the end."""
     opened = []
 
     def open_at(**values) -> Checkpoints:
@@ -84,7 +81,7 @@ def save(checkpoints: Checkpoints, step: int, metadata: dict | None = None) -> T
 
 
 @pytest.mark.parametrize("name", [*MESHES, "one device"])
-def test_what_is_saved_on_one_mesh_is_restored_bit_equal_on_every_other(name, open_at):
+def test_a_checkpoint_is_restored_bit_equal_on_every_mesh(name, open_at):
     saved = save(open_at(), 3)
     wanted = abstract_on(MESHES.get(name, MeshConfig()))
     restored = open_at().restore(3, wanted)
@@ -98,7 +95,7 @@ def test_an_empty_directory_has_no_latest_step(open_at):
     assert open_at().latest_step is None
 
 
-def test_the_newest_are_kept_and_the_others_go(open_at, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(open_at, tmp_path):
     checkpoints = open_at(keep=2)
     for step in (2, 4, 6, 8):
         save(checkpoints, step)
@@ -113,7 +110,7 @@ def test_the_newest_are_kept_and_the_others_go(open_at, tmp_path):
         np.testing.assert_array_equal(got, numbered_state(GRID, step).params["norm"]["scale"])
 
 
-def test_the_record_comes_back_as_it_was(open_at):
+def test_the_record_is_read_back_unchanged(open_at):
     given = {"order_hash": "ab" * 32, "nested": {"list": [1, 2.5, None, True, "ü"]}}
     save(open_at(), 7, given)
     record = open_at().record(7)
@@ -121,7 +118,7 @@ def test_the_record_comes_back_as_it_was(open_at):
     assert record["leaves"].keys() == record["fingerprints"].keys()
 
 
-def test_a_step_that_is_saved_is_not_saved_again(open_at):
+def test_a_saved_step_is_not_saved_again(open_at):
     checkpoints = open_at()
     save(checkpoints, 5, {"time": "first"})
     checkpoints.save(numbered_state(GRID), 5, {"time": "second"})
@@ -129,8 +126,8 @@ def test_a_step_that_is_saved_is_not_saved_again(open_at):
     assert checkpoints.record(5)["time"] == "first"
 
 
-def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
-    """The next step donates the buffers while the save still runs."""
+def test_buffers_may_be_donated_after_save_returns(open_at):
+    """The next step donates them while the save is still writing."""
     checkpoints, state = open_at(), numbered_state(GRID, offset=11)
     wanted = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]
     checkpoints.save(state, 1, {})
@@ -142,32 +139,32 @@ def test_a_saved_state_is_what_it_was_when_save_returned(open_at):
         np.testing.assert_array_equal(got, want)
 
 
-def test_every_save_is_told_once_when_it_is_finished(open_at, tmp_path):
+def test_every_save_is_logged_once(open_at, tmp_path):
     checkpoints = open_at()
     with logging_to(tmp_path / "log.txt", None):
-        checkpoints.poll()
+        checkpoints.poll(checkpoints.ended_step)
         for step in (4, 5):
             checkpoints.save(numbered_state(GRID), step, {})
         for _ in range(2):
-            checkpoints.poll()
+            checkpoints.poll(checkpoints.ended_step)
             checkpoints.finish()
-    told = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert told == ["saved step 4", "saved step 5"]
+    logged = [line.split(" ", 2)[2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert logged == ["saved step 4", "saved step 5"]
 
 
-# Override of the model -> what the refusal says of the first parameter that differs.
+# Override of the model -> part of the message about the first parameter that differs.
 DIFFERENCES = {
-    "model.hidden_size=64": "embed.table as ((264, 32), 'float32'), the config asks for ((264, 64)",
-    "model.vocab_size=272": "embed.table as ((264, 32), 'float32'), the config asks for ((272, 32)",
-    "model.tie_word_embeddings=true": "head.kernel as ((32, 264), 'float32'), the config asks for",
-    "model.param_dtype=bfloat16": "the config asks for ((264, 32), 'bfloat16')",
+    "model.hidden_size=64": "(264, 32), 'float32'), but the config asks for ((264, 64)",
+    "model.vocab_size=272": "(264, 32), 'float32'), but the config asks for ((272, 32)",
+    "model.tie_word_embeddings=true": "head.kernel as ((32, 264), 'float32'), but the config",
+    "model.param_dtype=bfloat16": "but the config asks for ((264, 32), 'bfloat16')",
     "model.num_hidden_layers=2": "holds layers.attention.o.kernel as ((1, 32, 32), 'float32')",
     "model.intermediate_size=96": "holds layers.mlp.down.kernel as ((1, 64, 32), 'float32')",
 }
 
 
 @pytest.mark.parametrize("override", DIFFERENCES)
-def test_a_model_that_differs_is_refused_by_the_name_of_a_parameter(override, open_at):
+def test_another_model_is_refused_with_the_first_differing_parameter(override, open_at):
     checkpoints = open_at()
     save(checkpoints, 2)
     with pytest.raises(ValueError) as error:
@@ -177,12 +174,14 @@ def test_a_model_that_differs_is_refused_by_the_name_of_a_parameter(override, op
     assert str(error.value).endswith("give another run.dir") and "\n" not in str(error.value)
 
 
-def test_a_parameter_that_is_not_stored_is_named(open_at):
+def test_a_missing_parameter_is_named(open_at):
     checkpoints, tied = open_at(), program_on(GRID, "model.tie_word_embeddings=true")
     with jax.set_mesh(tied.tp.mesh):
         checkpoints.save(tied.init(), 2, {})
     checkpoints.finish()
-    with pytest.raises(ValueError, match=r"holds head\.kernel as nothing, the config asks for "):
+    with pytest.raises(
+        ValueError, match=r"holds head\.kernel as nothing, but the config asks for "
+    ):
         checkpoints.check(2, abstract_on(GRID))
 
 
@@ -192,13 +191,13 @@ def test_the_same_model_on_another_mesh_passes_the_check(open_at):
     checkpoints.check(2, abstract_on(MESHES["fsdp8"]))
 
 
-def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_path):
+def test_an_unreadable_checkpoint_raises_with_the_reason(open_at, tmp_path):
     save(open_at(), 2)
     stored = (tmp_path / "checkpoints" / "2" / "state").rglob("*")
     largest = max((path for path in stored if path.is_file()), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    # In a process of its own: what orbax leaves of a failed read, tasks of an event loop that is
-    # closed, would complain at some later time, in whichever test runs then.
+    # In a child process: a failed read of orbax leaves tasks of a closed event loop behind, which
+    # would warn in a later test.
     child = [sys.executable, "-c", RESTORE, str(tmp_path / "checkpoints")]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "training")))
     done = subprocess.run(
@@ -210,7 +209,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_that_says_so(open_at, tmp_
 RESTORE = """
 import os, sys
 import conftest, test_checkpoint as tests
-from training.checkpoint import CheckpointError
+from training.checkpoint_record import CheckpointError
 try:
     checkpoints = tests.Checkpoints(sys.argv[1], tests.CheckpointConfig())
     checkpoints.restore(2, tests.abstract_on(tests.GRID))
@@ -220,84 +219,17 @@ os._exit(0)
 """
 
 
-def test_a_run_directory_is_held_alone_and_only_for_so_long(tmp_path):
-    directory = tmp_path / "deep" / "run"
-    with locked_run(directory, 0), pytest.raises(ValueError, match="is in use by another") as error:
-        with locked_run(directory, 0):
-            pytest.fail("two runs at once")
-    assert f"run.dir={str(directory)!r}" in str(error.value)
-    assert "give another run.dir" in str(error.value)
-    with locked_run(directory, 0):
-        assert directory.is_dir()
-
-
-def test_another_process_holds_the_directory_until_it_is_killed(tmp_path):
-    hold = (
-        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match="is in use by another process"):
-            with locked_run(tmp_path, 0):
-                pytest.fail("two runs at once")
-        other.kill()
-        other.wait()
-    with locked_run(tmp_path, 0):
-        pass
-
-
-class Alone(Peers):
-    """The first of two, of which the other says nothing."""
+class Alone(ProcessGroup):
+    """Process 0 of two; the other one never answers."""
 
     def __init__(self) -> None:
         super().__init__(2, 0, ClusterConfig(peer_timeout=1))
 
 
-def test_a_save_that_fails_in_one_process_alone_ends_all_with_its_reason(tmp_path):
-    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), peers=Alone())) as saver:
+def test_a_save_that_fails_in_one_process_ends_all_with_the_reason(tmp_path):
+    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), group=Alone())) as saver:
         saver._pending = 7, partial(os.mkdir, tmp_path)
         with pytest.raises(
-            PeerError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
+            ProcessGroupError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
         ):
             saver.finish()
-
-
-@pytest.mark.parametrize("below", ["", "deeper/run"])
-def test_a_run_directory_that_cannot_be_made_is_refused(tmp_path, below):
-    (tmp_path / "file").touch()
-    directory = tmp_path / "file" / below
-    with pytest.raises(ValueError, match=r"cannot be written: .*; give a directory that") as error:
-        with locked_run(directory, 0):
-            pytest.fail("a file is no directory")
-    assert f"run.dir={str(directory)!r}" in str(error.value)
-
-
-def test_too_little_room_for_the_checkpoints_is_refused(tmp_path, monkeypatch):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
-    with locked_run(tmp_path, 100 * 2**20):
-        pass
-    with pytest.raises(ValueError, match="has 100 MiB free, but its checkpoints need 102 MiB"):
-        with locked_run(tmp_path, 102 * 2**20):
-            pytest.fail("no room")
-
-
-def test_old_runs_are_numbered_and_keep_everything(tmp_path):
-    directory = tmp_path / "run"
-    assert move_aside(directory) is None
-    for number in (1, 2):
-        with locked_run(directory, 0):
-            assert move_aside(directory) == (None if number == 1 else tmp_path / "run.old-1")
-        (directory / "checkpoints" / "4").mkdir(parents=True)
-        (directory / "checkpoints" / "4" / "x").write_text(f"run {number}")
-        (directory / "log.txt").write_text(f"log {number}")
-    assert move_aside(directory) == tmp_path / "run.old-2"
-    assert os.listdir(directory) == [".lock"]
-    assert move_aside(directory) is None
-    for number in (1, 2):
-        old = tmp_path / f"run.old-{number}"
-        assert sorted(os.listdir(old)) == ["checkpoints", "log.txt"]
-        assert (old / "checkpoints" / "4" / "x").read_text() == f"run {number}"
-        assert (old / "log.txt").read_text() == f"log {number}"

@@ -1,26 +1,33 @@
-"""The directory of a run among several processes: shared by all, held by one run."""
+"""Run directories: shared by all processes, locked by one run, old runs moved aside."""
 
 import errno
 import fcntl
+import os
+import shutil
+import subprocess
+import sys
 import threading
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallel.cluster.peers import EXIT_PEER, ClusterConfig, PeerError, Peers
-from training.directory import locked_run, move_aside, prove_shared
+from parallel.cluster.config import ClusterConfig
+from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
+from training.directory import check_shared_filesystem, locked_run, move_aside
 
 
-def one_of_two(number: int, start_timeout: float = 60.0) -> Peers:
-    """A process whose peers say nothing, but that the first has the token `1`."""
+def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
+    """Return a process of two; process 0 broadcasts the token `1`."""
 
-    class Silent(Peers):
-        def from_first(self, topic: str, make: Callable[[], Any]) -> Any:
+    class Silent(ProcessGroup):
+        def broadcast(self, tag: str, make: Callable[[], Any]) -> Any:
             return "1"
 
-        def gather(self, topic: str, value: Any) -> list[Any]:
+        def all_gather(self, tag: str, value: Any) -> list[Any]:
             return [value, value]
 
     found = Silent(2, number, ClusterConfig.model_construct(start_timeout=start_timeout))
@@ -28,50 +35,46 @@ def one_of_two(number: int, start_timeout: float = 60.0) -> Peers:
     return found
 
 
-def test_a_directory_that_both_see_is_shared(tmp_path):
+def test_a_shared_directory_passes_the_check(tmp_path):
     for number in range(2):
-        prove_shared(tmp_path, one_of_two(number))
+        check_shared_filesystem(tmp_path, one_of_two(number))
 
 
 @pytest.mark.parametrize("before", [None, "0"])
-def test_a_directory_of_the_same_name_on_another_disk_is_not(tmp_path, before):
+def test_a_directory_of_the_same_name_on_another_disk_is_refused(tmp_path, before):
     here, there = tmp_path / "host-0", tmp_path / "host-1"
     for directory in (here, there):
         directory.mkdir()
         if before is not None:
             (directory / ".shared").write_text(before)  # both were shared once
-    prove_shared(here, one_of_two(0))
+    check_shared_filesystem(here, one_of_two(0))
     with pytest.raises(ValueError) as refused:
-        prove_shared(there, one_of_two(1))
+        check_shared_filesystem(there, one_of_two(1))
     assert str(refused.value) == (
-        f"run.dir={str(there)!r} on host-1 is not that of process 0; give a directory that all "
-        "hosts share"
+        f"run.dir={str(there)!r} on host-1 is not that of process 0; give a "
+        "directory on a file system that all hosts share"
     )
 
 
 @pytest.fixture
 def held(tmp_path):
-    """A run directory that somebody else holds; calling it lets go."""
+    """A run directory locked by another process, and a function that releases it."""
     lock = open(tmp_path / ".lock", "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     yield tmp_path, lock.close
     lock.close()
 
 
-def test_a_held_directory_is_refused_at_once_if_alone(held):
+def test_several_processes_end_after_start_timeout_on_a_locked_directory(held):
     directory, _ = held
-    with pytest.raises(ValueError, match=r"is in use by another process; give another run\.dir"):
-        enter(directory, None)
-
-
-def test_a_held_directory_ends_several_processes_after_their_time(held):
-    directory, _ = held
-    with pytest.raises(PeerError, match=r"is in use by another process, for 0\.1 s") as ended:
+    with pytest.raises(
+        ProcessGroupError, match=r"is in use by another process, for 0\.1 s"
+    ) as ended:
         enter(directory, one_of_two(0, start_timeout=0.1))
-    assert ended.value.code == EXIT_PEER
+    assert ended.value.exit_code == EXIT_PROCESS_LOST
 
 
-def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
+def test_several_processes_wait_for_the_lock_of_a_lost_host(held):
     directory, release = held
     timer = threading.Timer(0.3, release)
     timer.start()
@@ -79,17 +82,17 @@ def test_several_processes_wait_for_the_lock_of_one_that_was_lost(held):
     timer.join()
 
 
-def enter(directory: Path, peers: Peers | None) -> None:
-    with locked_run(directory, 0, peers):
+def enter(directory: Path, group: ProcessGroup | None) -> None:
+    with locked_run(directory, 0, group):
         pass
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
-def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
+def test_only_a_run_is_moved_aside_and_links_are_followed(tmp_path, name):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     (tmp_path / "there" / "thesis.txt").touch()
-    with pytest.raises(ValueError, match=r"holds no run; give another run\.dir"):
+    with pytest.raises(ValueError, match=r"not those of a run; give another run\.dir"):
         move_aside(tmp_path / "link")
     (tmp_path / "there" / name).touch()
     assert move_aside(tmp_path / "link") == tmp_path / "there.old-1"
@@ -97,7 +100,7 @@ def test_only_a_run_is_moved_aside_and_where_a_link_leads_to(tmp_path, name):
     assert (tmp_path / "there.old-1" / "thesis.txt").exists()
 
 
-def test_a_run_that_cannot_be_moved_leaves_no_empty_folder(tmp_path, monkeypatch):
+def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
 
@@ -108,3 +111,70 @@ def test_a_run_that_cannot_be_moved_leaves_no_empty_folder(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=r"cannot be moved to .*: Invalid .*; move it by hand"):
         move_aside(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_directory_is_locked_for_the_context(tmp_path):
+    directory = tmp_path / "deep" / "run"
+    with locked_run(directory, 0), pytest.raises(ValueError, match="is in use by another") as error:
+        with locked_run(directory, 0):
+            pytest.fail("two runs at once")
+    assert f"run.dir={str(directory)!r}" in str(error.value)
+    assert "give another run.dir" in str(error.value)
+    with locked_run(directory, 0):
+        assert directory.is_dir()
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    hold = (
+        "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ValueError, match="is in use by another process"):
+            with locked_run(tmp_path, 0):
+                pytest.fail("two runs at once")
+        other.kill()
+        other.wait()
+    with locked_run(tmp_path, 0):
+        pass
+
+
+@pytest.mark.parametrize("below", ["", "deeper/run"])
+def test_a_run_directory_that_cannot_be_created_is_refused(tmp_path, below):
+    (tmp_path / "file").touch()
+    directory = tmp_path / "file" / below
+    with pytest.raises(ValueError, match=r"cannot be written: .*; give a directory that") as error:
+        with locked_run(directory, 0):
+            pytest.fail("a file is no directory")
+    assert f"run.dir={str(directory)!r}" in str(error.value)
+
+
+def test_too_little_disk_space_is_refused(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
+    with locked_run(tmp_path, 100 * 2**20):
+        pass
+    with pytest.raises(ValueError, match="has 100 MiB free, but its checkpoints need 102 MiB"):
+        with locked_run(tmp_path, 102 * 2**20):
+            pytest.fail("no room")
+
+
+def test_old_runs_are_numbered_and_complete(tmp_path):
+    directory = tmp_path / "run"
+    assert move_aside(directory) is None
+    for number in (1, 2):
+        with locked_run(directory, 0):
+            assert move_aside(directory) == (None if number == 1 else tmp_path / "run.old-1")
+        (directory / "checkpoints" / "4").mkdir(parents=True)
+        (directory / "checkpoints" / "4" / "x").write_text(f"run {number}")
+        (directory / "log.txt").write_text(f"log {number}")
+    assert move_aside(directory) == tmp_path / "run.old-2"
+    assert os.listdir(directory) == [".lock"]
+    assert move_aside(directory) is None
+    for number in (1, 2):
+        old = tmp_path / f"run.old-{number}"
+        assert sorted(os.listdir(old)) == ["checkpoints", "log.txt"]
+        assert (old / "checkpoints" / "4" / "x").read_text() == f"run {number}"
+        assert (old / "log.txt").read_text() == f"log {number}"

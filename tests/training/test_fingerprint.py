@@ -1,4 +1,4 @@
-"""Fingerprints: the same on every mesh, another one for every change of what is stored."""
+"""Fingerprints: equal on every mesh, different after any change of the stored bits."""
 
 import itertools
 import math
@@ -44,15 +44,15 @@ def raw(size: int) -> st.SearchStrategy[bytes]:
 
 
 def mixed(word: int) -> int:
-    """32 bits to 32 bits, by integers without a limit. Source: MurmurHash3 by Austin Appleby."""
+    """Mix 32 bits with unbounded integers. Source: MurmurHash3 by Austin Appleby."""
     for shift, factor in ((16, 2246822507), (13, 3266489909), (16, 1)):
         word = (word ^ (word >> shift)) * factor % 2**32
     return word
 
 
 def plain(values: np.ndarray) -> str:
-    """One element at a time: its bits, its number in C order, its index times odd numbers."""
-    # What is on disk is proved by these numbers: another choice would call it damaged.
+    """Compute a fingerprint in Python, one element at a time."""
+    # Checkpoints on disk hold these numbers: other factors would call them damaged.
     odd = (2654435761, 2246822519, 3266489917, 668265263, 374761393, 3550635117)
     width, data = values.dtype.itemsize, values.tobytes()
     sums = [0, 0]
@@ -76,7 +76,7 @@ SHAPES = [(), (7,), (0,), (3, 0, 2), (16, 8), (2, 3, 4), (1, 2, 1, 2, 3, 2)]
 KINDS = ["float32", "bfloat16", "float16", "int32", "uint32", "int8", "bool"]
 
 
-def test_they_are_what_plain_integers_give_for_every_shape_and_dtype() -> None:
+def test_fingerprints_equal_plain_integer_arithmetic_for_every_shape_and_dtype() -> None:
     arrays = {
         f"{dtype}{shape}": random_array(dtype, shape)
         for dtype, shape in itertools.product(KINDS, SHAPES)
@@ -94,7 +94,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", ["tp8", "dp2-fsdp2-tp2", "ep2-fsdp2-sp2"])
-def test_they_are_the_same_on_every_mesh(name: str) -> None:
+def test_fingerprints_are_equal_on_every_mesh(name: str) -> None:
     values = {
         f"{layout}.{dtype}": (random_array(dtype, (16, 8)), spec)
         for dtype, (layout, spec) in itertools.product(("float32", "bfloat16"), LAYOUTS.items())
@@ -109,7 +109,7 @@ def test_they_are_the_same_on_every_mesh(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_any_bit_that_flips_shows_in_both_lanes(dtype: str) -> None:
+def test_any_flipped_bit_changes_both_lanes(dtype: str) -> None:
     num_bytes = COUNT * DTYPES[dtype]
 
     @NO_DEADLINE
@@ -125,7 +125,7 @@ def test_any_bit_that_flips_shows_in_both_lanes(dtype: str) -> None:
 
 @NO_DEADLINE
 @given(st.lists(st.booleans(), min_size=COUNT, max_size=COUNT), st.integers(0, COUNT - 1))
-def test_a_bool_that_flips_shows_in_both_lanes(bools: list[bool], index: int) -> None:
+def test_a_flipped_bool_changes_both_lanes(bools: list[bool], index: int) -> None:
     before = np.array(bools).reshape(SHAPE)
     after = before.copy()
     after.flat[index] ^= True
@@ -135,7 +135,7 @@ def test_a_bool_that_flips_shows_in_both_lanes(bools: list[bool], index: int) ->
 
 @NO_DEADLINE
 @given(raw(4 * COUNT), st.permutations(range(COUNT)))
-def test_elements_in_another_order_show(data: bytes, order: list[int]) -> None:
+def test_permuted_elements_change_the_fingerprint(data: bytes, order: list[int]) -> None:
     before = content("int32", data)
     after = before.ravel()[order].reshape(SHAPE)
     assume(not np.array_equal(before, after))
@@ -144,7 +144,9 @@ def test_elements_in_another_order_show(data: bytes, order: list[int]) -> None:
 
 @NO_DEADLINE
 @given(raw(4 * COUNT), st.integers(1, 2), st.integers(1, 4))
-def test_rolled_rows_and_columns_show(data: bytes, rows: int, columns: int) -> None:
+def test_rolled_rows_and_columns_change_the_fingerprint(
+    data: bytes, rows: int, columns: int
+) -> None:
     before = content("float32", data)
     for after in (np.roll(before, rows, 0), np.roll(before, columns, 1)):
         if after.tobytes() != before.tobytes():
@@ -153,7 +155,7 @@ def test_rolled_rows_and_columns_show(data: bytes, rows: int, columns: int) -> N
 
 @NO_DEADLINE
 @given(raw(4 * COUNT), st.dictionaries(st.integers(0, COUNT - 1), st.integers(1, 2**31 - 1)))
-def test_several_changes_at_once_do_not_hide_each_other(data: bytes, changes: dict) -> None:
+def test_several_changes_do_not_cancel(data: bytes, changes: dict) -> None:
     assume(changes)
     before = content("int32", data)
     after = before.copy()
@@ -162,7 +164,7 @@ def test_several_changes_at_once_do_not_hide_each_other(data: bytes, changes: di
     assert of(before) != of(after)
 
 
-def test_values_that_compare_equal_or_not_at_all_are_told_apart_by_their_bits() -> None:
+def test_signed_zeros_and_nans_differ_by_their_bits() -> None:
     words = (0x00000000, 0x80000000, 0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7FA00000)
     found = {of(np.full(SHAPE, word, np.uint32).view(np.float32)) for word in words}
     assert len(found) == len(words)
@@ -171,17 +173,17 @@ def test_values_that_compare_equal_or_not_at_all_are_told_apart_by_their_bits() 
     assert len(found) == len(halves)
 
 
-def test_a_row_of_zeros_more_shows() -> None:
+def test_an_extra_row_of_zeros_changes_the_fingerprint() -> None:
     zeros = [of(np.zeros((rows, 5), np.float32)) for rows in (1, 2, 3)]
     assert len(set(zeros)) == 3
 
 
-def test_arrays_without_elements_are_all_alike() -> None:
+def test_empty_arrays_have_equal_fingerprints() -> None:
     assert {of(np.zeros(shape, np.int32)) for shape in ((0,), (3, 0))} == {"0" * 16}
 
 
-def test_a_reshape_shows_in_the_second_lane_unless_it_only_adds_ones_at_the_end() -> None:
-    """The record holds the shape too: this is no hole, only what the number alone can tell."""
+def test_a_reshape_changes_the_second_lane_unless_it_appends_ones() -> None:
+    """The record holds the shape too, so this is no hole."""
     values = random_array("float32", (12,))
     flat, grid, row, column = (of(values.reshape(s)) for s in ((12,), (3, 4), (1, 12), (12, 1)))
     assert flat[:8] == grid[:8] == row[:8]
@@ -189,8 +191,8 @@ def test_a_reshape_shows_in_the_second_lane_unless_it_only_adds_ones_at_the_end(
     assert column == flat
 
 
-def test_equal_bits_of_one_width_are_alike_and_other_widths_count_as_the_same_number() -> None:
-    """As with the shape: the record holds the dtype."""
+def test_equal_bits_have_equal_fingerprints_whatever_the_dtype() -> None:
+    """The record holds the dtype too."""
     values = random_array("int32", SHAPE)
     assert of(values) == of(values.view(np.float32)) == of(values.view(np.uint32))
     small = np.arange(COUNT, dtype=np.uint8).reshape(SHAPE)

@@ -1,4 +1,4 @@
-"""The ledger of wall time: every second has one label, and none is forgotten at a resume."""
+"""Goodput: every second has one label, and a resume continues the ledger."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def spent(goodput: Goodput) -> dict[str, float]:
     return {label: seconds for label, seconds in goodput.seconds.items() if seconds}
 
 
-def a_life(goodput: Goodput, clock: FakeClock) -> None:
+def one_process(goodput: Goodput, clock: FakeClock) -> None:
     clock.now += 31
     with goodput.spend("step"):
         with goodput.spend("compile"):
@@ -48,7 +48,7 @@ def a_life(goodput: Goodput, clock: FakeClock) -> None:
             clock.now += 7.5
 
 
-# A program: how long each thing takes, its label, and what is done inside, before it goes on.
+# A program: (label, seconds before, nested calls, seconds after).
 PROGRAMS = st.recursive(
     st.just([]),
     lambda inner: st.lists(
@@ -98,7 +98,7 @@ def test_all_before_the_first_compile_or_step_is_start_up():
     assert spent(goodput) == {"start_up": 7, "evaluation": 2, "compile": 1, "other": 7}
 
 
-def test_an_exception_ends_every_label_that_it_leaves():
+def test_an_exception_ends_the_labels_of_the_contexts_that_it_leaves():
     goodput, clock = ledger()
     with goodput.spend("step"):
         with contextlib.suppress(KeyError), goodput.spend("evaluation"):
@@ -110,7 +110,7 @@ def test_an_exception_ends_every_label_that_it_leaves():
     assert spent(goodput) == {"data_wait": 4, "step": 5, "other": 2}
 
 
-def test_an_unknown_label_is_refused_before_it_costs_anything():
+def test_an_unknown_label_is_refused():
     goodput, clock = ledger()
     clock.now = 1
     with pytest.raises(AssertionError, match="complie"), goodput.spend("complie"):
@@ -118,7 +118,7 @@ def test_an_unknown_label_is_refused_before_it_costs_anything():
     assert spent(goodput) == {"start_up": 1}
 
 
-def test_the_share_is_that_of_the_steps():
+def test_the_share_is_the_fraction_of_steps():
     goodput, clock = ledger()
     assert goodput.share == 0
     clock.now = 1
@@ -127,25 +127,25 @@ def test_the_share_is_that_of_the_steps():
         assert goodput.share == 0.75
 
 
-def test_the_lives_of_a_run_add_up():
+def test_the_processes_of_a_run_add_up():
     first, clock = ledger()
-    a_life(first, clock)
+    one_process(first, clock)
     record = json.loads(json.dumps(first.seconds))
     second, again = ledger(record)
-    a_life(second, again)
+    one_process(second, again)
     assert second.seconds == pytest.approx({label: 2 * y for label, y in first.seconds.items()})
     assert sum(second.seconds.values()) == pytest.approx(clock.now + again.now)
     assert record == first.seconds
 
 
-def test_what_is_lost_is_taken_from_the_steps():
+def test_lost_seconds_are_taken_from_the_steps():
     goodput, clock = ledger({"step": 20.0})
     with goodput.spend("step"):
         clock.now = 10
         at_the_save = goodput.seconds
         clock.now = 16
         goodput.lose(1)  # a skipped step
-        # The way back to the checkpoint.
+        # a rollback to the checkpoint
         goodput.lose(goodput.seconds["step"] - at_the_save["step"])
     assert spent(goodput) == {"step": 30, "lost": 6}
     goodput.lose(-1)
@@ -156,7 +156,7 @@ def test_what_is_lost_is_taken_from_the_steps():
 
 def test_the_summary_is_one_line_by_size_without_zeros():
     goodput, clock = ledger()
-    a_life(goodput, clock)
+    one_process(goodput, clock)
     assert goodput.summary() == (
         "goodput 94.2 % of 1 h 00 min: steps 56 min 34 s, compile 2 min 1 s, data wait 50 s, "
         "start-up 31 s, checkpoint 7.5 s"
@@ -178,13 +178,13 @@ def test_the_summary_is_one_line_by_size_without_zeros():
         (360000, "100 h 00 min"),
     ],
 )
-def test_a_time_reads_as_the_nearest_it_can_say(seconds, text):
+def test_durations_are_rounded_to_the_nearest_unit(seconds, text):
     goodput, clock = ledger()
     clock.now = seconds
     assert goodput.summary() == f"goodput 0.0 % of {text}: start-up {text}"
 
 
-def test_the_first_step_after_a_resume_is_told_for_this_process_alone():
+def test_the_breakdown_of_this_process_excludes_earlier_ones():
     goodput, clock = ledger({"step": 500.0, "start_up": 100.0, "lost": 40.0})
     clock.now = 15
     with goodput.spend("step"):
@@ -198,7 +198,7 @@ PRINT = "from training.goodput import process_seconds; print(process_seconds())"
 
 
 def age_of(program: str) -> tuple[float, float]:
-    """What a process says of its age at its end, and what its parent measured."""
+    """Return the age that a process prints, and the seconds that its parent measured."""
     begin = time.perf_counter()
     result = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
@@ -206,22 +206,22 @@ def age_of(program: str) -> tuple[float, float]:
     return float(result.stdout), time.perf_counter() - begin
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells when a process began")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc/self/stat")
 @pytest.mark.parametrize("name", [b"python", b"a) b (c 1 2"])
-def test_a_process_is_as_old_as_it_is_whatever_its_name(name):
+def test_the_age_of_a_process_does_not_depend_on_its_name(name):
     rename = f"import ctypes, time; ctypes.CDLL(None).prctl(15, {name!r}); time.sleep(0.5); "
     seconds, elapsed = age_of(rename + PRINT)
     tick = 1 / os.sysconf("SC_CLK_TCK")
     assert 0.5 < seconds < elapsed + tick
 
 
-def test_elsewhere_a_process_is_as_old_as_the_import():
+def test_outside_linux_the_age_counts_from_the_import():
     sleep = "import calendar, contextlib, pathlib, sys, time; time.sleep(0.5); "
     seconds, _ = age_of(sleep + "sys.platform = 'elsewhere'; " + PRINT)
     assert 0 <= seconds < 0.5
 
 
-def test_a_ledger_begins_with_the_process():
+def test_a_ledger_starts_with_the_process():
     goodput = Goodput()
     assert goodput.seconds["start_up"] == pytest.approx(process_seconds(), abs=0.5)
     assert sum(goodput.seconds.values()) == pytest.approx(process_seconds(), abs=0.5)

@@ -1,4 +1,4 @@
-"""What may change the parameters: judged against numpy, and bit for bit on every device."""
+"""The spike guard: against numpy, and bit-equal on every device."""
 
 import dataclasses
 import math
@@ -24,7 +24,7 @@ POLICIES = ("off", "warn", "skip", "rollback")
 
 @cache
 def scanned(on_spike: str):
-    """`judge` over a whole run, jitted."""
+    """Return `judge` over a whole run, jitted."""
     config = GuardConfig(on_spike=on_spike)
 
     def body(guard, numbers):
@@ -35,7 +35,7 @@ def scanned(on_spike: str):
 
 
 def judged(losses, norms, on_spike="warn", start: GuardState | None = None):
-    """(is_good, states after, metrics) of every step, as numpy, and the last state."""
+    """Return (is_good, states, metrics) of every step as numpy, and the last state."""
     numbers = jnp.asarray(losses, jnp.float32), jnp.asarray(norms, jnp.float32)
     last, (good, states, metrics) = scanned(on_spike)(start or fresh_guard(), numbers)
     return np.asarray(good), jax.device_get(vars(states)), jax.device_get(metrics), last
@@ -52,12 +52,12 @@ def statistics(guard: GuardState) -> dict[str, bytes]:
 
 @cache
 def calm() -> GuardState:
-    """After 60 ordinary steps."""
+    """Return the guard after 60 ordinary steps."""
     return judged(*noise(60))[-1]
 
 
 def weighted(values: np.ndarray) -> tuple[float, float]:
-    """Mean and standard deviation: all alike up to MEMORY, each later one takes its share."""
+    """Return mean and standard deviation: uniform up to MEMORY steps, then exponential."""
     n = len(values)
     first, keep = min(n, MEMORY), 1 - 1 / MEMORY
     late = np.arange(n - first, 0, -1) - 1
@@ -69,7 +69,7 @@ def weighted(values: np.ndarray) -> tuple[float, float]:
     return mean, math.sqrt(np.average((values - mean) ** 2, weights=weights))
 
 
-def test_deviations_are_those_from_the_weighted_mean_of_the_steps_before():
+def test_z_scores_are_relative_to_the_weighted_mean_of_earlier_steps():
     losses, norms = noise(400)
     losses += np.linspace(0.2, 0, 400)
     _, states, metrics, _ = judged(losses, norms)
@@ -84,7 +84,7 @@ def test_deviations_are_those_from_the_weighted_mean_of_the_steps_before():
     assert (metrics["loss_z"] > 0.5).any() and (metrics["grad_z"] > 0.5).any()
 
 
-def test_nothing_is_a_spike_before_the_warm_up_and_the_first_step_after_it_may_be():
+def test_spikes_are_detected_from_the_first_step_after_warm_up():
     losses, norms = noise(WARMUP + 2)
     for step, is_seen in ((WARMUP - 1, False), (WARMUP, True)):
         raised = losses.copy()
@@ -95,7 +95,7 @@ def test_nothing_is_a_spike_before_the_warm_up_and_the_first_step_after_it_may_b
 
 
 @pytest.mark.parametrize("which", ["loss", "norm"])
-def test_only_what_rises_is_a_spike(which):
+def test_only_a_rise_is_a_spike(which):
     for factor, is_good in ((1e-3, True), (1e3, False)):
         losses, norms = noise(1, seed=1)
         (losses if which == "loss" else norms)[0] *= factor
@@ -107,7 +107,7 @@ def test_only_what_rises_is_a_spike(which):
 
 @pytest.mark.parametrize("which", ["loss", "norm"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_spike_updates_and_is_remembered_only_by_off_and_warn(policy, which):
+def test_a_spike_updates_parameters_and_statistics_only_with_off_and_warn(policy, which):
     losses, norms = noise(1, seed=1)
     (losses if which == "loss" else norms)[0] *= 1e3
     good, _, metrics, after = judged(losses, norms, policy, start=calm())
@@ -120,7 +120,7 @@ def test_a_spike_updates_and_is_remembered_only_by_off_and_warn(policy, which):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_not_finite_never_updates_and_is_never_remembered(policy, value):
+def test_a_non_finite_step_never_updates_parameters_or_statistics(policy, value):
     for losses, norms in (([value], [1.0]), ([3.0], [value]), ([value], [value])):
         for start in (fresh_guard(), calm()):
             good, _, metrics, after = judged(losses, norms, policy, start=start)
@@ -129,7 +129,7 @@ def test_what_is_not_finite_never_updates_and_is_never_remembered(policy, value)
             assert metrics["bad_steps"][0] == metrics["skipped_steps"][0] == 1
 
 
-def test_bad_steps_are_counted_in_a_row_and_in_all():
+def test_bad_steps_are_counted_in_a_row_and_in_total():
     losses, norms = noise(8)
     losses[[1, 2, 5]] = math.nan
     good, _, metrics, _ = judged(losses, norms, "off")
@@ -138,13 +138,13 @@ def test_bad_steps_are_counted_in_a_row_and_in_all():
     np.testing.assert_array_equal(metrics["skipped_steps"], [0, 1, 2, 2, 2, 3, 3, 3])
 
 
-def test_a_batch_without_a_token_that_counts_is_good_and_tells_nothing():
+def test_a_fully_masked_batch_is_good_and_leaves_the_statistics_alone():
     good, _, metrics, after = judged([0.0], [0.0], "skip", start=calm())
     assert good[0] and metrics["grad_z"][0] == 0
     assert statistics(after) == statistics(calm())
 
 
-def test_a_loss_whose_square_overflows_does_not_blind_the_guard_for_ever():
+def test_the_guard_recovers_from_a_loss_whose_square_overflows():
     losses, norms = noise(3000, seed=2)
     losses[0], losses[-1] = 1e30, 30
     good, states, metrics, _ = judged(losses, norms, "warn", start=calm())
@@ -152,14 +152,14 @@ def test_a_loss_whose_square_overflows_does_not_blind_the_guard_for_ever():
     assert metrics["loss_z"][-1] > 6
 
 
-def test_noise_and_a_falling_loss_are_no_spikes():
+def test_noise_and_a_falling_loss_are_not_spikes():
     losses, norms = noise(20_000)
     losses += 8 * np.exp(-np.arange(20_000) / 500)
     _, _, metrics, _ = judged(losses, norms)
     assert 3 < metrics["loss_z"].max() < 6 and 3 < metrics["grad_z"].max() < 6
 
 
-def test_rounding_of_a_constant_is_no_spike():
+def test_rounding_of_a_constant_loss_is_not_a_spike():
     losses, norms = np.full(50, 3, np.float32), np.full(50, 0.7, np.float32)
     losses[40], norms[40] = (np.nextafter(x[40], np.float32(9)) for x in (losses, norms))
     _, _, metrics, _ = judged(losses, norms)
@@ -169,7 +169,7 @@ def test_rounding_of_a_constant_is_no_spike():
 @pytest.mark.parametrize(
     "values", [{"max_z": 0}, {"max_z": math.inf}, {"max_bad_steps": 0}, {"on_spike": "stop"}]
 )
-def test_limits_without_meaning_are_refused(values):
+def test_invalid_limits_are_refused(values):
     with pytest.raises(ValidationError, match=next(iter(values))):
         GuardConfig(**values)
 
@@ -194,7 +194,7 @@ class Poisoned(Program):
     """Adds the field `poison` of the batch to one number of one gradient, on one shard."""
 
     def gradients(self, params, batch, dropout_key=None):
-        """As those of the program."""
+        """Return the gradients with the poison added."""
         loss, report, grads = super().gradients(params, batch, dropout_key)
         table = grads["embed"]["table"]
         last = np.zeros(table.shape, bool)
@@ -229,7 +229,7 @@ def batch_of(program: Program, seed: int, *, poison: float = 0.0, mask: float = 
 
 
 def bits(tree) -> dict[str, list[bytes]]:
-    """What every device holds."""
+    """Return the bytes of every shard."""
     return {
         jax.tree_util.keystr(path): [np.asarray(s.data).tobytes() for s in x.addressable_shards]
         for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -237,9 +237,9 @@ def bits(tree) -> dict[str, list[bytes]]:
 
 
 def learned(state: TrainState) -> dict[str, list[bytes]]:
-    """All that a bad step must leave alone."""
-    told = {name: getattr(state.guard, name) for name in STATISTICS}
-    return bits((state.params, state.opt_state, state.ema, told))
+    """Return everything that a bad step must not change."""
+    statistics = {name: getattr(state.guard, name) for name in STATISTICS}
+    return bits((state.params, state.opt_state, state.ema, statistics))
 
 
 BAD = {
@@ -251,7 +251,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_bad_step_changes_nothing_on_any_device_and_the_next_goes_on_as_without_it(name):
+def test_training_after_a_bad_step_is_bit_equal_to_training_without_it(name):
     program = poisoned_on(name)
     with jax.set_mesh(program.tp.mesh):
         first, second = batch_of(program, 0), batch_of(program, 1)
@@ -263,7 +263,7 @@ def test_a_bad_step_changes_nothing_on_any_device_and_the_next_goes_on_as_withou
         wanted, metrics = program.train_step(wanted, second)
         after_second, rate = learned(wanted), metrics["learning_rate"]
         still = {path for path in after_first if after_first[path] == after_second[path]}
-        moments_of_bias = re.compile(r"\.[mn]u\[.*'router'\]\['bias'\]$")  # it has no gradient
+        moments_of_bias = re.compile(r"\.[mn]u\[.*'router'\]\['bias'\]$")  # has no gradient
         assert all(moments_of_bias.search(path) for path in still)
 
         state, _ = program.train_step(program.init(), first)
@@ -281,7 +281,7 @@ def test_a_bad_step_changes_nothing_on_any_device_and_the_next_goes_on_as_withou
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_spike_that_is_skipped_changes_nothing_on_any_device(name):
+def test_a_skipped_spike_changes_nothing_on_any_device(name):
     program = poisoned_on(name)
     with jax.set_mesh(program.tp.mesh):
         state = program.init()
@@ -299,7 +299,7 @@ def test_a_spike_that_is_skipped_changes_nothing_on_any_device(name):
     assert int(state.step) == int(state.guard.bad_steps) == 1
 
 
-def test_the_average_starts_at_the_first_parameters_and_follows_every_update():
+def test_the_moving_average_starts_at_the_parameters_and_follows_every_update():
     program = poisoned_on("dp2-fsdp2-tp2")
     with jax.set_mesh(program.tp.mesh):
         state = program.init()

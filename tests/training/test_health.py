@@ -1,4 +1,4 @@
-"""Health of experts: numbers, strips, maps and warnings against cases computed by hand."""
+"""Expert load: metrics, bars, images and warnings against cases computed by hand."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ LOAD_NE = np.array([[4, 2, 6, 4], [8, 0, 0, 0]], np.float32)
 
 
 def arrays(load_NE, dropped_N=None, bias_NE=None) -> dict[str, np.ndarray]:
-    """What a step tells, with these loads and nothing remarkable beside them."""
+    """Return the arrays of a step with these loads and unremarkable values otherwise."""
     load_NE = np.asarray(load_NE, np.float32)
     count = len(load_NE)
     given = {
@@ -40,7 +40,7 @@ def to_one_expert(num_layers: int, num_experts: int) -> np.ndarray:
 
 
 def cells(image: np.ndarray, pixels: int) -> list[list[tuple[int, int, int]]]:
-    """The colour of each cell, all of whose pixels must have it."""
+    """Return the colour of each cell; all of its pixels have it."""
     small = image[::pixels, ::pixels]
     np.testing.assert_array_equal(image, small.repeat(pixels, 0).repeat(pixels, 1))
     return [[tuple(int(part) for part in cell) for cell in row] for row in small]
@@ -69,7 +69,7 @@ def test_metrics_equal_the_hand_computed_ones():
     }
 
 
-def test_without_a_router_bias_no_metric_speaks_of_it():
+def test_metrics_without_a_router_bias_omit_it():
     with_bias = expert_metrics(arrays(LOAD_NE, bias_NE=np.zeros((2, 4))), [0, 1])
     without = expert_metrics(arrays(LOAD_NE), [0, 1])
     assert {name for name in with_bias if name not in without} == {
@@ -82,7 +82,7 @@ def test_without_a_router_bias_no_metric_speaks_of_it():
 @pytest.mark.parametrize(
     "layers, labels", [([1, 3], ["1", "3"]), ([9, 10], ["09", "10"]), ([7, 100], ["007", "100"])]
 )
-def test_layers_are_named_by_their_true_numbers_at_one_width(layers, labels):
+def test_layers_are_named_by_their_index_with_leading_zeros(layers, labels):
     metrics = expert_metrics(arrays(LOAD_NE), layers)
     assert {name.split("/")[1] for name in metrics if name.count("/") == 2} == {
         f"layer_{label}" for label in labels
@@ -90,7 +90,7 @@ def test_layers_are_named_by_their_true_numbers_at_one_width(layers, labels):
     assert [line.split()[1] for line in heat_strip(LOAD_NE, layers)] == labels
 
 
-def test_counts_that_float32_cannot_add_are_exact():
+def test_counts_beyond_float32_precision_are_exact():
     large = 2.0**24
     metrics = expert_metrics(arrays([[large, 1, 1, 3], [0, 0, 0, 1]], [0.5, 1.0]), [0, 1])
     assert metrics["moe/layer_0/load_max_over_mean"] == large / ((large + 5) / 4)
@@ -105,7 +105,7 @@ def test_counts_that_float32_cannot_add_are_exact():
         )
     )
 )
-def test_metrics_are_finite_and_those_of_plain_loops_for_any_loads(loads):
+def test_metrics_are_finite_and_equal_plain_loops_for_any_loads(loads):
     metrics = expert_metrics(arrays(loads), range(len(loads)))
     worst = [max(row) * len(row) / sum(row) if sum(row) else 0.0 for row in loads]
     assert all(math.isfinite(value) for value in metrics.values())
@@ -115,7 +115,7 @@ def test_metrics_are_finite_and_those_of_plain_loops_for_any_loads(loads):
     heat_map(np.array(loads))
 
 
-def test_the_strip_shows_every_expert_at_its_height():
+def test_bars_show_the_load_of_every_expert():
     load_NE = [[8, 4, 12, 9, 7, 8, 15, 1, 0, 16], [8] * 10, [80] + 9 * [0]]
     assert heat_strip(np.array(load_NE), [2, 9, 10]) == [
         "layer 02 |▄▂▆▅▄▄█▁·█| max/mean  2.00  dead 1 of 10",
@@ -124,19 +124,19 @@ def test_the_strip_shows_every_expert_at_its_height():
     ]
 
 
-def test_an_expert_with_a_token_is_no_dead_one_in_the_strip():
+def test_an_expert_with_one_token_is_not_shown_as_dead():
     (line,) = heat_strip(np.array([[1, 99, 100, 100]]), [0])
     assert line == "layer 0 | ▅▅▅| max/mean 1.33  dead 0 of 4"
 
 
-def test_a_strip_of_many_layers_shows_the_least_even_ones_in_order():
+def test_of_many_layers_the_least_even_are_shown_in_order():
     load_NE = np.full((48, 2), 50)
     for layer in (40, 3, 17, 21, 22, 30, 31, 47):
         load_NE[layer] += [1, -1]
     load_NE[5] += [40, -40]
     heading, *lines = heat_strip(load_NE, range(48))
-    assert heading == "8 of 48 layers, the least even"
-    # Of equal ones the first are shown.
+    assert heading == "the 8 least even of 48 layers"
+    # Ties go to the first layers.
     assert [line.split()[1] for line in lines] == ["03", "05", "17", "21", "22", "30", "31", "40"]
 
 
@@ -146,18 +146,18 @@ def test_eight_layers_are_shown_without_a_heading():
     ]
 
 
-def test_a_mark_of_several_experts_is_the_fullest_of_them():
+def test_a_bar_of_several_experts_is_their_maximum():
     load_NE = np.array([[0, 0, 0, 4, 4, 4, 4, 8, 12, 4]])
     assert heat_strip(load_NE, [0], width=4) == [
-        "a mark is the fullest of 3 experts",
+        "a bar is the maximum of 3 experts",
         "layer 0 |·▄█▄| max/mean 3.00  dead 3 of 10",
     ]
     heading, line = heat_strip(np.ones((1, 384)), [0])
-    assert heading == "a mark is the fullest of 6 experts"
+    assert heading == "a bar is the maximum of 6 experts"
     assert line.split("|")[1] == 64 * "▄"
 
 
-def test_the_map_is_white_at_the_mean_blue_below_red_above_and_black_for_the_dead():
+def test_the_image_is_white_at_the_mean_blue_below_red_above_black_without_tokens():
     load_NE = np.array([[32, 8, 128, 16, 0, 8], [32, 32, 32, 32, 32, 32]])
     half_way = tuple((white + blue) // 2 for white, blue in zip(WHITE, BLUE, strict=True))
     image = heat_map(load_NE)
@@ -168,7 +168,7 @@ def test_the_map_is_white_at_the_mean_blue_below_red_above_and_black_for_the_dea
     assert second == 6 * [WHITE]
 
 
-def test_the_map_of_a_history_is_that_of_its_sum():
+def test_the_image_of_several_steps_shows_their_sum():
     steps = [np.array([[2, 0, 1]]), np.array([[0, 0, 5]]), np.array([[2, 0, 2]])]
     np.testing.assert_array_equal(heat_map(steps), heat_map(np.array([[4, 0, 8]])))
     (row,) = cells(heat_map(steps), 32)
@@ -179,7 +179,7 @@ def test_the_map_of_a_history_is_that_of_its_sum():
     "num_layers, num_experts, pixels, shape",
     [(2, 8, 32, (2, 8)), (48, 32, 10, (48, 32)), (61, 384, 8, (61, 384)), (3, 1025, 8, (3, 342))],
 )
-def test_cells_of_the_map_are_large_enough_and_the_map_is_not_too_large(
+def test_cells_have_at_least_8_pixels_and_the_image_is_bounded(
     num_layers, num_experts, pixels, shape
 ):
     load_NE = np.random.default_rng(0).integers(0, 9, (num_layers, num_experts))
@@ -189,7 +189,7 @@ def test_cells_of_the_map_are_large_enough_and_the_map_is_not_too_large(
     cells(image, pixels)
 
 
-def test_a_cell_of_several_experts_is_the_fullest_of_them():
+def test_a_cell_of_several_experts_is_their_maximum():
     load_E = np.zeros(1024)
     load_E[6:8] = [1, 5000]
     load_E[9] = 1
@@ -197,7 +197,7 @@ def test_a_cell_of_several_experts_is_the_fullest_of_them():
     assert row == 3 * [BLACK] + [RED, BLUE] + 507 * [BLACK]
 
 
-def test_all_tokens_to_one_expert_is_told_everywhere():
+def test_all_tokens_at_one_expert_show_in_every_output():
     load_NE = to_one_expert(1, 6)
     metrics = expert_metrics(arrays(load_NE), [0])
     assert metrics["moe/load_max_over_mean"] == 6 and metrics["moe/dead_experts"] == 5
@@ -206,7 +206,7 @@ def test_all_tokens_to_one_expert_is_told_everywhere():
     assert len(HealthWatch([0], HealthLimits()).warnings(arrays(load_NE))) == 2
 
 
-def test_one_expert_is_always_well():
+def test_a_single_expert_is_always_balanced():
     load_NE = np.array([[7]])
     metrics = expert_metrics(arrays(load_NE), [0])
     assert metrics["moe/load_max_over_mean"] == 1 and metrics["moe/dead_experts"] == 0
@@ -215,7 +215,7 @@ def test_one_expert_is_always_well():
     assert HealthWatch([0], HealthLimits()).warnings(arrays(load_NE)) == []
 
 
-def test_without_tokens_all_numbers_are_finite_and_nothing_is_warned_of():
+def test_without_tokens_metrics_are_finite_and_there_is_no_warning():
     load_NE = np.zeros((2, 3))
     metrics = expert_metrics(arrays(load_NE), [0, 1])
     assert metrics["moe/load_max_over_mean"] == metrics["moe/dropped"] == 0
@@ -225,7 +225,7 @@ def test_without_tokens_all_numbers_are_finite_and_nothing_is_warned_of():
     assert HealthWatch([0, 1], HealthLimits()).warnings(arrays(load_NE)) == []
 
 
-def test_a_step_whose_router_diverged_is_still_recorded():
+def test_a_diverged_router_is_still_reported():
     told = arrays(LOAD_NE, [math.nan, 0.5])
     told["entropy_N"][:] = math.nan
     assert math.isnan(expert_metrics(told, [0, 1])["moe/layer_1/entropy"])
@@ -233,23 +233,23 @@ def test_a_step_whose_router_diverged_is_still_recorded():
     assert "layer 1: fraction of assignments dropped is 0.5" in line
 
 
-def test_a_warning_names_the_worst_layer_the_value_the_limit_and_the_remedy():
+def test_a_warning_names_layer_value_limit_and_remedy():
     load_NE = np.array([[5, 1, 0], [9, 0, 0], [2, 2, 2]])
     watch = HealthWatch([8, 9, 10], HealthLimits(max_load=2.0, max_dropped=0.125, max_dead=0.25))
     balance = "raise model.moe.router_aux_loss_coef or model.moe.bias_update_speed"
     assert watch.warnings(arrays(load_NE, [0.5, 0.25, 0.125])) == [
-        "layer 09: max/mean load of its experts is 3, more than training.health.max_load=2 "
-        f"(so in 2 of 3 MoE layers, here most); {balance}",
-        "layer 09: fraction of experts without a token is 0.6667, more than "
+        "layer 09: largest over mean expert load is 3, above training.health.max_load=2 "
+        f"(worst of 2 such layers among 3 MoE layers); {balance}",
+        "layer 09: fraction of experts without a token is 0.6667, above "
         "training.health.max_dead=0.25 "
-        f"(so in 2 of 3 MoE layers, here most); {balance}",
-        "layer 08: fraction of assignments dropped is 0.5, more than "
+        f"(worst of 2 such layers among 3 MoE layers); {balance}",
+        "layer 08: fraction of assignments dropped is 0.5, above "
         "training.health.max_dropped=0.125 "
-        "(so in 2 of 3 MoE layers, here most); raise model.moe.capacity_factor",
+        "(worst of 2 such layers among 3 MoE layers); raise model.moe.capacity_factor",
     ]
 
 
-def test_what_equals_a_limit_is_well():
+def test_a_value_equal_to_its_limit_is_accepted():
     limits = HealthLimits(max_load=2.0, max_dropped=0.5, max_dead=0.25)
     load_NE = np.array([[8, 4, 4, 0]])
     assert HealthWatch([0], limits).warnings(arrays(load_NE, [0.5])) == []
@@ -257,31 +257,31 @@ def test_what_equals_a_limit_is_well():
     assert len(HealthWatch([0], tighter).warnings(arrays(load_NE, [0.5]))) == 3
 
 
-def warned_steps(unwell: set[int], steps: int) -> list[int]:
-    """Steps in which a watch warns of a fault that exists in these steps."""
+def warned_steps(faulty: set[int], steps: int) -> list[int]:
+    """Return the steps with a warning for a fault that exists in the given steps."""
     watch = HealthWatch([0], HealthLimits(max_dead=1.0, max_load=2.0))
     even, uneven = arrays([[2, 2, 2]]), arrays([[6, 0, 0]])
     told = Counter[int]()
     for step in range(1, steps + 1):
-        told[step] = len(watch.warnings(uneven if step in unwell else even))
+        told[step] = len(watch.warnings(uneven if step in faulty else even))
     return sorted(told.elements())
 
 
-def test_a_lasting_fault_is_told_at_once_and_then_every_hundred_steps():
+def test_a_lasting_fault_is_reported_every_hundred_steps():
     assert warned_steps(set(range(7, 300)), 400) == [7, 107, 207]
 
 
-@pytest.mark.parametrize("well, again", [(1, False), (19, False), (20, True), (90, True)])
-def test_a_fault_that_comes_back_is_told_again_after_twenty_steps_without_it(well, again):
-    back = 11 + well
+@pytest.mark.parametrize("steps_without, again", [(1, False), (19, False), (20, True), (90, True)])
+def test_a_fault_that_reappears_is_reported_after_twenty_steps_without_it(steps_without, again):
+    back = 11 + steps_without
     assert warned_steps({10, back}, 120) == ([10, back] if again else [10])
 
 
-def test_a_fault_that_flickers_is_told_every_hundred_steps_only():
+def test_an_intermittent_fault_is_reported_every_hundred_steps():
     assert warned_steps(set(range(5, 300, 3)), 400) == [5, 107, 209]
 
 
-def test_faults_of_one_kind_do_not_silence_those_of_another():
+def test_faults_of_different_limits_are_reported_independently():
     watch = HealthWatch([0], HealthLimits(max_load=2.0, max_dead=1.0))
     assert len(watch.warnings(arrays([[6, 0, 0]]))) == 1
     (line,) = watch.warnings(arrays([[6, 0, 0]], [0.5]))
@@ -298,11 +298,11 @@ def test_faults_of_one_kind_do_not_silence_those_of_another():
         {"most": 1},
     ],
 )
-def test_limits_refuse_what_they_cannot_mean(values):
+def test_invalid_limits_are_refused(values):
     with pytest.raises(ValidationError, match=next(iter(values))):
         HealthLimits(**values)
 
 
-def test_layer_numbers_must_be_those_of_the_layers():
+def test_there_is_one_index_per_layer():
     with pytest.raises(AssertionError, match="1 numbers for 2 layers"):
         expert_metrics(arrays(LOAD_NE), [0])

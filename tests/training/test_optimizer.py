@@ -1,4 +1,4 @@
-"""Schedules against closed formulas, the decay mask on a real tree, AdamW against numpy."""
+"""Schedules against closed formulas, weight decay of a real tree, AdamW against numpy."""
 
 import math
 
@@ -13,20 +13,23 @@ from hypothesis import strategies as st
 
 from configs.build import build_program
 from configs.schema import load_config
-from training.optimizer import OptimizerConfig, decays, make_optimizer, make_schedule
+from training import schedules
+from training.optimizers import registry
+from training.optimizers.registry import OPTIMIZERS, OptimizerConfig, decays, make_optimizer
+from training.schedules import SCHEDULES, make_schedule
 
 PEAK = 3e-3
 LONGEST = 48
 
 
 def rates(config: OptimizerConfig, steps: int) -> np.ndarray:
-    """Learning rate of every step of the run, and of the step after the last."""
+    """Return the learning rate of every step, and of the one after the last."""
     schedule = make_schedule(config, steps)
     return np.asarray(schedule(jnp.arange(LONGEST + 1)))[: steps + 1]
 
 
 def formula(config: OptimizerConfig, steps: int, step: int) -> float:
-    """The learning rate as the documentation of the schedule says it, in double precision."""
+    """Compute the documented learning rate in double precision."""
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = min(config.warmup_steps, steps)
     if step < warmup:
@@ -62,7 +65,7 @@ def test_a_schedule_equals_its_closed_formula_at_every_step(schedule, steps, war
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_the_corner_steps_of_a_schedule(schedule):
+def test_schedules_at_their_corner_steps(schedule):
     config = OptimizerConfig(
         learning_rate=PEAK, schedule=schedule, warmup_steps=10, decay_steps=8, final_fraction=0.25
     )
@@ -78,7 +81,7 @@ def test_the_corner_steps_of_a_schedule(schedule):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 @pytest.mark.parametrize("warmup", [0, 1])
-def test_without_warm_up_the_first_step_is_at_the_peak(schedule, warmup):
+def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
     config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup)
     assert rates(config, 20)[0] == pytest.approx(PEAK, rel=1e-6)
 
@@ -90,7 +93,7 @@ def test_a_warm_up_longer_than_the_run_reaches_the_peak_at_the_last_step(schedul
     np.testing.assert_allclose(rates(config, 12)[:12], PEAK * np.arange(1, 13) / 12, rtol=1e-6)
 
 
-def test_wsd_goes_down_over_a_tenth_of_the_run_unless_told():
+def test_wsd_decays_over_a_tenth_of_the_run_by_default():
     config = OptimizerConfig(learning_rate=PEAK, schedule="wsd", warmup_steps=5)
     found = rates(config, 40) / PEAK
     assert found[36] == pytest.approx(1) and found[37] < 1
@@ -99,14 +102,14 @@ def test_wsd_goes_down_over_a_tenth_of_the_run_unless_told():
 
 @pytest.fixture(scope="module")
 def abstract_params():
-    """Of a real model with stacked layers; no memory."""
+    """Abstract parameters of a model with stacked layers."""
     config = load_config(ROOT / "configs" / "tp8.yaml", ["model.num_hidden_layers=2"])
     program = build_program(config, jax.devices())
     with jax.set_mesh(program.tp.mesh):
         return program.abstract_state.params
 
 
-def test_kernels_and_the_table_decay_and_scales_do_not(abstract_params):
+def test_kernels_and_tables_decay_and_scales_do_not(abstract_params):
     mask = jax.tree_util.tree_flatten_with_path(decays(abstract_params))[0]
     kinds = {}
     for path, decay in mask:
@@ -116,7 +119,7 @@ def test_kernels_and_the_table_decay_and_scales_do_not(abstract_params):
     assert sum(decay for _, decay in mask) == 9 and len(mask) == 12
 
 
-def test_biases_do_not_decay_however_deep_or_stacked():
+def test_nested_biases_and_sinks_do_not_decay():
     tree = {"layers": {"qkv": {"bias": {"q": jnp.ones((2, 3))}, "kernel": {"q": jnp.ones((2, 3))}}}}
     assert decays(tree) == {"layers": {"qkv": {"bias": {"q": False}, "kernel": {"q": True}}}}
     assert decays({"attention": {"sinks": jnp.ones((2, 8))}}) == {"attention": {"sinks": False}}
@@ -129,7 +132,7 @@ def random_tree(seed: int, scale: float) -> dict[str, dict[str, jax.Array]]:
 
 
 def adamw(config: OptimizerConfig, params: dict, gradients: list[dict]) -> dict:
-    """AdamW (arXiv 1711.05101, algorithm 2) with global clipping, in double precision."""
+    """Run AdamW (arXiv 1711.05101, algorithm 2) with global clipping in double precision."""
     params = {name: np.float64(p) for name, p in params.items()}
     m = {name: np.zeros_like(p) for name, p in params.items()}
     v = {name: np.zeros_like(p) for name, p in params.items()}
@@ -166,7 +169,59 @@ def test_three_steps_equal_adamw_in_numpy(clip_norm):
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_without_gradient_only_what_decays_moves():
+@pytest.fixture
+def fresh_registries(monkeypatch):
+    """Registries that forget what a test adds."""
+    for found in (OPTIMIZERS, SCHEDULES):
+        monkeypatch.setattr(found, "_entries", dict(found._entries))
+
+
+def test_a_registered_optimizer_gets_its_options_and_keeps_its_state_on_a_bad_step(
+    fresh_registries,
+):
+    @registry.register("toy")
+    def toy(config, schedule, *, momentum=0.5):
+        return optax.chain(optax.trace(momentum), optax.scale_by_learning_rate(schedule))
+
+    @schedules.register("halved")
+    def halved(config, steps, warmup):
+        return optax.constant_schedule(config.learning_rate / 2)
+
+    config = OptimizerConfig(
+        name="toy", options={"momentum": 0.9}, schedule="halved", warmup_steps=0, learning_rate=1.0
+    )
+    optimizer = make_optimizer(config, make_schedule(config, 10))
+    params, grads = {"kernel": jnp.zeros(2)}, {"kernel": jnp.full(2, 0.1)}
+    state = optimizer.init(params)
+    _, kept = optimizer.update(grads, state, params, is_good=jnp.array(False))
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_array_equal(before, after)
+    for _ in range(2):
+        updates, state = optimizer.update(grads, state, params, is_good=jnp.array(True))
+    np.testing.assert_allclose(updates["kernel"], -0.5 * 0.1 * 1.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "muon"}, "optimizer.name='muon' is unknown; use adamw"),
+        ({"options": {"nesterov": True}}, "optimizer adamw takes no options"),
+        ({"schedule": "linear"}, "optimizer.schedule='linear' is unknown; use constant, "),
+    ],
+)
+def test_unknown_names_and_options_are_refused(values, message):
+    config = OptimizerConfig(**values)
+    with pytest.raises(ValueError) as error:
+        make_optimizer(config, make_schedule(config, 10))
+    assert message in str(error.value)
+
+
+def test_a_parameter_of_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match=r"parameter layer\.gamma has an unknown kind"):
+        decays({"layer": {"gamma": jnp.ones(2)}})
+
+
+def test_without_gradients_only_weight_decay_updates():
     config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, weight_decay=0.5)
     optimizer = make_optimizer(config, make_schedule(config, 10))
     params = random_tree(0, 1.0)

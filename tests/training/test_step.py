@@ -1,4 +1,4 @@
-"""One step: exact accumulation, what counts, what is donated, and the same start on every mesh."""
+"""The training step: accumulation, masking, donation, equal initial states on every mesh."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -14,8 +14,8 @@ from configs.build import build_program
 from configs.schema import load_config
 from data.packing import Pieces, pack_split, read_row
 from parallel.sharding.mesh import MeshConfig
-from training.optimizer import OptimizerConfig, decays, move_average, start_average
-from training.step import Program, TrainState
+from training.optimizers.registry import OptimizerConfig, decays
+from training.step import Program, TrainState, init_ema, update_ema
 
 LENGTH, ROWS = 16, 8
 GRID = MeshConfig(dp=2, tp=2)
@@ -40,7 +40,7 @@ def program_on(mesh: MeshConfig) -> Program:
 
 @cache
 def fresh_on(mesh: MeshConfig) -> TrainState:
-    """A fresh state, never donated: for tests that only read."""
+    """Return a fresh state for tests that only read; never donated."""
     with jax.set_mesh(program_on(mesh).tp.mesh):
         return program_on(mesh).init()
 
@@ -52,7 +52,7 @@ def gradients_on(mesh: MeshConfig):
 
 @pytest.fixture
 def fields() -> dict[str, np.ndarray]:
-    """Eight rows (8, L) of random documents: every row masks another number of tokens."""
+    """Eight rows (8, L) of random documents with different numbers of masked tokens."""
     rng = np.random.default_rng(0)
     stream = rng.integers(0, 256, ROWS * LENGTH).astype(np.uint16)
     ends = np.sort(rng.choice(np.arange(1, len(stream)), 20, replace=False))
@@ -77,7 +77,7 @@ def placed(program: Program, fields: dict[str, np.ndarray], accumulation: int = 
 
 
 def gradients(fields: dict[str, np.ndarray], accumulation: int = 1, mesh: MeshConfig = GRID):
-    """Mean loss, and its gradient as numpy by path."""
+    """Return the mean loss, and its gradients as numpy by path."""
     program = program_on(mesh)
     with jax.set_mesh(program.tp.mesh):
         batch = placed(program, fields, accumulation)
@@ -91,7 +91,7 @@ def leaves(tree) -> dict[str, np.ndarray]:
 
 
 def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]):
-    """To float32 rounding, relative to the largest entry of each leaf."""
+    """Compare up to float32 rounding, relative to the largest entry of each leaf."""
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
         scale = np.abs(grad).max()
@@ -99,21 +99,21 @@ def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.nda
         assert np.abs(found[name] - grad).max() <= 1e-5 * scale, name
 
 
-def assert_lies_as(state: TrainState, abstract: TrainState):
+def assert_same_layout(state: TrainState, abstract: TrainState):
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert (got.sharding, got.shape, got.dtype) == (want.sharding, want.shape, want.dtype)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
-def test_accumulated_gradients_equal_those_of_the_whole_batch(fields, accumulation):
+def test_accumulated_gradients_equal_whole_batch_gradients(fields, accumulation):
     loss, grads = gradients(fields)
     parts_loss, parts_grads = gradients(fields, accumulation)
     assert parts_loss == pytest.approx(loss, rel=1e-6)
     assert_same_gradients(parts_grads, grads)
 
 
-def test_the_loss_is_the_mean_over_the_tokens_that_count(fields):
+def test_the_loss_is_the_mean_over_unmasked_tokens(fields):
     program, params = program_on(GRID), fresh_on(GRID).params
     with jax.set_mesh(program.tp.mesh):
         batch = placed(program, fields)
@@ -123,7 +123,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count(fields):
     assert loss == pytest.approx(float(total) / float(count), rel=1e-6)
 
 
-def test_targets_that_are_masked_change_nothing(fields):
+def test_masked_targets_change_nothing(fields):
     loss, grads = gradients(fields)
     other = np.where(fields["loss_mask"] > 0, fields["targets"], 7)
     assert (other != fields["targets"]).any()
@@ -133,7 +133,7 @@ def test_targets_that_are_masked_change_nothing(fields):
         np.testing.assert_array_equal(changed_grads[name], grad, err_msg=name)
 
 
-def test_what_a_masked_row_holds_changes_nothing(fields):
+def test_tokens_of_a_masked_row_change_nothing(fields):
     mask, tokens = fields["loss_mask"].copy(), fields["tokens"].copy()
     mask[3], tokens[3] = 0, 65
     loss, grads = gradients({**fields, "loss_mask": mask})
@@ -143,7 +143,7 @@ def test_what_a_masked_row_holds_changes_nothing(fields):
         np.testing.assert_array_equal(changed_grads[name], grad, err_msg=name)
 
 
-def test_a_batch_without_a_token_that_counts_gives_zero_and_no_nan(fields):
+def test_a_fully_masked_batch_has_zero_loss_and_gradients(fields):
     loss, grads = gradients({**fields, "loss_mask": np.zeros_like(fields["loss_mask"])})
     assert loss == 0
     assert all(not grad.any() for grad in grads.values())
@@ -156,31 +156,31 @@ def test_the_state_is_donated_and_keeps_its_layout(fields):
         after, _ = program.train_step(state, placed(program, fields))
         jax.block_until_ready(after)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-    assert_lies_as(after, program.abstract_state)
+    assert_same_layout(after, program.abstract_state)
     assert int(after.step) == 1
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_fresh_state_lies_as_the_abstract_state_says(name):
-    assert_lies_as(fresh_on(MESHES[name]), program_on(MESHES[name]).abstract_state)
+def test_a_fresh_state_has_the_layout_of_the_abstract_state(name):
+    assert_same_layout(fresh_on(MESHES[name]), program_on(MESHES[name]).abstract_state)
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_initial_parameters_are_the_same_bits_on_every_mesh(name):
+def test_initial_parameters_are_bit_equal_on_every_mesh(name):
     wanted, found = leaves(fresh_on(ONE_DEVICE).params), leaves(fresh_on(MESHES[name]).params)
     assert found.keys() == wanted.keys()
     for path, value in wanted.items():
         assert found[path].tobytes() == value.tobytes(), path
 
 
-def test_layers_and_linears_start_from_different_numbers():
+def test_layers_and_linears_have_different_initial_values():
     params = fresh_on(ONE_DEVICE).params
     qkv = params["layers"]["attention"]["qkv"]["kernel"]
     kernels = [np.asarray(qkv[name][layer]) for name in "qkv" for layer in range(2)]
     assert len({kernel.tobytes() for kernel in kernels}) == 6
 
 
-def test_metrics_are_the_loss_the_norm_before_clipping_and_the_rate_of_this_step(fields):
+def test_metrics_are_loss_unclipped_norm_and_learning_rate_of_the_step(fields):
     program = program_on(GRID)
     loss, grads = gradients(fields)
     with jax.set_mesh(program.tp.mesh):
@@ -196,7 +196,7 @@ def test_metrics_are_the_loss_the_norm_before_clipping_and_the_rate_of_this_step
 
 
 def unguarded(program: Program):
-    """The step without a guard and with optax's own AdamW, compiled; the state is donated."""
+    """Return a step without a guard and with optax's AdamW; the state is donated."""
     config = OptimizerConfig()
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -218,7 +218,7 @@ def unguarded(program: Program):
     return jax.jit(step, donate_argnums=(0, 1))
 
 
-def test_a_guard_changes_no_bit_of_good_steps_and_keeps_no_second_copy(fields):
+def test_the_guard_is_bit_exact_on_good_steps_and_needs_no_second_state(fields):
     program = program_on(GRID)
     with jax.set_mesh(program.tp.mesh):
         batch, state, plain = placed(program, fields), program.init(), program.init()
@@ -238,11 +238,11 @@ def test_a_guard_changes_no_bit_of_good_steps_and_keeps_no_second_copy(fields):
     assert held > 10_000 and sizes[0] < sizes[1] + 512
 
 
-def test_without_a_decay_no_average_is_kept():
+def test_without_ema_decay_there_is_no_moving_average():
     assert fresh_on(ONE_DEVICE).ema is None
 
 
-def test_an_average_of_bfloat16_parameters_is_float32_and_can_be_evaluated(fields):
+def test_the_moving_average_of_bfloat16_parameters_is_float32(fields):
     overrides = ["mesh.tp=1", "model.param_dtype=bfloat16", "optimizer.ema_decay=0.999"]
     config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *overrides])
     program = build_program(config, jax.devices()[:1])
@@ -250,21 +250,21 @@ def test_an_average_of_bfloat16_parameters_is_float32_and_can_be_evaluated(field
         abstract = program.abstract_state
         assert {x.dtype.name for x in jax.tree.leaves(abstract.params)} == {"bfloat16"}
         assert {x.dtype.name for x in jax.tree.leaves(abstract.ema)} == {"float32"}
-        average = start_average(fresh_on(ONE_DEVICE).params)
+        average = init_ema(fresh_on(ONE_DEVICE).params)
         total, count = program.eval_step(average, placed(program, fields))
     assert float(total / count) == pytest.approx(gradients(fields, mesh=ONE_DEVICE)[0], rel=0.1)
 
 
-def test_steps_of_an_average_that_bfloat16_would_round_away_are_kept():
-    average = start_average({"x": jnp.ones(3, jnp.bfloat16)})
+def test_the_moving_average_keeps_steps_below_bfloat16_precision():
+    average = init_ema({"x": jnp.ones(3, jnp.bfloat16)})
     for _ in range(100):
-        average = move_average(average, {"x": jnp.full(3, 2, jnp.bfloat16)}, 0.999)
+        average = update_ema(average, {"x": jnp.full(3, 2, jnp.bfloat16)}, 0.999)
     np.testing.assert_allclose(average["x"], 2 - 0.999**100, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_zigzag_and_dropout_of_a_step_are_those_of_one_device(fields) -> None:
-    """Rows in another order, on a ring, with weights dropped by step and microbatch."""
+def test_zigzag_rows_and_dropout_equal_one_device(fields) -> None:
+    """Ring attention over reordered rows, with dropout keyed by step and microbatch."""
 
     def losses(mesh: MeshConfig, *overrides: str) -> list[float]:
         sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]

@@ -1,6 +1,9 @@
-"""What a run survives: damaged checkpoints, a full disk, exploding losses, signals on the way."""
+"""Runs with damaged checkpoints, a full disk, loss spikes and signals."""
 
+import ast
 import contextlib
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -15,16 +18,28 @@ import pytest
 from conftest import ROOT
 from runs import losses, read_lines, refusal, run, write_config
 
-from training.checkpoint import CheckpointConfig, Checkpoints
-from training.loop import EXIT_RESUMABLE, Run
-from training.metrics import Display
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.evaluation import Evaluation
+from training.trainer import EXIT_RESUMABLE, Trainer
+from training.writers.console import ConsoleWriter
 
 pytestmark = pytest.mark.usefixtures("signals")
 
 
+def test_the_loop_has_at_most_40_lines_and_the_trainer_is_complete_when_constructed():
+    assert len(inspect.getsource(Trainer._train_steps).splitlines()) <= 40
+    stored = {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(Trainer)))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+    assert stored <= {field.name for field in dataclasses.fields(Trainer)} | {"pending_metrics"}
+
+
 @pytest.mark.slow
-def test_a_disk_that_stays_full_ends_the_run_only_when_nothing_is_saved(tmp_path):
-    """No file may grow beyond 64 KiB: what a full disk does to a save, without a disk to fill."""
+def test_a_full_disk_ends_the_run_only_after_the_last_save_failed(tmp_path):
+    """A limit of 64 KiB per file fails saves as a full disk does."""
     config = write_config(tmp_path)
     command = (
         f"ulimit -f 64; exec {sys.executable} train.py --config {config} model.hidden_size=128"
@@ -33,15 +48,15 @@ def test_a_disk_that_stays_full_ends_the_run_only_when_nothing_is_saved(tmp_path
     process = subprocess.run(["bash", "-c", command], **arguments)
     assert process.returncode == 1
     assert process.stderr == (
-        "error: the last state was not saved; the newest whole checkpoint is none\n"
+        "error: the last state was not saved; the newest complete checkpoint is none\n"
     )
     assert "checkpoint 2 was not saved: " in process.stdout
-    assert "training goes on, next try after step 3" in process.stdout
+    assert "training continues, next try after step 3" in process.stdout
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
 def damage(directory: Path, step: int) -> None:
-    """One bit of the largest file, which holds arrays."""
+    """Flip one bit of the largest file, which holds arrays."""
     files = [path for path in (directory / "checkpoints" / str(step)).rglob("*") if path.is_file()]
     path = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
@@ -49,32 +64,34 @@ def damage(directory: Path, step: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_set_aside_loudly_for_the_one_before(undisturbed, half, tmp_path):
+def test_a_damaged_checkpoint_is_set_aside_and_the_previous_one_restored(
+    undisturbed, half, tmp_path
+):
     damage(tmp_path / "run", 3)
     assert run(half) == 0
     logged = (tmp_path / "run" / "log.txt").read_text()
     assert re.search(
-        r"checkpoint 3.*; it is now 3\.damaged, going on from step 2\n(.*\n)*.*resumed from step 2",
+        r"checkpoint 3.*; renamed to 3\.damaged; resuming from 2\n(.*\n)*.*resumed from step 2",
         logged,
     )
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
     assert (tmp_path / "run" / "checkpoints" / "3.damaged").is_dir()
 
 
-def test_without_a_whole_checkpoint_nothing_starts_from_scratch(half, tmp_path, capsys):
+def test_a_run_with_only_damaged_checkpoints_is_refused(half, tmp_path, capsys):
     for step in (2, 3):
         for path in (tmp_path / "run" / "checkpoints" / str(step)).rglob("*METADATA*"):
             path.write_text("{}")
     before = losses(tmp_path / "run")
-    law = "no whole checkpoint is left beside 2.damaged, 3.damaged; bring one back from a copy"
-    # A restart policy may well try again.
+    message = "every checkpoint is damaged: 2.damaged, 3.damaged; restore one from a backup"
+    # A launcher may restart the run.
     for _ in range(2):
-        assert law in refusal(capsys, half)
+        assert message in refusal(capsys, half)
     assert losses(tmp_path / "run") == before
     assert run(half, "checkpoint.resume=never", "training.steps=1") == 0
 
 
-def test_the_record_tells_what_the_run_was_and_came_from(half, tmp_path):
+def test_the_record_describes_the_process_and_its_lineage(half, tmp_path):
     assert run(half, "mesh.dp=1", "mesh.tp=4") == 0
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     with contextlib.closing(checkpoints):
@@ -87,7 +104,7 @@ def test_the_record_tells_what_the_run_was_and_came_from(half, tmp_path):
     assert record["versions"]["jax"] == jax.__version__
 
 
-def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path, capsys):
+def test_the_moving_average_is_evaluated_saved_and_resumed(tmp_path, capsys):
     config = write_config(tmp_path)
     ema = "optimizer.ema_decay=0.5"
     assert run(config, ema, f"run.dir={tmp_path}/whole") == 0
@@ -99,34 +116,34 @@ def test_the_moving_average_is_evaluated_kept_and_resumed(tmp_path, capsys):
     assert run(config, f"run.dir={tmp_path}/plain") == 0
     plain = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[-1])
     assert plain["loss"] == whole[-1]["loss"] and plain["eval_loss"] != whole[-1]["eval_loss"]
-    told = refusal(capsys, config, ema, f"run.dir={tmp_path}/plain", "training.steps=9")
-    assert "checkpoint 6 keeps no moving average" in told and "optimizer.ema_decay" in told
+    message = refusal(capsys, config, ema, f"run.dir={tmp_path}/plain", "training.steps=9")
+    assert "checkpoint 6 has no moving average" in message and "optimizer.ema_decay" in message
 
 
-def test_room_is_asked_for_the_saves_to_come_alone(tmp_path):
+def test_required_disk_space_counts_only_the_saves_of_the_run(tmp_path):
     assert run(write_config(tmp_path), "training.steps=1", "checkpoint.keep=1000000000000") == 0
 
 
-def test_a_loss_that_is_not_finite_never_reaches_the_parameters(tmp_path, capsys):
-    """A learning rate that explodes: the steps after it are left out, and in the end the run."""
+def test_a_non_finite_loss_never_updates_the_parameters(tmp_path, capsys):
+    """With an exploding learning rate later steps are skipped, and then the run ends."""
     config = write_config(tmp_path)
     wild = ["optimizer.learning_rate=1e30", "optimizer.clip_norm=null", "training.steps=40"]
     capsys.readouterr()
     assert run(config, *wild, "training.guard.max_bad_steps=3", "checkpoint.every=1") == 1
     shown = capsys.readouterr()
     assert re.search(
-        r"step \d+: loss .*, grad norm nan, not finite: the update was left out", shown.out
+        r"step \d+: loss .*, grad norm nan: not finite; the update was skipped", shown.out
     )
-    assert re.match(r"error: 3 steps in a row, up to step \d+, could not be applied", shown.err)
-    assert "the newest whole checkpoint is " in shown.err and shown.err.count("\n") == 1
+    assert re.match(r"error: 3 updates in a row were skipped, up to step \d+ with loss", shown.err)
+    assert "the newest complete checkpoint is " in shown.err and shown.err.count("\n") == 1
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     with contextlib.closing(checkpoints):
         prints = checkpoints.record(checkpoints.latest_step)["fingerprints"]
     assert prints
 
 
-def test_a_spike_rolls_back_and_leaves_its_batches_out(tmp_path):
-    """Nothing is learned, and every small rise counts as a spike, so that there are some."""
+def test_a_spike_rolls_back_and_skips_its_batches(tmp_path):
+    """A tiny learning rate and a low threshold make spikes out of noise."""
     config = write_config(tmp_path)
     easy = ["training.guard.on_spike=rollback", "training.guard.max_z=1.8", "training.steps=50"]
     easy += ["optimizer.learning_rate=1e-9", "training.guard.max_bad_steps=30"]
@@ -145,8 +162,8 @@ def test_a_spike_rolls_back_and_leaves_its_batches_out(tmp_path):
     assert lines[-1]["data/text/tokens"] == pytest.approx((50 + left_out) * 8 * 32, rel=0.01)
 
 
-def test_a_save_that_fails_after_the_spike_is_no_way_back(tmp_path, monkeypatch):
-    """The first of them is still under way when the spike comes, and fails: nothing is behind."""
+def test_a_save_that_fails_after_a_spike_is_not_rolled_back_to(tmp_path, monkeypatch):
+    """The only save is still in progress at the spike, and then fails."""
     save = Checkpoints.save
 
     def failing(self, state, step, *args):
@@ -173,7 +190,7 @@ def test_a_save_that_fails_after_the_spike_is_no_way_back(tmp_path, monkeypatch)
     assert "back to step" not in logged
 
 
-def test_the_best_checkpoint_is_kept_though_its_evaluation_came_later(tmp_path, monkeypatch):
+def test_the_best_checkpoint_is_kept_when_evaluated_after_the_save(tmp_path, monkeypatch):
     config = write_config(tmp_path)
     keys = ["checkpoint.every=100", "checkpoint.keep=1", "checkpoint.keep_best=1"]
 
@@ -182,10 +199,10 @@ def test_the_best_checkpoint_is_kept_though_its_evaluation_came_later(tmp_path, 
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Display, "step", stopped)
+        patch.setattr(ConsoleWriter, "preview", stopped)
         assert run(config, *keys) == EXIT_RESUMABLE  # after step 4, without its evaluation
     worse = [*keys, "optimizer.learning_rate=3", "training.eval_every=2"]
-    for steps in (6, 8):  # the process that makes up for it, and one that never knew of it
+    for steps in (6, 8):  # the process that evaluates it, and one that starts later
         assert run(config, *worse, f"training.steps={steps}") == 0
         kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
         assert kept == {"4", str(steps)}
@@ -194,21 +211,21 @@ def test_the_best_checkpoint_is_kept_though_its_evaluation_came_later(tmp_path, 
     assert "optimizer.learning_rate 0.01 -> 3.0" in log_text
 
 
-def test_sigusr1_saves_and_goes_on(tmp_path, monkeypatch):
+def test_sigusr1_saves_and_training_continues(tmp_path, monkeypatch):
     config = write_config(tmp_path)
     signals = iter([signal.SIGUSR1])
 
-    def told(self, step, values):
+    def send(self, step, values):
         for number in signals:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(Display, "step", told)
+    monkeypatch.setattr(ConsoleWriter, "preview", send)
     assert run(config, "checkpoint.every=100") == 0
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
 
 
-def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, monkeypatch):
-    """An evaluation takes long: many signals arrive there."""
+def test_a_signal_during_an_evaluation_saves_the_last_step(tmp_path, monkeypatch):
+    """Evaluations take long, so many signals arrive in one."""
     signals = iter([signal.SIGTERM])
 
     def interrupted(self, step, params):
@@ -217,7 +234,7 @@ def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, mo
         return {}
 
     config = write_config(tmp_path)
-    monkeypatch.setattr(Run, "_evaluate", interrupted)
+    monkeypatch.setattr(Evaluation, "run", interrupted)
     assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_RESUMABLE
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     latest = checkpoints.latest_step
@@ -225,7 +242,9 @@ def test_a_run_stopped_during_an_evaluation_has_saved_its_last_step(tmp_path, mo
     assert latest == max(losses(tmp_path / "run"))
 
 
-def test_an_interrupted_evaluation_is_made_up_for(tmp_path, undisturbed, monkeypatch):
+def test_an_interrupted_evaluation_is_finished_by_the_next_process(
+    tmp_path, undisturbed, monkeypatch
+):
     config = write_config(tmp_path)
 
     def stopped(self, step, values):
@@ -233,7 +252,7 @@ def test_an_interrupted_evaluation_is_made_up_for(tmp_path, undisturbed, monkeyp
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Display, "step", stopped)
+        patch.setattr(ConsoleWriter, "preview", stopped)
         assert run(config, "checkpoint.every=100") == EXIT_RESUMABLE
     lines, whole = (
         read_lines(folder / "run" / "metrics.jsonl") for folder in (tmp_path, undisturbed)

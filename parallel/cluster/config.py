@@ -1,0 +1,17 @@
+"""Timeouts of a run with several processes."""
+
+from pydantic import BaseModel, PositiveInt
+
+
+class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How long the processes of a run wait for each other, in seconds."""
+
+    start_timeout: PositiveInt = 300
+    """Time for all processes to connect; then the missing ones are named and the run exits with
+    code 76."""
+    peer_timeout: PositiveInt = 60
+    """Time without a heartbeat after which a process counts as lost. A process that is killed is
+    noticed at once."""
+    stall_timeout: PositiveInt = 1800
+    """Time without progress after which the run exits: the longest training step, compilation or
+    save of any process."""

@@ -1,0 +1,181 @@
+"""Metrics writers: exact numbers, no step twice after a resume, no incomplete line, a registry."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from training.logs import logging_to
+from training.writers import registry
+from training.writers.console import ConsoleWriter
+from training.writers.jsonl import JsonLinesWriter, last_goodput
+from training.writers.registry import MetricsWriter, WriterContext, begun, open_writers
+from training.writers.tensorboard import TensorBoardWriter
+
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def lines(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(directory, resumed_step: int, steps) -> None:
+    writer = JsonLinesWriter(WriterContext(directory, 10))
+    with begun(writer, resumed_step):
+        for step in steps:
+            writer.write(step, {"loss": step / 3})
+            assert lines(directory)[-1] == {"step": step, "loss": step / 3}, "not on disk yet"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(FLOAT32, min_size=1, max_size=20))
+def test_numbers_read_back_bit_equal(tmp_path_factory, values):
+    directory = tmp_path_factory.mktemp("run")
+    writer = JsonLinesWriter(WriterContext(directory, 20))
+    with begun(writer, 0):
+        for step, value in enumerate(values, start=1):
+            writer.write(step, {"loss": float(np.float32(value)), "step_time": value / 7})
+    read = lines(directory)
+    assert [line["step"] for line in read] == list(range(1, len(values) + 1))
+    losses = np.array([line["loss"] for line in read], np.float32)
+    assert losses.tobytes() == np.array(values, np.float32).tobytes()
+    times = np.array([line["step_time"] for line in read])
+    assert times.tobytes() == np.array([value / 7 for value in values]).tobytes()
+
+
+@pytest.mark.parametrize("resumed", [0, 1, 3, 5, 9])
+def test_a_resume_drops_later_lines_and_writes_every_step_once(tmp_path, resumed):
+    write(tmp_path, 0, range(1, 6))
+    before = (tmp_path / "metrics.jsonl").read_text().splitlines(True)
+    write(tmp_path, resumed, [])
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(before[:resumed])
+    write(tmp_path, resumed, [resumed + 1])
+    assert [line["step"] for line in lines(tmp_path)] == [*[1, 2, 3, 4, 5][:resumed], resumed + 1]
+
+
+@pytest.mark.parametrize(
+    "torn", ['{"step": 3, "lo', '{"step": 3, "loss": 1.0}', "{", '{"step": 3}']
+)
+def test_an_incomplete_last_line_is_dropped(tmp_path, torn):
+    write(tmp_path, 0, [1, 2])
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write(torn)
+    write(tmp_path, 3, [4])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    "bad", [b"garbage\n", b"\xff\xfe{\n", b"[]\n", b"\0\0\0\n", b'{"loss": 1}\n']
+)
+def test_invalid_lines_are_skipped_and_missing_steps_are_reported(tmp_path, bad, caplog):
+    write(tmp_path, 0, [1, 2, 3])
+    one, two, three = (tmp_path / "metrics.jsonl").read_bytes().splitlines(True)
+    (tmp_path / "metrics.jsonl").write_bytes(one + bad + two + bad)
+    assert last_goodput(tmp_path / "metrics.jsonl") == {}
+    write(tmp_path, 2, [])
+    assert (tmp_path / "metrics.jsonl").read_bytes() == one + two and not caplog.messages
+    (tmp_path / "metrics.jsonl").write_bytes(one + bad + three)
+    write(tmp_path, 3, [4])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 3, 4]
+    assert [message.endswith("lacks 1 of 3 steps") for message in caplog.messages] == [True]
+
+
+def test_a_start_at_step_1_over_old_metrics_is_reported(tmp_path, caplog):
+    write(tmp_path, 0, [1, 2])
+    write(tmp_path, 0, [])
+    (message,) = caplog.messages
+    assert message.endswith(
+        "has steps 1 to 2, but no checkpoint is left; training starts at step 1"
+    )
+
+
+def test_a_diverged_run_can_be_resumed(tmp_path):
+    writer = JsonLinesWriter(WriterContext(tmp_path, 2))
+    with begun(writer, 0):
+        writer.write(1, {"loss": math.nan, "grad_norm": math.inf})
+    write(tmp_path, 1, [2])
+    first, second = lines(tmp_path)
+    assert math.isnan(first["loss"]) and first["grad_norm"] == math.inf
+    assert second["step"] == 2
+
+
+def test_tensorboard_gets_scalars_texts_and_images_pixel_by_pixel(tmp_path):
+    image_HWC = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
+    writer = TensorBoardWriter(WriterContext(tmp_path, 1))
+    with begun(writer, 0):
+        writer.write(1, {"loss": 2.5, "grad_norm": 1.0})
+        writer.write_text(1, "sample", "def torus():")
+        writer.write_image(1, "experts", image_HWC)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    for text in (b"loss", b"grad_norm", b"def torus():", b"experts"):
+        assert text in content
+    with Image.open(io.BytesIO(content[content.index(b"\x89PNG") :])) as shown:
+        np.testing.assert_array_equal(np.asarray(shown), image_HWC)
+
+
+def test_a_rollback_starts_a_new_event_file(tmp_path):
+    writer = TensorBoardWriter(WriterContext(tmp_path, 9))
+    for resumed_step in (0, 1):
+        with begun(writer, resumed_step):
+            writer.write(resumed_step + 1, {"loss": 1.0})
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+
+
+def console(directory, steps: int, log_every: int) -> ConsoleWriter:
+    return ConsoleWriter(WriterContext(directory, steps, log_every))
+
+
+def test_the_console_shows_the_first_the_last_and_every_nth_step(tmp_path, capsys):
+    numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "data_wait": 0.0}
+    numbers |= {"step_time": 0.5, "tokens_per_second": 1000.0}
+    writer = console(tmp_path, 23, 10)
+    with logging_to(tmp_path / "log.txt", None), begun(writer, 4):
+        for step in range(5, 24):
+            writer.preview(step, numbers)
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in shown] == ["5/23", "10/23", "20/23", "23/23"]
+    assert "loss 1.0000  grad 1.00  lr 1.0e-03  1,000 tok/s  0.500 s/step" in shown[1]
+    assert shown[0].endswith("eta 0:09") and shown[-1].endswith("eta 0:00")
+
+
+def test_a_console_line_averages_the_steps_since_the_last_line(tmp_path, capsys):
+    numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "data_wait": 0.1}
+    writer = console(tmp_path, 5, 5)
+    with logging_to(tmp_path / "log.txt", None), begun(writer, 0):
+        for step, seconds in enumerate([9.0, 1.0, 2.0, 3.0, 2.0], start=1):
+            rate = {"step_time": seconds, "tokens_per_second": 600 / seconds}
+            writer.preview(step, numbers | rate)
+    assert "300 tok/s  2.000 s/step  data_wait 10%" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_a_registered_writer_gets_every_call_and_names_are_unique(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry.WRITERS, "_entries", dict(registry.WRITERS._entries))
+    calls = []
+
+    @registry.register("toy")
+    class Toy(MetricsWriter):
+        def __init__(self, context: WriterContext):
+            calls.append(context.steps)
+
+        def write(self, step, values):
+            calls.append((step, values))
+
+        def close(self):
+            calls.append("closed")
+
+    writers = open_writers(["toy", "jsonl"], WriterContext(tmp_path, 7))
+    with begun(writers, 0):
+        writers.write(1, {"loss": 1.0})
+        writers.amend(1, {"eval_loss": 2.0})
+    assert calls == [7, (1, {"loss": 1.0}), (1, {"eval_loss": 2.0}), "closed"]
+    assert lines(tmp_path) == [{"step": 1, "loss": 1.0, "eval_loss": 2.0}]
+    with pytest.raises(ValueError, match="metrics writer 'toy' is registered twice"):
+        registry.register("toy")(Toy)
+    with pytest.raises(ValueError, match=r"training\.writers='wandb' is unknown; use console"):
+        open_writers(["wandb"], WriterContext(tmp_path, 7))

@@ -1,0 +1,80 @@
+"""The agreement of all processes after a training step: stop, save, and how the hosts compare."""
+
+import signal
+from dataclasses import dataclass, field
+
+from parallel.cluster.process_group import ProcessGroup
+from parallel.cluster.signals import StopRequest
+from training.stragglers import StragglerMonitor
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """The result of `StepCoordinator.agree_on_step`, equal on all processes."""
+
+    stop: signal.Signals | None = None
+    """The signal for which every process saves and stops after this step."""
+    save: bool = False
+    """Whether a process wants a checkpoint, such as after SIGUSR1."""
+    finished_save: int | None = None
+    """The step of the checkpoint that has finished or failed on every process."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """`hosts/...`, compared over all processes; empty after most steps."""
+
+
+class StepCoordinator:
+    """Exchanges small reports among the processes every `every` steps, without waiting for them.
+
+    A report that is sent after one step is read after the next, when those of the others have
+    arrived. Only the stop signal does not wait for a report: jax's preemption service agrees on it.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, stop: StopRequest, stragglers: StragglerMonitor, *, every: int
+    ):
+        self._group, self._stop, self._stragglers = group, stop, stragglers
+        self._every = every
+        self._save_requested = self._is_report_pending = False
+        self._num_reports = 0
+
+    def agree_on_step(
+        self, step: int, *, finished_save: int | None = None, wants_save: bool = False
+    ) -> StepAgreement:
+        """Return what all processes do after this step. Every process calls it after every step.
+
+        Args:
+            step: The number of the step that was just dispatched.
+            finished_save: The step of the checkpoint that has finished or failed in this process.
+            wants_save: Whether this process asks all processes for a checkpoint.
+        """
+        stop = self._stop.agree(step)
+        self._save_requested |= self._stop.take_checkpoint_request() or wants_save
+        if self._group.num_processes == 1:
+            save, self._save_requested = self._save_requested, False
+            return StepAgreement(stop, save, finished_save)
+        agreement = self._read_reports(step, stop)
+        if step % self._every == 0:
+            self._send_report(finished_save)
+        return agreement
+
+    def _send_report(self, finished_save: int | None) -> None:
+        times = self._stragglers.take_report()
+        if times is None:  # no step yet in this process
+            return
+        self._num_reports += 1
+        report = [times, self._save_requested, finished_save]
+        self._group.start_all_gather(f"report {self._num_reports}", report)
+        self._save_requested, self._is_report_pending = False, True
+
+    def _read_reports(self, step: int, stop: signal.Signals | None) -> StepAgreement:
+        if not self._is_report_pending:
+            return StepAgreement(stop)
+        self._is_report_pending = False
+        reports = self._group.wait_all_gather(f"report {self._num_reports}")
+        times, save_requests, finished = zip(*reports, strict=True)
+        return StepAgreement(
+            stop,
+            any(save_requests),
+            finished[0] if len(set(finished)) == 1 else None,
+            self._stragglers.compare(step, list(times)),
+        )

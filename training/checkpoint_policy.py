@@ -1,0 +1,63 @@
+"""Checkpoint policy: when a run saves, and which checkpoints stay on disk."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import BaseModel, NonNegativeInt, PositiveInt
+
+
+class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """How often a run saves, which checkpoints it keeps, and how it resumes."""
+
+    every: PositiveInt = 200
+    """Steps between checkpoints; the last step is always saved."""
+    keep: PositiveInt = 3
+    """Number of newest checkpoints that stay on disk."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints whose step is a multiple of this stay for good; null: none."""
+    keep_best: NonNegativeInt = 0
+    """Number of checkpoints with the lowest evaluation loss that stay too."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """auto: resume if there is a checkpoint; never: move an old run aside; must: fail without."""
+
+
+class SaveSchedule:
+    """Cadence of checkpoints."""
+
+    def __init__(self, config: CheckpointConfig, last_step: int):
+        self._every, self._last_step = config.every, last_step
+
+    def is_due(self, step: int) -> bool:
+        """Return whether every process saves after this step: a function of the step alone."""
+        return step == self._last_step or step % self._every == 0
+
+    def wants_save(self, step: int) -> bool:
+        """Return whether this process asks for a checkpoint soon after this step.
+
+        A cadence that processes may see differently, such as wall time, belongs here: the
+        processes then agree on one step.
+        """
+        return False
+
+
+def steps_to_keep(
+    steps: Iterable[int],
+    losses: Mapping[int, float],
+    *,
+    keep: int,
+    keep_every: int | None,
+    keep_best: int,
+) -> set[int]:
+    """Return the newest steps, the multiples of `keep_every`, and those of the lowest loss."""
+    ordered = sorted(steps)
+    kept = set(ordered[-keep:])
+    if keep_every is not None:
+        kept |= {step for step in ordered if step % keep_every == 0}
+    return kept | set(best_steps(ordered, losses, keep_best))
+
+
+def best_steps(steps: Iterable[int], losses: Mapping[int, float], count: int) -> list[int]:
+    """Return up to `count` steps with the lowest finite evaluation loss, best first."""
+    evaluated = [step for step in steps if math.isfinite(losses.get(step, math.nan))]
+    return sorted(evaluated, key=lambda step: losses[step])[:count]

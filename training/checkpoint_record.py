@@ -1,0 +1,108 @@
+"""The record of a checkpoint, and the errors of reading one.
+
+The record describes the run, and holds shape, dtype and fingerprint of every array. Damage on disk
+is told apart from a machine that cannot read.
+"""
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
+_NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message is one line with the reason."""
+
+
+class DamageError(CheckpointError):
+    """The content of a checkpoint differs from what was written."""
+
+
+def read_error(what: str, error: BaseException) -> CheckpointError:
+    """Return the error for a failed read: DamageError unless this machine is at fault.
+
+    Missing memory, permissions or an unavailable file system are faults of the machine.
+    """
+    cause = _root_cause(error)
+    is_local = isinstance(cause, MemoryError) or _NOT_DAMAGE.search(str(cause)) is not None
+    is_local |= isinstance(cause, OSError) and cause.errno in _NOT_DAMAGE_ERRNO
+    return (CheckpointError if is_local else DamageError)(f"{what}: {short_reason(error)}")
+
+
+def short_reason(error: BaseException) -> str:
+    """Return type and first line of the root cause, without tensorstore's settings."""
+    cause = _root_cause(error)
+    line = str(cause).strip().partition("\n")[0]
+    line = re.sub(r" \[(source locations|tensorstore_spec).*", "", line)
+    return f"{type(cause).__name__}: {line}"
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+Leaves = Mapping[str, list[Any]]
+"""[shape, dtype] of every array, by its dotted path; JSON values."""
+
+
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """Return the record in the folder of a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, unreadable or damaged.
+    """
+    try:
+        # orbax's own reader opens every array and prints the ones that it cannot open.
+        metadata = json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
+        record, expected = metadata["record"], metadata["sha256"]
+    except Exception as error:
+        raise read_error(f"checkpoint {step} has no record", error) from error
+    if checksum(record) != expected or record["step"] != step:
+        raise DamageError(f"checkpoint {step} is damaged: checksum mismatch of its record")
+    return record
+
+
+def checksum(record: Mapping[str, Any]) -> str:
+    """Return the SHA-256 that is stored beside a record."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def shapes_and_dtypes(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return [shape, dtype] of every array, as JSON values."""
+    return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
+
+
+def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
+    """Check that the arrays of a checkpoint are those of this model.
+
+    Without the check orbax would silently cast a differing dtype.
+
+    Raises:
+        ValueError: names the first array that is missing, extra, or differs; parameters first.
+    """
+    names = found.keys() | wanted.keys()
+    for name in sorted(names, key=lambda name: (not name.startswith("params."), name)):
+        if name.startswith("ema.") and name not in found:
+            raise ValueError(
+                f"optimizer.ema_decay is set, but checkpoint {step} has no moving average; set "
+                "optimizer.ema_decay=null, or give another run.dir"
+            )
+        if found.get(name) != wanted.get(name):
+            raise ValueError(
+                f"checkpoint {step} holds {name.removeprefix('params.')} as "
+                f"{_shown(found.get(name))}, but the config asks for {_shown(wanted.get(name))}; "
+                "restore the values of the run's config.yaml, or give another run.dir"
+            )
+
+
+def _shown(leaf: list[Any] | None) -> str:
+    return "nothing" if leaf is None else f"({tuple(leaf[0])}, {leaf[1]!r})"

@@ -1,0 +1,287 @@
+"""Inspection of checkpoints on one CPU device: inventory, verification, differences, pruning.
+
+No mesh and no model is built, and arrays are read one at a time, so that host memory is a small
+multiple of the largest array. `scripts/checkpoint.py` prints the results.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from calendar import timegm
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ruamel.yaml import YAML
+
+from parallel.sharding.mesh import MeshConfig, build_mesh
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig, steps_to_keep
+from training.checkpoint_record import CheckpointError
+from training.resume import flatten
+
+_SECONDS_PER_LOOK = 0.3  # within this time a checkpoint that is being deleted loses a file
+
+
+def find_run(text: str) -> Path:
+    """Return the run directory. Raises: ValueError if it is not one."""
+    run = Path(text).expanduser()
+    if not (run / "checkpoints").is_dir():
+        raise ValueError(f"{text} has no folder checkpoints; give a run directory of train.py")
+    return run
+
+
+def find_step(text: str) -> tuple[Path, int | None]:
+    """Return (run directory, step) of `RUN@STEP`, or (run directory, None) of `RUN`."""
+    run, at, step = text.rpartition("@")
+    if at and step.isdecimal() and not Path(text).expanduser().is_dir():
+        return find_run(run), int(step)
+    return find_run(text), None
+
+
+@contextlib.contextmanager
+def open_checkpoints(run: Path) -> Iterator[Checkpoints]:
+    """Open the checkpoints of a run that may be training, without writing."""
+    folder = run / "checkpoints"
+    with contextlib.closing(Checkpoints(folder, CheckpointConfig(), read_only=True)) as checkpoints:
+        yield checkpoints
+
+
+def choose_step(checkpoints: Checkpoints, run: Path, step: int | None) -> int:
+    """Return the given step, or the newest one. Raises: ValueError if there is none."""
+    steps = checkpoints.steps
+    if not steps or step not in (None, *steps):
+        wanted = "checkpoint" if step is None else f"checkpoint {step}"
+        raise ValueError(f"{run} has no {wanted}; found: {', '.join(map(str, steps)) or 'none'}")
+    return steps[-1] if step is None else step
+
+
+def leaf_bytes(leaf: Sequence[Any]) -> int:
+    """Return the bytes of an array from its [shape, dtype]."""
+    return math.prod(leaf[0]) * jax.numpy.dtype(leaf[1]).itemsize
+
+
+def bytes_on_disk(folder: Path) -> int:
+    """Return the bytes of all files in a folder, which may be disappearing."""
+    total = 0
+    for path in _files(folder):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def _files(folder: Path) -> list[Path]:
+    return [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A folder beside or among the checkpoints of a run."""
+
+    name: str
+    state: str
+    """`whole`, `damaged`, `set aside: damaged` or `unfinished save`; of the record, not the
+    arrays."""
+    saved: float | None
+    """Seconds since the epoch; None if the folder has disappeared."""
+    num_bytes: int
+    record: Mapping[str, Any] | None = None
+
+
+def list_entries(run: Path) -> list[Entry]:
+    """Return what the checkpoint folder of a run holds; arrays are not read."""
+    entries: list[Entry] = []
+    with open_checkpoints(run) as checkpoints:
+        for step in checkpoints.steps:
+            folder = run / "checkpoints" / str(step)
+            try:
+                record = checkpoints.record(step)
+            except CheckpointError:
+                if folder.exists():  # else the run has just deleted it
+                    entries.append(_entry(folder, "damaged"))
+                continue
+            saved = timegm(time.strptime(record["saved"], "%Y-%m-%dT%H:%M:%SZ"))
+            entries.append(Entry(str(step), "whole", saved, bytes_on_disk(folder), record))
+        set_aside, unfinished = checkpoints.leftovers()
+    entries += [_entry(path, "set aside: damaged") for path in set_aside]
+    return entries + [_entry(path, "unfinished save") for path in unfinished]
+
+
+def _entry(folder: Path, state: str) -> Entry:
+    saved = None
+    with contextlib.suppress(FileNotFoundError):  # a save that has just finished
+        saved = folder.stat().st_mtime
+    return Entry(folder.name, state, saved, bytes_on_disk(folder))
+
+
+Progress = Callable[[int, int, str], None]
+"""Called with (bytes read, bytes in all, name of the next array)."""
+
+
+def find_damage(checkpoints: Checkpoints, step: int, progress: Progress | None = None) -> list[str]:
+    """Read every array of a checkpoint; return one line per damaged one."""
+    try:
+        leaves = checkpoints.record(step)["leaves"]
+    except CheckpointError as error:
+        return [str(error)]
+    found, done, total = [], 0, sum(map(leaf_bytes, leaves.values()))
+    device = _one_device()
+    for name, leaf in leaves.items():
+        if progress is not None:
+            progress(done, total, name)
+        try:
+            checkpoints.read(step, name, device)
+        except CheckpointError as error:
+            line = str(error).removeprefix(f"checkpoint {step}").lstrip(": ")
+            line = line.removeprefix("is damaged: ")
+            found.append(line if line.startswith(name) else f"{name}: {line}")
+        done += leaf_bytes(leaf)
+    return found
+
+
+def _one_device() -> NamedSharding:
+    """Return a sharding that puts whole arrays on the first CPU device."""
+    mesh = build_mesh(MeshConfig(), jax.devices("cpu")[:1])
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def was_deleted(folder: Path) -> bool:
+    """Return whether a checkpoint is deleted; wait while its files are disappearing."""
+    num_files = None
+    while folder.exists() and num_files != (num_files := len(_files(folder))):
+        time.sleep(_SECONDS_PER_LOOK)
+    return not folder.exists()
+
+
+@dataclass(frozen=True)
+class ArrayDifference:
+    """An array that differs between two checkpoints."""
+
+    name: str
+    before: Sequence[Any] | None
+    """[shape, dtype]; None if the array is missing."""
+    after: Sequence[Any] | None
+    largest: float | None = None
+    """Largest absolute difference; None if shape or dtype differ."""
+    relative_rms: float = math.inf
+    """RMS of the difference over the RMS of the first array."""
+
+
+def compare_arrays(
+    a: tuple[Checkpoints, int], b: tuple[Checkpoints, int], names: Iterable[str]
+) -> list[ArrayDifference]:
+    """Return the named arrays that differ, the largest relative difference first.
+
+    Arrays with equal fingerprints are not read.
+    """
+    (from_a, step_a), (from_b, step_b) = a, b
+    before, after = from_a.record(step_a), from_b.record(step_b)
+    found, device = [], _one_device()
+    for name in names:
+        old, new = before["leaves"].get(name), after["leaves"].get(name)
+        if old != new:
+            found.append(ArrayDifference(name, old, new))
+        elif before["fingerprints"][name] != after["fingerprints"][name]:
+            arrays = from_a.read(step_a, name, device), from_b.read(step_b, name, device)
+            found.append(ArrayDifference(name, old, new, *difference(*arrays)))
+    # Not a number ranks first: it is the worst difference.
+    return sorted(found, key=lambda d: (not math.isnan(d.relative_rms), -d.relative_rms))
+
+
+def difference(a: jax.Array, b: jax.Array) -> tuple[float, float]:
+    """Return (largest absolute difference, RMS of the difference over RMS of `a`), in float64.
+
+    NaN if an element is not finite.
+    """
+    flat_a, flat_b = (np.asarray(x).reshape(-1) for x in (a, b))
+    largest, squares, scale = 0.0, 0.0, 0.0
+    with np.errstate(invalid="ignore"):
+        for first in range(0, flat_a.size, 1 << 20):
+            part = slice(first, first + (1 << 20))
+            x, y = flat_a[part].astype(np.float64), flat_b[part].astype(np.float64)
+            delta = np.abs(y - x)
+            largest = float(np.maximum(largest, delta.max()))
+            squares += float(np.sum(delta * delta))
+            scale += float(np.sum(x * x))
+    return largest, math.sqrt(squares / scale) if scale else math.inf
+
+
+def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Return `old -> new` for every key that differs, is added or is removed."""
+    changes = {}
+    for key in sorted(before.keys() | after.keys()):
+        old, new = (repr(side[key]) if key in side else "nothing" for side in (before, after))
+        if old != new:
+            changes[key] = f"{old} -> {new}"
+    return changes
+
+
+def recorded_config(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a checkpoint by dotted keys."""
+    return flatten(YAML(typ="safe", pure=True).load(record["config"]))
+
+
+@dataclass(frozen=True)
+class PrunePlan:
+    """What pruning keeps and deletes."""
+
+    kept: Mapping[int, str]
+    """Step -> `kept`, with a remark if it is damaged."""
+    deleted: Sequence[Path]
+
+
+def plan_prune(
+    run: Path, checkpoints: Checkpoints, policy: CheckpointConfig, *, damaged: bool
+) -> PrunePlan:
+    """Return what to keep by a policy, and which leftovers of saves and damage to delete.
+
+    The newest checkpoint counts only after all of its arrays are verified.
+
+    Args:
+        run: run directory.
+        checkpoints: its checkpoints.
+        policy: the keys keep, keep_every and keep_best.
+        damaged: delete damaged checkpoints too.
+
+    Raises:
+        CheckpointError: no checkpoint is complete.
+    """
+    records: dict[int, Mapping[str, Any]] = {}
+    for step in checkpoints.steps:
+        with contextlib.suppress(CheckpointError):  # kept with a remark below
+            records[step] = checkpoints.record(step)
+    while records and find_damage(checkpoints, max(records)):
+        records.pop(max(records))
+    if not records:
+        raise CheckpointError("no checkpoint is complete: nothing was deleted")
+    losses = {n: record["metrics"].get("eval_loss", math.nan) for n, record in records.items()}
+    wanted = steps_to_keep(
+        records,
+        losses,
+        keep=policy.keep,
+        keep_every=policy.keep_every,
+        keep_best=policy.keep_best,
+    )
+    set_aside, unfinished = checkpoints.leftovers()
+    deleted = [*unfinished, *(set_aside if damaged else [])]
+    kept = {}
+    for step in checkpoints.steps:
+        if step in wanted or (step not in records and not damaged):
+            kept[step] = "kept" if step in records else "kept, but damaged"
+        else:
+            deleted.append(run / "checkpoints" / str(step))
+    return PrunePlan(kept, deleted)
+
+
+def delete(checkpoints: Checkpoints, path: Path) -> None:
+    """Delete a checkpoint, or what a save or damage left behind."""
+    if path.name.isdecimal():
+        checkpoints.delete(int(path.name))
+    else:
+        shutil.rmtree(path)

@@ -1,0 +1,60 @@
+"""Wall time per step, throughput and model FLOPs utilisation."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from parallel.sharding.chips import CHIPS
+from training.step import Program
+
+
+class StepClock:
+    """Measures the wall time of steps, and how much of it the host waited for data or devices."""
+
+    def __init__(self, program: Program):
+        self._program = program
+        mesh = program.tp.manager.mesh
+        chip = CHIPS.get(mesh.devices.flat[0].device_kind)
+        self._peak_flops = chip.peak_flops * mesh.size if chip else None
+        self._data_wait = self._device_wait = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Exclude the time since the last reading: it was not spent on training."""
+        self._time = time.perf_counter()
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Count the time of the context as waiting for a batch."""
+        begin = time.perf_counter()
+        yield
+        self._data_wait += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def waiting_for_devices(self) -> Iterator[None]:
+        """Count the time of the context as waiting for the devices."""
+        begin = time.perf_counter()
+        yield
+        self._device_wait += time.perf_counter() - begin
+
+    def read(self, num_rows: int, length: int) -> dict[str, float]:
+        """Return the metrics of a step of `num_rows` x `length` tokens, and restart.
+
+        `step_time` and `host_time` (without waiting for devices) in seconds, `tokens_per_second`,
+        `data_wait` as a fraction of the step time, and `mfu` on chips with a known peak.
+        """
+        now = time.perf_counter()
+        step_time, self._time = now - self._time, now
+        data_wait, self._data_wait = self._data_wait, 0.0
+        device_wait, self._device_wait = self._device_wait, 0.0
+        tokens = num_rows * length
+        values = {
+            "step_time": step_time,
+            "tokens_per_second": tokens / step_time,
+            "data_wait": data_wait / step_time,
+            "host_time": max(0.0, step_time - device_wait),
+        }
+        if self._peak_flops is not None:
+            flops = self._program.config.flops_per_token(length) * tokens
+            values["mfu"] = flops / self._peak_flops / step_time
+        return values

@@ -1,0 +1,63 @@
+"""Configuration of a run: its directory, its length, and what is reported on the way."""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from training.checkpoint_policy import CheckpointConfig
+from training.guard import GuardConfig
+from training.health import HealthLimits
+
+
+class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Directories that a run writes to."""
+
+    dir: str = Field(default="runs/default", min_length=1)
+    """Run directory: config.yaml, metrics.jsonl, log.txt, tensorboard/ and checkpoints/."""
+    compilation_cache: str | None = ".cache/xla"
+    """Directory of compiled programs, shared by all runs; null: compile every time."""
+
+
+class TrainingConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
+    """Length and seed of a run, evaluation, samples and metrics."""
+
+    steps: int = Field(default=1000, gt=0, le=10**12)
+    """Total number of optimizer steps, those before a resume included."""
+    seed: int = Field(default=0, ge=0, lt=2**32)
+    """Seed of the initial parameters."""
+    gradient_accumulation: PositiveInt = 1
+    """Microbatches per optimizer step; the global batch size stays the same."""
+    log_every: PositiveInt = 10
+    """Steps between console lines; the other metrics writers get every step."""
+    writers: list[str] = ["jsonl", "tensorboard", "console"]
+    """Metrics writers by name: jsonl, tensorboard, console, and others that are registered."""
+    eval_every: PositiveInt = 200
+    """Steps between evaluations on the held-out split; the last step is always evaluated."""
+    eval_batches: PositiveInt = 8
+    """Held-out batches per evaluation and source, the same every time; fewer if the split has
+    fewer."""
+    sample_every: PositiveInt | None = None
+    """Steps between text samples; null: one sample at the end of the run."""
+    sample_prompt: str = Field(default="def ", min_length=1)
+    """Prompt of a text sample."""
+    sample_tokens: NonNegativeInt = 64
+    """Number of generated tokens of a text sample; 0: no samples."""
+    guard: GuardConfig = GuardConfig()
+    """Reaction to loss and gradient spikes."""
+    health: HealthLimits = HealthLimits()
+    """Limits beyond which the load of experts is reported."""
+    sample_temperature: NonNegativeFloat = 0.7
+    """Sampling temperature; 0: greedy."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The configuration sections that a run reads, and the whole configuration as text."""
+
+    run: RunConfig
+    training: TrainingConfig
+    checkpoint: CheckpointConfig
+    resolved_config: str
+    """The complete configuration as YAML; saved in the run directory and in every checkpoint."""

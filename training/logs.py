@@ -1,0 +1,89 @@
+"""Log lines of a run, on the screen and in a file, and small helpers for its files."""
+
+import contextlib
+import logging
+import os
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+log = logging.getLogger("torus")
+
+
+@contextlib.contextmanager
+def logging_to(path: Path, console: Console | None, *, silent: bool = False) -> Iterator[None]:
+    """Log to the screen and, with time stamps, append to `path`.
+
+    `log.debug` goes to the file alone: it is for text too long for a screen.
+
+    Args:
+        path: the log file.
+        console: the terminal of a live progress bar; None prints plain lines on stdout.
+        silent: log to the file only.
+    """
+    screen = _RichHandler(console) if console is not None else _ScreenHandler(sys.stdout)
+    file = _FileHandler(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    screen.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    handlers = [file] if silent else [screen, file]
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
+
+
+class _ScreenHandler(logging.StreamHandler[TextIO]):
+    """Stdout handler that survives a closed pipe, such as `| head`."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+            return
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), self.stream.fileno())
+
+
+class _FileHandler(logging.FileHandler):
+    """File handler that survives a full disk and warns once."""
+
+    _has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            error = sys.exc_info()[1]
+            print(f"log lines are lost: cannot write {self.baseFilename}: {error}", file=sys.stderr)
+
+
+class _RichHandler(logging.Handler):
+    """Handler that prints above a live progress bar."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(self.format(record), highlight=False, markup=False)
+
+
+def peak_memory() -> int:
+    """Return the peak host memory of this process in bytes."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace the content of a file atomically."""
+    replacement = path.with_suffix(".tmp")
+    replacement.write_text(text)
+    os.replace(replacement, path)

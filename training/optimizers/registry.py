@@ -1,0 +1,159 @@
+"""Optimizers by name, their configuration, and what they share.
+
+A new optimizer is one file with `@register("name")` before a factory
+
+    def muon(config: OptimizerConfig, schedule: optax.Schedule, *, momentum: float = 0.95): ...
+
+that returns an optax transformation; its keyword arguments are the keys of `optimizer.options`.
+Clipping by global norm comes before it, and is not its concern.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from training.registry import Registry
+
+
+class OptimizerConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
+    """The optimizer, its learning-rate schedule, and clipping by global gradient norm."""
+
+    name: str = "adamw"
+    """Optimizer by name: adamw (arXiv 1711.05101), and others that are registered."""
+    options: dict[str, Any] = {}
+    """Options of an optimizer that has more than the keys below; adamw has none."""
+    learning_rate: PositiveFloat = 3e-4
+    """Peak of the schedule."""
+    schedule: str = "cosine"
+    """Learning rate after warm-up by name: cosine decays to the end of the run, wsd (warm-up,
+    stable, decay) stays flat and then decays linearly, constant stays flat; and others that are
+    registered."""
+    warmup_steps: NonNegativeInt = 100
+    """Steps of linear warm-up to the peak."""
+    decay_steps: NonNegativeInt = 0
+    """Steps of decay at the end of a wsd schedule; 0: a tenth of the run."""
+    final_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end of the run as a fraction of the peak."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay per unit of learning rate; of matrices, not of norms or biases."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Maximum global gradient norm; null: no clipping."""
+    ema_decay: float | None = Field(default=None, ge=0, lt=1)
+    """Decay of an exponential moving average of the parameters, which is evaluated in their place;
+    null: none."""
+
+
+Factory = Callable[..., optax.GradientTransformation]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    factory: Factory
+    obeys_is_good: bool
+
+
+OPTIMIZERS: Registry[_Entry] = Registry("optimizer", "optimizer.name")
+
+
+def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], Factory]:
+    """Register an optimizer's factory: (config, schedule, **options) -> transformation.
+
+    Args:
+        name: value of the key `optimizer.name`.
+        obeys_is_good: its `update` takes a scalar `is_good`, and keeps its state where that is
+            false. Otherwise its state is selected afterwards, which may need a second copy of it.
+    """
+
+    def add(factory: Factory) -> Factory:
+        OPTIMIZERS.add(name, _Entry(factory, obeys_is_good))
+        return factory
+
+    return add
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Check name and options. Raises: ValueError with key path, value and what is known."""
+    signature = inspect.signature(OPTIMIZERS.get(config.name).factory)
+    try:
+        signature.bind(config, None, **config.options)
+    except TypeError as error:
+        options = list(signature.parameters)[2:]
+        raise ValueError(
+            f"optimizer.options={config.options!r}: {error}; optimizer {config.name} takes "
+            f"{', '.join(options) or 'no options'}"
+        ) from error
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformationExtraArgs:
+    """Return the configured optimizer behind clipping by global norm.
+
+    `update` takes a scalar `is_good`. Where it is false, the state stays as it was and the updates
+    are meaningless.
+
+    Raises:
+        ValueError: unknown name or options.
+    """
+    check_optimizer(config)
+    entry = OPTIMIZERS.get(config.name)
+    optimizer = entry.factory(config, schedule, **config.options)
+    # identity keeps the structure of the state the same without clipping.
+    no_clip = config.clip_norm is None
+    clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
+    return optax.chain(clip, optimizer if entry.obeys_is_good else keep_if_bad(optimizer))
+
+
+def keep_if_bad(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation, with its state unchanged where `is_good` is false."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, is_good: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        updates, after = inner.update(grads, state, params)
+        return updates, tree_where(is_good, after, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def tree_where(condition: Any, new: Any, old: Any) -> Any:
+    """Return one of two pytrees by a scalar condition."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+_DECAYED, _NOT_DECAYED = {"kernel", "table"}, {"scale", "bias", "sinks"}
+
+
+def decays(params: Any) -> Any:
+    """Return a tree of bools: whether weight decay applies to a parameter.
+
+    True for kernels and embedding tables, False for norm scales, biases and attention sinks.
+
+    Raises:
+        ValueError: a parameter of an unknown kind.
+    """
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        keys = {getattr(key, "key", None) for key in path}
+        if not keys & (_DECAYED | _NOT_DECAYED):
+            raise ValueError(
+                f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} has an "
+                "unknown kind; state in training/optimizers/registry.py whether it decays"
+            )
+        return not keys & _NOT_DECAYED
+
+    return jax.tree_util.tree_map_with_path(is_decayed, params)

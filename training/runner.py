@@ -1,0 +1,73 @@
+"""Runs compiled training steps over the batches of the dataset."""
+
+import time
+from typing import Any
+
+from data.pipeline import Rows, train_batches
+from parallel.cluster.process_group import ProcessGroup
+from training.clock import StepClock
+from training.config import TrainingConfig
+from training.goodput import Goodput
+from training.logs import log
+from training.resume import ResumePoint
+from training.step import Program, TrainState
+
+
+class StepRunner:
+    """Dispatches steps from a resume point on, with a compiled program per batch shape.
+
+    A step is dispatched and not awaited. While the devices compute it, the next batch is fetched.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        dataset: Rows,
+        config: TrainingConfig,
+        *,
+        resume_point: ResumePoint,
+        group: ProcessGroup,
+        goodput: Goodput,
+        clock: StepClock,
+    ):
+        self._program, self._group, self._goodput, self._clock = program, group, goodput, clock
+        self._batches = train_batches(
+            dataset,
+            program.batch_sharding,
+            start=resume_point.step,
+            stop=config.steps,
+            accumulation=config.gradient_accumulation,
+            skipped=resume_point.skipped,
+        )
+        self._batch = next(self._batches)
+        self._train_step: Any = None
+        self._compiled_shape: tuple[int, ...] | None = None
+
+    @property
+    def needs_compile(self) -> bool:
+        """Whether the next batch has another shape than the compiled step."""
+        return self._batch["tokens"].shape != self._compiled_shape
+
+    def compile(self, state: TrainState) -> None:
+        """Compile the step for the next batch."""
+        begin = time.perf_counter()
+        self._group.set_phase("compiling")
+        with self._goodput.spend("compile"):
+            self._train_step = self._program.train_step.lower(state, self._batch).compile()
+        parts, rows, length = self._compiled_shape = self._batch["tokens"].shape
+        seconds = time.perf_counter() - begin
+        log.info("compiled the step for %d rows of %d in %.1f s", parts * rows, length, seconds)
+        self._clock.restart()
+
+    def run(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """Dispatch a step and fetch the next batch; return (state, metrics), not awaited."""
+        self._group.set_phase(f"step {step}")
+        with self._goodput.spend("step"):
+            state, metrics = self._train_step(state, self._batch)
+        with self._clock.waiting_for_data(), self._goodput.spend("data_wait"):
+            self._batch = next(self._batches, self._batch)
+        return state, metrics
+
+    def close(self) -> None:
+        """Stop reading batches."""
+        self._batches.close()

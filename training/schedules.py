@@ -1,0 +1,48 @@
+"""Registry of learning-rate schedules, all behind a linear warm-up.
+
+A new schedule is one function with `@register("name")`: (config, steps, warmup) -> the learning
+rate of step 0, 1, ... after warm-up, in a run of `steps` steps of which `warmup` warm up.
+"""
+
+from collections.abc import Callable
+
+import optax
+
+from training.optimizers.registry import OptimizerConfig
+from training.registry import Registry
+
+Factory = Callable[[OptimizerConfig, int, int], optax.Schedule]
+SCHEDULES: Registry[Factory] = Registry("schedule", "optimizer.schedule")
+register = SCHEDULES.register
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Return the learning rate of optimizer steps 0 to `steps - 1`. Raises: ValueError."""
+    peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
+    after = SCHEDULES.get(config.schedule)(config, steps, warmup)
+    # The first step has learning rate peak / warmup, not 0.
+    rise = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
+    return optax.join_schedules([rise, after], [warmup])
+
+
+@register("constant")
+def constant(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return the peak at every step."""
+    return optax.constant_schedule(config.learning_rate)
+
+
+@register("cosine")
+def cosine(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return half a cosine from the peak to `final_fraction` of it."""
+    return optax.cosine_decay_schedule(
+        config.learning_rate, max(1, steps - warmup), config.final_fraction
+    )
+
+
+@register("wsd")
+def wsd(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return the peak, then a linear decay to `final_fraction` of it over `decay_steps`."""
+    peak = config.learning_rate
+    decay = min(config.decay_steps or max(1, steps // 10), steps - warmup)
+    down = optax.linear_schedule(peak, peak * config.final_fraction, max(1, decay))
+    return optax.join_schedules([optax.constant_schedule(peak), down], [steps - warmup - decay])

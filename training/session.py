@@ -1,0 +1,190 @@
+"""Opens a run: takes its directory, finds the resume point, and builds the trainer."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from data.pipeline import Rows
+from parallel.cluster.process_group import ProcessGroup
+from parallel.cluster.signals import StopRequest
+from training.agreement import StepCoordinator
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import SaveSchedule
+from training.checkpointing import Checkpointing
+from training.clock import StepClock
+from training.config import RunSettings, TrainingConfig
+from training.directory import (
+    check_shared_filesystem,
+    locked_run,
+    move_aside,
+    run_directory,
+)
+from training.evaluation import Evaluation
+from training.goodput import Goodput
+from training.health import ExpertHealth
+from training.logs import log, logging_to, replace_text
+from training.reporter import StepReporter
+from training.resume import ResumePoint, Resumer, describe_process, log_config_changes
+from training.sampling import GenerateText, Sampling
+from training.spikes import SpikeHandler
+from training.step import Program
+from training.stragglers import StragglerMonitor
+from training.trainer import Trainer
+from training.writers.console import find_terminal
+from training.writers.jsonl import eval_losses, last_goodput
+from training.writers.registry import MetricsWriter, NullMetrics, WriterContext, open_writers
+
+
+@contextlib.contextmanager
+def open_run(
+    program: Program,
+    dataset: Rows,
+    settings: RunSettings,
+    *,
+    generate: GenerateText,
+    stop: StopRequest,
+    group: ProcessGroup,
+) -> Iterator[Trainer]:
+    """Lock the run directory, find the resume point, and yield a trainer.
+
+    Process 0 writes the files of the run; the other processes write only a log of their own.
+    `generate` writes the text samples.
+
+    Raises:
+        ValueError: what the user can correct; no device has worked until then.
+        ProcessGroupError: another process holds the directory.
+    """
+    directory = run_directory(settings.run.dir)
+    with contextlib.ExitStack() as stack:
+        if group.is_primary:
+            required_bytes = _bytes_to_write(directory, program, settings)
+            stack.enter_context(locked_run(directory, required_bytes, group))
+        is_fresh = settings.checkpoint.resume == "never"
+        moved = move_aside(directory) if group.is_primary and is_fresh else None
+        check_shared_filesystem(directory, group)
+        terminal = find_terminal() if group.is_primary else None
+        log_file = "log.txt" if group.is_primary else f"log.{group.process_id}.txt"
+        stack.enter_context(logging_to(directory / log_file, terminal, silent=not group.is_primary))
+        checkpoints = Checkpoints(directory / "checkpoints", settings.checkpoint, group=group)
+        # However the run ends, a save in progress is completed.
+        stack.push(checkpoints.on_exit)
+        if settings.checkpoint.keep_best:
+            for step, loss in eval_losses(directory / "metrics.jsonl").items():
+                checkpoints.set_eval_loss(step, loss)
+        steps = settings.training.steps
+        resumer = Resumer(checkpoints, dataset, program.abstract_state, steps)
+        resume_point = resumer.find()
+        if group.is_primary:
+            replace_text(directory / "config.yaml", settings.resolved_config)
+            dataset.tokenizer.save(directory / "tokenizer.json")
+        if moved is not None:
+            log.info("checkpoint.resume=never: the old run was moved to %s", moved)
+        if resume_point.step:
+            log_config_changes(checkpoints.record(resume_point.step), settings.resolved_config)
+        yield build_trainer(
+            program,
+            settings,
+            resumer,
+            resume_point,
+            generate=generate,
+            stop=stop,
+            directory=directory,
+            writers=_open_writers(directory, settings, terminal)
+            if group.is_primary
+            else NullMetrics(),
+        )
+
+
+def build_trainer(
+    program: Program,
+    settings: RunSettings,
+    resumer: Resumer,
+    resume_point: ResumePoint,
+    *,
+    generate: GenerateText,
+    stop: StopRequest,
+    directory: Path,
+    writers: MetricsWriter,
+) -> Trainer:
+    """Return a trainer, with one object for each of its concerns."""
+    config, dataset, checkpoints = settings.training, resumer.dataset, resumer.checkpoints
+    group = checkpoints.group
+    # The last process may have logged seconds after its last checkpoint.
+    ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
+    goodput = Goodput(max(ledgers, key=lambda seconds: sum(seconds.values())))
+    clock = StepClock(program)
+    stragglers = StragglerMonitor(group)
+    spikes = SpikeHandler(config.guard, resumer, goodput)
+    experts = _expert_health(program, config, writers)
+    mesh = program.tp.manager.mesh.shape
+    return Trainer(
+        program=program,
+        dataset=dataset,
+        config=config,
+        resume_point=resume_point,
+        resumer=resumer,
+        group=group,
+        coordinator=StepCoordinator(group, stop, stragglers, every=config.log_every),
+        checkpointing=Checkpointing(
+            checkpoints,
+            SaveSchedule(settings.checkpoint, config.steps),
+            dataset=dataset,
+            process=describe_process(settings.resolved_config, mesh, group.num_processes),
+            directory=directory,
+            goodput=goodput,
+        ),
+        evaluation=Evaluation(program, dataset, config, goodput=goodput, clock=clock),
+        sampling=Sampling(generate, config, writers=writers, goodput=goodput, clock=clock),
+        reporter=StepReporter(
+            dataset,
+            config,
+            writers=writers,
+            spikes=spikes,
+            experts=experts,
+            stragglers=stragglers,
+            goodput=goodput,
+            clock=clock,
+        ),
+        spikes=spikes,
+        stragglers=stragglers,
+        writers=writers,
+        goodput=goodput,
+        clock=clock,
+    )
+
+
+def _expert_health(
+    program: Program, config: TrainingConfig, writers: MetricsWriter
+) -> ExpertHealth:
+    sparse_layers = [n for n, is_sparse in enumerate(program.config.sparse_layers) if is_sparse]
+    return ExpertHealth(
+        sparse_layers,
+        config.health,
+        log_every=config.log_every,
+        last_step=config.steps,
+        writers=writers,
+    )
+
+
+def _open_writers(
+    directory: Path, settings: RunSettings, terminal: Console | None
+) -> MetricsWriter:
+    config = settings.training
+    context = WriterContext(
+        directory, config.steps, config.log_every, settings.resolved_config, terminal
+    )
+    return open_writers(config.writers, context)
+
+
+def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
+    """Return the bytes of the checkpoints that this run will add to the directory."""
+    leaves = jax.tree.leaves(program.abstract_state)
+    state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    existing = len(list(directory.glob("checkpoints/[0-9]*")))
+    num_saves = settings.training.steps // settings.checkpoint.every + 2
+    # An old checkpoint is deleted after the new one is complete: one more than are kept.
+    return max(0, min(settings.checkpoint.keep + 1, num_saves) - existing) * state_bytes

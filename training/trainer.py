@@ -1,0 +1,193 @@
+"""The training loop: step, log, evaluate, save, sample, stop.
+
+The metrics of step n - 1 are read after step n is dispatched, so the devices never wait for the
+host. A signal saves and stops the run; the next process finishes what was interrupted. A loss spike
+may roll the run back to a checkpoint.
+"""
+
+import contextlib
+import signal
+import time
+from dataclasses import dataclass
+
+import jax
+
+from data.pipeline import Rows
+from parallel.cluster.process_group import ProcessGroup
+from training.agreement import StepAgreement, StepCoordinator
+from training.checkpointing import Checkpointing
+from training.clock import StepClock
+from training.config import TrainingConfig
+from training.evaluation import Evaluation
+from training.goodput import Goodput
+from training.logs import log, peak_memory
+from training.reporter import StepReporter
+from training.resume import ResumePoint, Resumer
+from training.runner import StepRunner
+from training.sampling import Sampling
+from training.spikes import Rollback, SpikeHandler
+from training.step import Program, TrainState
+from training.stragglers import StragglerMonitor
+from training.writers.registry import MetricsWriter, begun
+
+EXIT_DONE, EXIT_RESUMABLE = 0, 75
+
+
+@dataclass
+class Trainer:
+    """A run between its first and its last step; `training.session.open_run` builds it."""
+
+    program: Program
+    dataset: Rows
+    config: TrainingConfig
+    resume_point: ResumePoint
+    """Where this process, or the latest rollback, begins."""
+    resumer: Resumer
+    group: ProcessGroup
+    coordinator: StepCoordinator
+    checkpointing: Checkpointing
+    evaluation: Evaluation
+    sampling: Sampling
+    reporter: StepReporter
+    spikes: SpikeHandler
+    stragglers: StragglerMonitor
+    writers: MetricsWriter
+    goodput: Goodput
+    clock: StepClock
+
+    def train(self) -> int:
+        """Train to the last step, or until a signal; return the exit code.
+
+        Raises:
+            TrainingError: training cannot continue.
+            CheckpointError: the state can be neither restored nor saved.
+        """
+        while True:
+            state = self._first_state()
+            try:
+                with begun(self.writers, self.resume_point.step):
+                    self._finish_interrupted(state)
+                    state, code = self._train_steps(state)
+                    if code == EXIT_DONE:
+                        self.sampling.run(self.config.steps, state)
+                    self._log_summary()
+                    return code
+            except Rollback as rollback:
+                del state
+                self.resume_point = self.spikes.roll_back(rollback.step, self.resume_point)
+
+    def _train_steps(self, state: TrainState) -> tuple[TrainState, int]:
+        """Train from the resume point to the last step, or until a signal."""
+        first_step, last_step = self.resume_point.step + 1, self.config.steps
+        if first_step > last_step:
+            log.info("step %d is the last: nothing left to train", last_step)
+            return state, EXIT_DONE
+        with contextlib.closing(self._open_runner()) as runner:
+            for step in range(first_step, last_step + 1):
+                state = self._step(step, state, runner)
+                agreed = self._agree(step)
+                evaluate, sample = self.evaluation.is_due(step), self.sampling.is_due(step)
+                save = agreed.save or self.checkpointing.is_due(step)
+                if agreed.stop is not None:
+                    self._stop(step, state, agreed.stop, evaluation=evaluate, sample=sample)
+                    return state, EXIT_RESUMABLE
+                evaluated: dict[str, float] = {}
+                if evaluate or sample or save:
+                    self.reporter.read_step()
+                    if evaluate:
+                        evaluated = self.evaluation.run(step, state)
+                    # Before the save: a kill after it must not lose the line of a saved step.
+                    self.reporter.finish_step(evaluated)
+                if save:
+                    self._save(step, state, eval_loss=evaluated.get("eval_loss"))
+                self.checkpointing.poll(agreed.finished_save)
+                if sample:
+                    self.sampling.run(step, state)
+        self.checkpointing.finish()
+        return state, EXIT_DONE
+
+    def _step(self, step: int, state: TrainState, runner: StepRunner) -> TrainState:
+        """Dispatch a step, then write the metrics of the previous one."""
+        if runner.needs_compile:
+            self.reporter.finish_step()
+            runner.compile(state)
+        state, metrics = runner.run(step, state)
+        self.reporter.finish_step()
+        self.reporter.add_step(step, metrics)
+        return state
+
+    def _agree(self, step: int) -> StepAgreement:
+        """Agree with the other processes whether to save or to stop after this step."""
+        agreed = self.coordinator.agree_on_step(
+            step,
+            finished_save=self.checkpointing.ended_step,
+            wants_save=self.checkpointing.wants_save(step),
+        )
+        self.reporter.pending_metrics |= agreed.metrics
+        return agreed
+
+    def _save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        pending: tuple[str, ...] = (),
+        eval_loss: float | None = None,
+    ) -> None:
+        self.reporter.pending_metrics |= self.checkpointing.save(
+            state, step, self.resume_point, pending=pending, eval_loss=eval_loss
+        )
+
+    def _stop(self, step: int, state: TrainState, by: signal.Signals, **interrupted: bool) -> None:
+        """Save, and leave the interrupted parts of the step to the next process."""
+        self.reporter.finish_step()
+        self._save(step, state, pending=tuple(name for name, due in interrupted.items() if due))
+        self.checkpointing.finish()
+        log.info("stopped by %s after step %d; run again to resume", by.name, step)
+
+    def _finish_interrupted(self, state: TrainState) -> None:
+        """Run the evaluation and the sample that a signal kept the previous process from."""
+        step, pending = self.resume_point.step, self.resume_point.pending
+        if "evaluation" in pending:
+            evaluated = self.evaluation.run(step, state)
+            self.checkpointing.set_eval_loss(step, evaluated.get("eval_loss"))
+            self.writers.amend(step, evaluated)
+        if "sample" in pending and step < self.config.steps:
+            self.sampling.run(step, state)
+
+    def _first_state(self) -> TrainState:
+        """Return fresh parameters, or restore the newest checkpoint that is not damaged."""
+        begin, memory = time.perf_counter(), peak_memory()
+        self.group.set_phase("the first state")
+        if not self.resume_point.step:
+            state = jax.block_until_ready(self.program.init())
+            log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
+        else:
+            self.resume_point, state = self.resumer.restore(self.resume_point)
+            log.info(
+                "resumed from step %d in %.1f s; peak host memory rose by %.0f MiB",
+                self.resume_point.step,
+                time.perf_counter() - begin,
+                (peak_memory() - memory) / 2**20,
+            )
+        # Steps after the checkpoint are trained again.
+        seconds = self.goodput.seconds["step"] - self.resume_point.goodput.get("step", 0.0)
+        self.goodput.lose(seconds)
+        self.reporter.begin(self.resume_point)
+        return state
+
+    def _open_runner(self) -> StepRunner:
+        return StepRunner(
+            self.program,
+            self.dataset,
+            self.config,
+            resume_point=self.resume_point,
+            group=self.group,
+            goodput=self.goodput,
+            clock=self.clock,
+        )
+
+    def _log_summary(self) -> None:
+        if stragglers := self.stragglers.summary():
+            log.info("%s", stragglers)
+        log.info("%s", self.goodput.summary())

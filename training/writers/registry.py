@@ -1,0 +1,130 @@
+"""Interface and registry of metrics writers.
+
+A new writer is one file with a subclass of `MetricsWriter` and `@register("name")`; the key
+`training.writers` lists the names that a run uses.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from training.registry import Registry
+
+
+@dataclass(frozen=True)
+class WriterContext:
+    """What a metrics writer may know about its run."""
+
+    directory: Path
+    """Run directory; it exists."""
+    steps: int
+    """Last step of the run."""
+    log_every: int = 1
+    """Steps between console lines."""
+    resolved_config: str = ""
+    """The complete configuration as YAML."""
+    console: Console | None = None
+    """Terminal with room for a progress bar; None: output is a plain log."""
+
+
+class MetricsWriter:
+    """Receives the metrics of a run on the primary process; every method does nothing by default.
+
+    The constructor of a registered writer takes a `WriterContext`.
+    """
+
+    def begin(self, resumed_step: int) -> None:
+        """Start after `resumed_step`, and drop later steps: they are trained again.
+
+        Called at the start, and after a rollback once more, behind `close`.
+        """
+
+    def preview(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the training metrics of a step before spike handling and evaluation."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write all scalars of a step; on disk when it returns."""
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add scalars to the last step, which an earlier process wrote."""
+        self.write(step, values)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write a text, such as a generated sample."""
+
+    def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        """Write an image: uint8, height x width x 3 colours."""
+
+    def close(self) -> None:
+        """Flush, and release files and threads."""
+
+
+Factory = Callable[[WriterContext], MetricsWriter]
+WRITERS: Registry[Factory] = Registry("metrics writer", "training.writers")
+register = WRITERS.register
+
+
+class MetricsWriters(MetricsWriter):
+    """Passes everything on to a list of writers, in order."""
+
+    def __init__(self, writers: Sequence[MetricsWriter]):
+        self._writers = writers
+
+    def begin(self, resumed_step: int) -> None:
+        """Start every writer."""
+        for writer in self._writers:
+            writer.begin(resumed_step)
+
+    def preview(self, step: int, values: Mapping[str, float]) -> None:
+        """Show the training metrics of a step with every writer."""
+        for writer in self._writers:
+            writer.preview(step, values)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write all scalars of a step with every writer."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def amend(self, step: int, values: Mapping[str, float]) -> None:
+        """Add scalars to the last step with every writer."""
+        for writer in self._writers:
+            writer.amend(step, values)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Write a text with every writer."""
+        for writer in self._writers:
+            writer.write_text(step, name, text)
+
+    def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        """Write an image with every writer."""
+        for writer in self._writers:
+            writer.write_image(step, name, image_HWC)
+
+    def close(self) -> None:
+        """Close every writer, also when one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for writer in reversed(self._writers):
+                stack.callback(writer.close)
+
+
+class NullMetrics(MetricsWriter):
+    """Null metrics writer for non-primary processes."""
+
+
+def open_writers(writer_names: Sequence[str], context: WriterContext) -> MetricsWriter:
+    """Return the named metrics writers of a run as one. Raises: ValueError for an unknown name."""
+    return MetricsWriters([WRITERS.get(name)(context) for name in writer_names])
+
+
+@contextlib.contextmanager
+def begun(writers: MetricsWriter, resumed_step: int) -> Iterator[None]:
+    """Begin writing after a resumed step, and close the writers at the end of the context."""
+    writers.begin(resumed_step)
+    try:
+        yield
+    finally:
+        writers.close()
