@@ -91,7 +91,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         if kind not in _kinds_of(config):
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        general = config.parallel.overlap  # also that of the head
+        general = config.parallel.overlap  # the head uses it too
         halves_groups = kind == "experts" and named == "split"
         if halves_groups:
             named = "bidirectional"
@@ -101,8 +101,8 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
             if config.parallel.residual == "hidden":
                 size = "model.hidden_size / mesh.tp"
             raise ValueError(
-                f"parallel.overlap (or overlap_{kind}) split halves what a device gathers, but "
-                f"{size} is odd; make it even, or use bidirectional"
+                f"parallel.overlap=split (or overlap_{kind}=split) sends half blocks, but {size} "
+                "is odd; make it even, or use bidirectional"
             )
         if n == 1 or kind not in shapes:
             why = "one device on tp" if n == 1 else "a replicated residual stream"
@@ -110,7 +110,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         elif named != "auto":
             why = "as configured"
             if halves_groups:
-                why = "blocks of grouped rows cannot be split in halves"
+                why = "split is not available: half a block would not hold whole groups of rows"
             choices[kind] = Choice(named, why)
         elif config.parallel.residual == "hidden":
             choices[kind] = Choice("none", "no estimate for residual hidden: name a method")

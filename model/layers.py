@@ -46,7 +46,7 @@ AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 
 
 @lru_cache
-def bell(stddev: float) -> Initializer:
+def truncated_normal(stddev: float) -> Initializer:
     """Return an initialiser: approximately normal, mean 0, truncated at 3.5 standard deviations.
 
     It sums four uniform 16-bit integers and multiplies by one constant. The arithmetic is exact up
@@ -86,7 +86,7 @@ class RMSNorm(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class RowInfo:
+class TokenInfo:
     """Inputs of attention and experts that are equal for all layers.
 
     positions_BL: positions for rope. segment_ids_BL: document of every token; None: one document
@@ -107,7 +107,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
         spec = tp.manager.resolve(RowWise, shape=shape, name="embedding")
-        init = bell(config.initializer_range)
+        init = truncated_normal(config.initializer_range)
         table = init(rngs.params(), shape, jnp.dtype(config.param_dtype), out_sharding=spec)
         self.table = nnx.Param(table, semantic_axes=RowWise)
         self.dtype = jnp.dtype(config.dtype)
@@ -165,7 +165,7 @@ class Attention(nnx.Module):
         self.config, self.tp = config, tp
         heads = config.num_attention_heads * config.head_size
         kv_heads = config.num_key_value_heads * config.head_size
-        linear = partial(linear_of, config, tp)
+        linear = partial(make_linear, config, tp)
         self.qkv = linear(
             ColumnParallelLinear,
             config.hidden_size,
@@ -192,7 +192,7 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BLD: jax.Array,
-        rows: RowInfo,
+        info: TokenInfo,
         *,
         layer_type: LayerType,
         choice: AttentionChoice,
@@ -205,7 +205,7 @@ class Attention(nnx.Module):
         cache.
         """
         with jax.named_scope("qkv"):
-            q, k, v = self._project_qkv(x_BLD, rows.positions_BL, layer_type)
+            q, k, v = self._project_qkv(x_BLD, info.positions_BL, layer_type)
         if cache is not None:
             cache = cache.write(k, v, self.config, self.tp)
         with jax.named_scope("attention"):
@@ -213,7 +213,7 @@ class Attention(nnx.Module):
                 out_BLHh = attend_cached(
                     q,
                     cache,
-                    rows.positions_BL,
+                    info.positions_BL,
                     layer_type=layer_type,
                     choice=choice,
                     mode=mode,
@@ -223,7 +223,7 @@ class Attention(nnx.Module):
                     features=self._features(layer_type),
                 )
             else:
-                out_BLHh = self._attend_without_cache(q, k, v, rows, layer_type, choice, mode)
+                out_BLHh = self._attend_without_cache(q, k, v, info, layer_type, choice, mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
@@ -251,7 +251,7 @@ class Attention(nnx.Module):
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        rows: RowInfo,
+        info: TokenInfo,
         layer_type: LayerType,
         choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES,
@@ -262,10 +262,10 @@ class Attention(nnx.Module):
             k,
             v,
             mode=mode,
-            q_index=rows.index_L,
-            kv_index=rows.index_L,
-            q_segment_ids=rows.segment_ids_BL,
-            dropout_key=rows.dropout_key,
+            q_index=info.index_L,
+            kv_index=info.index_L,
+            q_segment_ids=info.segment_ids_BL,
+            dropout_key=info.dropout_key,
             **self._features(layer_type),
         )
 
@@ -315,7 +315,7 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
         width: int | None = None,
     ):
-        linear = partial(linear_of, config, tp)
+        linear = partial(make_linear, config, tp)
         width = width or config.intermediate_size
         self.gate_up = linear(
             ColumnParallelLinear,
@@ -343,7 +343,7 @@ def gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_BLF) * up_BLF
 
 
-def linear_of(
+def make_linear(
     config: ModelConfig,
     tp: TensorParallelConfig,
     linear: type[AnyLinear],
@@ -367,7 +367,7 @@ def linear_of(
         use_bias=False,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
-        kernel_init=bell(stddev),
+        kernel_init=truncated_normal(stddev),
         parallel_config=tp.for_kind(kind) if kind else tp,
         rngs=rngs,
     )

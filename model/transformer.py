@@ -18,7 +18,7 @@ from model.attention.cached import Cache, LayerCache, mark
 from model.attention.dispatch import AttentionChoice
 from model.config import LayerKind, LayerType, Segment
 from model.generation.cache import DenseCache
-from model.layers import Attention, Embedding, RMSNorm, RowInfo, SwiGLU, linear_of
+from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo, make_linear
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import remat_policy
@@ -43,7 +43,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BLD: jax.Array,
-        rows: RowInfo,
+        info: TokenInfo,
         *,
         layer_type: LayerType,
         choice: AttentionChoice,
@@ -54,12 +54,12 @@ class Block(nnx.Module):
         """Return (x_BLD, the cache with these tokens, the router statistics of a sparse block)."""
         normed_BLD = self.attention_norm(x_BLD)
         out_BLD, cache = self.attention(
-            normed_BLD, rows, layer_type=layer_type, choice=choice, mode=mode, cache=cache
+            normed_BLD, info, layer_type=layer_type, choice=choice, mode=mode, cache=cache
         )
         x_BLD += out_BLD
         normed_BLD = self.mlp_norm(x_BLD)
         if isinstance(self.mlp, MoE):
-            out_BLD, report = self.mlp(normed_BLD, rows.valid_BL, mode, dropless=dropless)
+            out_BLD, report = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
             return x_BLD + out_BLD, cache, report
         return x_BLD + self.mlp(normed_BLD), cache, None
 
@@ -81,7 +81,7 @@ class Transformer(nnx.Module):
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         if not config.tie_word_embeddings:
-            self.head = linear_of(
+            self.head = make_linear(
                 config,
                 tp,
                 ColumnParallelLinear,
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
 
         tokens_BL: token ids. The hidden states x_BLD have the residual layout.
         segment_ids_BL: document of every token; negative: padding, which no expert receives.
-        index_L: index in the row of every token, if the order is not natural (see `row_order`).
+        index_L: index in the row of every token (`ExecutionPlan.row_order`); None: natural order.
         dropout_key: key of this batch; None: no dropout. dropless: give experts room for all tokens
         instead of their capacity, for losses that must not depend on drops.
         """
@@ -114,7 +114,7 @@ class Transformer(nnx.Module):
         tokens_BL, positions_BL, segment_ids_BL = (constrain(y, TokenSharding) for y in rows)
         definitions, stacks = self._layers()
         sparse = True in stacks
-        info = RowInfo(
+        info = TokenInfo(
             positions_BL=positions_BL,
             segment_ids_BL=segment_ids_BL,
             index_L=index_L,
@@ -166,10 +166,10 @@ class Transformer(nnx.Module):
         if isinstance(cache, DenseCache):
             cache = mark(cache, positions_BL, slots_BL, self.config, self.tp)
         definitions, stacks = self._layers()
-        real_BL = offset_L < counts_B[:, None]
-        rows = RowInfo(
+        valid_BL = offset_L < counts_B[:, None]
+        info = TokenInfo(
             positions_BL=manager.constrain(positions_BL, TokenSharding, mode),
-            valid_BL=manager.constrain(real_BL, TokenSharding, mode) if True in stacks else None,
+            valid_BL=manager.constrain(valid_BL, TokenSharding, mode) if True in stacks else None,
         )
 
         choices = self.plan.generation_attention(
@@ -183,7 +183,7 @@ class Transformer(nnx.Module):
             view = LayerCache(cache=cache, layer=number, slots_BL=slots_BL, counts_B=counts_B)
             x_BLD, view, _ = nnx.merge(definitions[kind.is_sparse], layer)(
                 x_BLD,
-                rows,
+                info,
                 layer_type=kind.layer_type,
                 choice=choices[kind.layer_type],
                 mode=mode,
