@@ -53,7 +53,7 @@ BlockwiseName = Literal["flash_attn2", "blocksparse", "ring", "ulysses"]
 
 
 def _as_tuple(value: Any) -> Any:
-    """YAML has lists only; what hangs on a hashable config is a tuple."""
+    """Convert a YAML list to a tuple, so that the configuration is hashable."""
     if not isinstance(value, list | tuple):
         raise ValueError("expected a list; write [...]")
     return tuple(value)
@@ -67,7 +67,7 @@ class OperationConfigs(RootModel[dict[BlockwiseName, OperationConfig]], frozen=T
     def __hash__(self) -> int:
         return hash(frozenset(self.root.items()))
 
-    def chosen(self) -> Mapping[str, OperationConfig]:
+    def overrides(self) -> Mapping[str, OperationConfig]:
         """Return the entries that override an operation's default block sizes."""
         default = OperationConfig()
         return {name: value for name, value in self.root.items() if value != default}

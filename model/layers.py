@@ -287,7 +287,7 @@ class Attention(nnx.Module):
             platform=manager.mesh.devices.flat[0].platform,
             partition_axis=manager.partition_axis,
             partition_manager=manager,
-            operation_configs=dict(self.config.operation_configs.chosen()),
+            operation_configs=dict(self.config.operation_configs.overrides()),
             scan_ring_attention=self.config.scan_ring_attention,
             dropout_prob=self.config.attention_dropout,
             _stored_mesh=manager.mesh,
