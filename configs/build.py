@@ -96,7 +96,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         if kind not in _kinds_of(config):
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        general = config.parallel.overlap  # also that of the head
+        general = config.parallel.overlap  # the head uses it too
         halves_groups = kind == "experts" and named == "split"
         if halves_groups:
             named = "bidirectional"
@@ -106,8 +106,8 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
             if get_residual(config.parallel.residual).split_dim == FEATURES:
                 size = "model.hidden_size / mesh.tp"
             raise ValueError(
-                f"parallel.overlap (or overlap_{kind}) split halves what a device gathers, but "
-                f"{size} is odd; make it even, or use bidirectional"
+                f"parallel.overlap=split (or overlap_{kind}=split) sends half blocks, but {size} "
+                "is odd; make it even, or use bidirectional"
             )
         if n == 1 or kind not in shapes:
             why = "one device on tp" if n == 1 else "a replicated residual stream"
@@ -115,7 +115,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         elif named != "auto":
             why = "as configured"
             if halves_groups:
-                why = "blocks of grouped rows cannot be split in halves"
+                why = "split is not available: half a block would not hold whole groups of rows"
             choices[kind] = Choice(named, why)
         elif get_residual(config.parallel.residual).split_dim == FEATURES:
             why = f"no estimate for residual {config.parallel.residual}: name a method"

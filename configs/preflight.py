@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common, as flat facts that are told to each other."""
+"""Facts that must be equal on all processes of a run: code, versions, configuration, data."""
 
 import hashlib
 import os
@@ -12,13 +12,13 @@ from data.pipeline import Rows
 from training.resume import flatten, library_versions
 
 _ROOT = Path(__file__).resolve().parent.parent
-# What decides how a program is compiled.
+# Environment variables that change the compiled program.
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 _ROOMS = ("configs", "data", "model", "parallel", "training")
 
 
 def describe_program(config: Config) -> dict[str, Any]:
-    """Code, libraries and every value of the configuration; no jax backend is started."""
+    """Return code hash, versions and every configuration value, without starting a jax backend."""
     return {
         "code": _code_hash(),
         **{name: os.environ.get(name, "") for name in _ENVIRONMENT},
@@ -28,7 +28,7 @@ def describe_program(config: Config) -> dict[str, Any]:
 
 
 def describe_machine(rows: Rows, devices: list[jax.Device]) -> dict[str, Any]:
-    """Its devices, and what the text comes to."""
+    """Return the devices of this process and the digests of its data."""
     return {
         "runtime": devices[0].client.platform_version,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
@@ -38,7 +38,7 @@ def describe_machine(rows: Rows, devices: list[jax.Device]) -> dict[str, Any]:
 
 
 def _code_hash() -> str:
-    """Of the names and the text of every source file."""
+    """Hash the names and contents of all source files."""
     digest = hashlib.sha256()
     files = [*_ROOT.glob("train.py"), *(p for room in _ROOMS for p in (_ROOT / room).rglob("*.py"))]
     for path in sorted(files):

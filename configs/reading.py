@@ -1,7 +1,7 @@
-"""YAML and `section.key=value` overrides to a typed, frozen tree of values; knows no component.
+"""Read YAML and `section.key=value` overrides into a frozen pydantic model.
 
-Unknown keys name the nearest one, values are not converted, and whatever a user can get wrong is a
-ConfigError: path, value, law, remedy, on one line.
+An unknown key suggests the nearest known one, and values are not converted between types. Every
+mistake of a user is a ConfigError on one line: key path, value, rule, remedy.
 """
 
 import difflib
@@ -19,11 +19,11 @@ Section = TypeVar("Section", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """What a user can mend in the configuration, on one line."""
+    """A mistake in the configuration, described on one line."""
 
 
 def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """A YAML file as a tree of values, with overrides; not validated yet.
+    """Read a YAML file and apply overrides; the values are not validated yet.
 
     Values are YAML 1.2 (1e-3 is a number, null is null). Raises: ConfigError.
     """
@@ -68,7 +68,7 @@ def import_plugins(tree: dict[str, Any]) -> None:
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Sets `section.key=value` in a tree; the last one wins. Raises: ConfigError."""
+    """Set `section.key=value` in a tree; the last override of a key wins. Raises: ConfigError."""
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
@@ -81,14 +81,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
             node = node[name]
             if not isinstance(node, dict):
                 raise ConfigError(
-                    f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value"
+                    f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value, "
+                    "not a section"
                 )
         node[key] = _value(text, f"override {override!r}")
 
 
 def _value(text: str, what: str) -> Any:
-    """What YAML makes of it; but of a string that is not quoted nothing is left out."""
-    if text.startswith(("*", "#")):  # a glob, a name: not a reference, not a comment
+    """Parse an override as YAML, but keep the whole text of an unquoted string."""
+    if text.startswith(("*", "#")):  # a glob or a name, not a YAML alias or comment
         return text
     value = _parse(text, what)
     is_bare = isinstance(value, str) and not text.lstrip().startswith(("'", '"', "!", "|", ">"))
@@ -96,27 +97,29 @@ def _value(text: str, what: str) -> Any:
 
 
 def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Section:
-    """The tree as a model; nothing is converted. prefix: of the paths that messages name.
+    """Validate a tree as a model, without converting types.
 
-    Raises: ConfigError with every wrong value, or the first unknown key.
+    prefix: start of the key paths in messages.
+
+    Raises: ConfigError with every wrong value, or with the first unknown key.
     """
     _check_keys(tree, model, prefix, list(config_keys(model, prefix)))
     try:
         return model.model_validate(tree, strict=True)
     except ValidationError as error:
-        told: dict[str, str] = {}
+        messages: dict[str, str] = {}
         for item in error.errors():
             keys, is_section = _keys_of(item["loc"], model)
-            law = item["msg"].removeprefix("Value error, ")
+            rule = item["msg"].removeprefix("Value error, ")
             path = prefix + ".".join(keys)
-            if not is_section:  # else the law names keys of the section
-                law = f"{path}={item['input']!r}: {law[0].lower()}{law[1:]}"
-            told.setdefault(path, law)
-        raise ConfigError("; ".join(told.values())) from error
+            if not is_section:  # the rule of a section names its own keys
+                rule = f"{path}={item['input']!r}: {rule[0].lower()}{rule[1:]}"
+            messages.setdefault(path, rule)
+        raise ConfigError("; ".join(messages.values())) from error
 
 
 def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """All dotted keys; NAME stands for what a user names."""
+    """Yield all dotted keys; NAME stands for a name that the user chooses."""
     for name, info in model.model_fields.items():
         section, named = section_of(info.annotation)
         if section is not None:
@@ -134,7 +137,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """(the model of a section, whether there are several under names); None: a value."""
+    """Return (the model of a section, or None for a value; whether the user names sections)."""
     if isinstance(annotation, type) and issubclass(annotation, RootModel):
         annotation = annotation.model_fields["root"].annotation
     named = get_origin(annotation) is dict
@@ -166,7 +169,7 @@ def _check_keys(
 
 
 def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -> str:
-    """The key that was meant: the same name in another section, else the nearest spelling."""
+    """Suggest a key: the same name in another section, else the nearest spelling."""
     leaves = {name.rpartition(".")[2]: name for name in known}
     leaf = path.rpartition(".")[2]
     close = [leaves[leaf]] if leaf in leaves else difflib.get_close_matches(path, known, n=1)
@@ -177,9 +180,9 @@ def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -
 
 
 def _keys_of(loc: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], bool]:
-    """(the keys down to what is wrong, whether it is a section).
+    """Return (the keys down to the wrong value, whether it is a section).
 
-    What pydantic adds behind a value (members of a union, places in a list) is left out.
+    Parts that pydantic adds after a value (union members, list indices) are dropped.
     """
     if not loc:
         return [], True

@@ -1,8 +1,8 @@
-"""The whole configuration of a run: one frozen tree of typed values, from YAML and overrides.
+"""The configuration of a run: one frozen tree of typed values, from YAML and overrides.
 
-Sections are defined in the file of the component that they configure; defaults live there. Here
-they are put together and checked against each other; configs/reading.py reads them. Whatever a user
-can get wrong is a ConfigError: path, value, law, remedy, on one line.
+Every section is defined, with its defaults, in the file of the component that it configures. This
+module combines the sections and checks them against each other; configs/reading.py reads them.
+Every mistake of a user is a ConfigError on one line: key path, value, rule, remedy.
 """
 
 import io
@@ -33,22 +33,23 @@ from training.optimizers.registry import OptimizerConfig
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How activations lie and how linears communicate."""
+    """Activation sharding and communication of linears."""
 
     residual: str = DEFAULT_RESIDUAL
     """Layout of the residual stream over tp: sequence, hidden, replicated or a registered one."""
     overlap: OverlapChoice = "auto"
-    """How linears hide communication under their matmuls; auto chooses by shape and chip."""
+    """How linears overlap communication with matmuls; auto: chosen by shape and chip."""
     overlap_qkv: OverlapChoice | None = None
-    """The same for the q,k,v projections alone; null: as overlap."""
+    """Overlap method of the q, k, v projections; null: as overlap."""
     overlap_o: OverlapChoice | None = None
-    """The same for the output projection of attention."""
+    """Overlap method of the output projection of attention; null: as overlap."""
     overlap_mlp: OverlapChoice | None = None
-    """The same for the gate, up and down projections."""
+    """Overlap method of the gate, up and down projections; null: as overlap."""
     overlap_experts: OverlapChoice | None = None
-    """The same for those of experts, which cannot split blocks."""
+    """Overlap method of the experts' projections, except split; null: as overlap."""
     replicate_kv: bool = False
-    """Let tp exceed the kv heads: keys and values are gathered, each device takes its heads."""
+    """Allow more tp devices than kv heads: every device all-gathers keys and values and takes the
+    heads it needs."""
 
     @field_validator("residual")
     @classmethod
@@ -57,32 +58,32 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
 
 
 class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """The root: one section per component."""
+    """Root of the configuration, with one section per component."""
 
     run: RunConfig = RunConfig()
-    """Traces of the run."""
+    """Output directory, logging and compilation cache."""
     model: ModelConfig = ModelConfig()
-    """Dimensions and numerics."""
+    """Model dimensions and numerics."""
     mesh: MeshConfig = MeshConfig()
-    """Devices."""
+    """Device mesh."""
     cluster: ClusterConfig = ClusterConfig()
-    """How long several processes wait for each other."""
+    """Timeouts among several processes."""
     parallel: ParallelConfig = ParallelConfig()
-    """Layout and overlap."""
+    """Activation sharding and overlap."""
     data: DataConfig = DataConfig()
-    """Text and batches."""
+    """Data sources and batches."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
+    """Optimizer and learning-rate schedule."""
     training: TrainingConfig = TrainingConfig()
-    """Length, seed, evaluation."""
+    """Number of steps, seed, evaluation and sampling."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving and resuming."""
+    """Checkpointing and resuming."""
     plugins: tuple[str, ...] = ()
     """Python modules to import first. They register extensions, such as an attention operation."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a YAML file, applies `section.key=value` overrides, checks everything.
+    """Read a YAML file, apply `section.key=value` overrides, and check everything.
 
     Raises: ConfigError.
     """
@@ -94,7 +95,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump_config(config: Config) -> str:
-    """The resolved configuration as YAML; `load_config` reads it back to an equal one."""
+    """Return the resolved configuration as YAML; `load_config` reads it back to an equal one."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.default_flow_style = False
@@ -103,13 +104,15 @@ def dump_config(config: Config) -> str:
 
 
 def _cross_check(config: Config) -> None:
-    """The laws between sections; the first broken one is reported."""
+    """Check the rules between sections; report the first one that is broken."""
     model, mesh = config.model, config.mesh
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if model.head_dim is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
     if model.head_size % 2:
-        raise ConfigError(f"model.head_dim={model.head_size}: rope turns pairs; use an even width")
+        raise ConfigError(
+            f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
+        )
     _divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
     _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
     if not config.parallel.replicate_kv:
@@ -134,7 +137,7 @@ def _cross_check(config: Config) -> None:
     if len(model.layer_types) > model.num_hidden_layers:
         raise ConfigError(
             f"model.layer_types has {len(model.layer_types)} entries, but model.num_hidden_layers="
-            f"{model.num_hidden_layers}; leave out those that no layer would have"
+            f"{model.num_hidden_layers}; remove the entries past the last layer"
         )
     for kind, name in (
         ("sliding_attention", "sliding_window"),
@@ -144,8 +147,8 @@ def _cross_check(config: Config) -> None:
             raise ConfigError(f"model.layer_types has {kind}, which needs model.{name}; set it")
         if kind not in model.layer_types and getattr(model, name) is not None:
             raise ConfigError(
-                f"model.{name}={getattr(model, name)} is read by layers of {kind} alone, and "
-                "model.layer_types has none; leave it out, or add them"
+                f"model.{name}={getattr(model, name)} applies to {kind} layers only, and "
+                "model.layer_types has none; remove it, or add such a layer"
             )
     _check_experts(config)
     try:
@@ -160,7 +163,7 @@ def _cross_check(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    """The laws of rows and batches, at every step."""
+    """Check the rules of rows and batches, for every phase of their schedules."""
     mesh, data = config.mesh, config.data
     micro = config.training.gradient_accumulation
     for size in data.batch_sizes:
@@ -172,10 +175,10 @@ def _check_data(config: Config) -> None:
             mesh.dp * mesh.fsdp * mesh.ep,
         )
     split_over_tp = get_residual(config.parallel.residual).split_dim == ROWS
-    what = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
+    axes = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
     for length in phases(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
-        _divides("data.sequence_length", length, what, parts)
+        _divides("data.sequence_length", length, axes, parts)
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
@@ -188,26 +191,26 @@ def _check_data(config: Config) -> None:
 
 
 def _check_experts(config: Config) -> None:
-    """The laws of sparse layers."""
+    """Check the rules of mixture-of-experts layers."""
     model, mesh, moe = config.model, config.mesh, config.model.moe
     if not moe.num_experts:
         if config.parallel.overlap_experts is not None:
             raise ConfigError(
-                f"parallel.overlap_experts={config.parallel.overlap_experts} is read by sparse "
-                "layers alone, and model.moe.num_experts=0; set it, or leave the other out"
+                f"parallel.overlap_experts={config.parallel.overlap_experts} applies to "
+                "experts only, and model.moe.num_experts=0; set it, or remove the override"
             )
         for name, value in moe:
             if value != type(moe).model_fields[name].default:
                 raise ConfigError(
-                    f"model.moe.{name}={value} is read by sparse layers alone, and model.moe."
-                    "num_experts=0; set it, or leave the other out"
+                    f"model.moe.{name}={value} applies to experts only, and model.moe.num_experts="
+                    f"0; set it, or remove model.moe.{name}"
                 )
         return
     if True not in model.sparse_layers:
         raise ConfigError(
             f"model.moe.num_experts={moe.num_experts}, but first_k_dense_replace="
             f"{moe.first_k_dense_replace} and decoder_sparse_step={moe.decoder_sparse_step} leave "
-            f"none of the {model.num_hidden_layers} layers sparse; lower them"
+            f"no mixture-of-experts layer among {model.num_hidden_layers}; lower them"
         )
     try:
         rule_of(model)
@@ -220,8 +223,8 @@ def _check_experts(config: Config) -> None:
     _divides("model.moe.moe_intermediate_size", model.expert_size, "mesh.tp", mesh.tp)
     if config.parallel.overlap_experts == "split":
         raise ConfigError(
-            "parallel.overlap_experts=split: halves of a block would not hold whole groups of "
-            "rows; use bidirectional"
+            "parallel.overlap_experts=split: half of a block would not hold whole groups of rows, "
+            "one per expert; use bidirectional"
         )
     unread = {
         "bias_update_speed": (moe.router == "expert_choice", "router=expert_choice"),
@@ -234,12 +237,12 @@ def _check_experts(config: Config) -> None:
         value = getattr(moe, name)
         if is_unread and value != type(moe).model_fields[name].default:
             raise ConfigError(
-                f"model.moe.{name}={value} has no meaning with model.moe.{by}; leave one out"
+                f"model.moe.{name}={value} has no effect with model.moe.{by}; remove one of them"
             )
     if moe.router == "expert_choice" and config.training.sample_tokens:
         raise ConfigError(
-            "model.moe.router=expert_choice looks at the tokens after one and cannot generate "
-            "text; set training.sample_tokens=0, or use another router"
+            "model.moe.router=expert_choice depends on later tokens and cannot generate text; set "
+            "training.sample_tokens=0, or use another router"
         )
 
 

@@ -1,7 +1,6 @@
-"""What a model is: its dimensions under their Hugging Face names, and what they cost.
+"""Model configuration under Hugging Face names, with parameter counts and FLOPs.
 
-Nothing here knows a mesh. Parameter counts and FLOPs are formulas with their source, so that MFU,
-plans and tests read the same numbers.
+The configuration is independent of the mesh. MFU, plans and tests read the same formulas.
 """
 
 import math
@@ -28,7 +27,7 @@ from parallel.experts.grouped_matmul import FormName
 
 DTypeName = Literal["bfloat16", "float32"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
-"""What a layer's queries see: all keys before them, a window of them, or those of their chunk."""
+"""Keys that a query attends to: all earlier ones, a sliding window, or those of its chunk."""
 
 
 class LayerKind(NamedTuple):
@@ -47,29 +46,29 @@ class Segment(NamedTuple):
 
 
 LinearKind = Literal["qkv", "o", "mlp", "experts"]
-"""Linears whose overlap can be chosen by itself; mlp is gate, up and down in one."""
+"""Groups of linears that have their own overlap method; mlp is gate, up and down."""
 
 
 BlockwiseName = Literal["flash_attn2", "blocksparse", "ring", "ulysses"]
 
 
 def _as_tuple(value: Any) -> Any:
-    """YAML has lists only; what hangs on a hashable config is a tuple."""
+    """Convert a YAML list to a tuple, so that the configuration is hashable."""
     if not isinstance(value, list | tuple):
-        raise ValueError("a list is needed; write [...]")
+        raise ValueError("expected a list; write [...]")
     return tuple(value)
 
 
 class OperationConfigs(RootModel[dict[BlockwiseName, OperationConfig]], frozen=True):
-    """Block sizes of the attention operations that work in blocks, by name."""
+    """Block sizes of the blockwise attention operations, by operation name."""
 
     root: dict[BlockwiseName, OperationConfig] = {}
 
     def __hash__(self) -> int:
         return hash(frozenset(self.root.items()))
 
-    def chosen(self) -> Mapping[str, OperationConfig]:
-        """Those that differ from the operation's own choice, by its name."""
+    def overrides(self) -> Mapping[str, OperationConfig]:
+        """Return the entries that override an operation's default block sizes."""
         default = OperationConfig()
         return {name: value for name, value in self.root.items() if value != default}
 
@@ -77,50 +76,53 @@ class OperationConfigs(RootModel[dict[BlockwiseName, OperationConfig]], frozen=T
 class MoEConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
-    """A mixture of experts in place of the SwiGLU: who is chosen, how tokens get there, balance."""
+    """Mixture-of-experts layers: routing, load balance and token exchange."""
 
     num_experts: NonNegativeInt = 0
-    """Experts of a layer (E); 0: every layer is dense."""
+    """Number of experts per layer (E); 0: every layer is dense."""
     num_experts_per_tok: PositiveInt = 2
-    """Experts of a token; of expert_choice: on average."""
+    """Experts per token (top k); with expert_choice the average."""
     moe_intermediate_size: PositiveInt | None = None
-    """Width of one expert; null: intermediate_size."""
+    """Hidden width of one expert; null: intermediate_size."""
     num_shared_experts: NonNegativeInt = 0
-    """Experts that see every token, as one SwiGLU so many times as wide."""
+    """Experts that every token passes, computed as one wide SwiGLU."""
     first_k_dense_replace: NonNegativeInt = 0
-    """The first layers that stay dense."""
+    """Number of dense layers before the first mixture-of-experts layer."""
     decoder_sparse_step: PositiveInt = 1
-    """Of the others, every so many-th layer of the model is sparse."""
+    """Every Nth of the remaining layers is a mixture of experts, counted from the first layer."""
     router: RouterName = "softmax"
-    """softmax: of all experts, then the best; topk_softmax: of the best alone (Mixtral); sigmoid:
-    within the best groups (DeepSeek-V3); switch: one; expert_choice: experts choose tokens."""
+    """softmax: softmax over all experts, then top k; topk_softmax: top k, then softmax over those
+    (Mixtral); sigmoid: sigmoid scores, top k within the best groups (DeepSeek-V3); switch: one
+    expert per token; expert_choice: every expert chooses its tokens."""
     norm_topk_prob: bool = True
-    """The weights of a token's experts sum to one (softmax, sigmoid)."""
+    """Normalise the routing weights of a token to sum to one (softmax, sigmoid)."""
     n_group: PositiveInt = 1
-    """Groups of experts (sigmoid)."""
+    """Number of expert groups (sigmoid)."""
     topk_group: PositiveInt = 1
-    """Groups that a token may choose from (sigmoid)."""
+    """Number of groups that a token may choose from (sigmoid)."""
     routed_scaling_factor: PositiveFloat = 1.0
-    """Times the weights."""
+    """Multiplier on the routing weights."""
     router_aux_loss_coef: NonNegativeFloat = 0.01
-    """Of the balance loss of a layer, 1 for an even load; summed over layers. (Of Hugging Face's
-    router_aux_loss_coef, which is of one loss over all layers: times top k, over layers.)"""
+    """Coefficient of the load-balance loss, which is 1 per layer for an even load and summed over
+    layers. Hugging Face has one loss over all layers: its value times top k / layers goes here."""
     router_z_loss_coef: NonNegativeFloat = 0.0
-    """Of the mean squared logsumexp of a layer's router logits."""
+    """Coefficient of the router z-loss: the mean squared logsumexp of the router logits."""
     bias_update_speed: NonNegativeFloat = 0.0
-    """Step by which a bias on the choice moves towards an even load, after every step; 0: none."""
+    """Change per training step of a routing bias that evens out the load; 0: no bias."""
     exchange: Literal["auto", ExchangeMethod] = "auto"
-    """How tokens get to experts of other devices: alltoall, ragged, or dense, the oracle."""
+    """How tokens reach experts on other devices: alltoall; ragged (ragged all-to-all); dense (every
+    expert computes every token: slow, a reference for tests)."""
     capacity_factor: PositiveFloat | None = None
-    """Room over that of an even load, per expert and sending device (ragged: per receiving device);
-    what does not fit is dropped. null: nothing is; buffers of alltoall then have room for all."""
+    """Expert capacity relative to an even load, per expert and sending device (ragged: receiving
+    device); tokens beyond it are dropped. null: no token is dropped, and the buffers of alltoall
+    have room for all tokens."""
     exchange_chunks: PositiveInt = 1
-    """Parts of alltoall that travel hop by hop under the matmuls of others; 1: one collective."""
+    """Chunks of alltoall, sent hop by hop while other chunks are computed; 1: one collective."""
     grouped_matmul: Literal["auto", FormName] = "auto"
-    """How rows meet the kernels of their experts."""
+    """Implementation of the grouped matmul of tokens and expert kernels."""
     expert_rule: ExpertRule = "split"
-    """Where kernels lie. split: experts on ep, embed on fsdp; alt: embed on sp too; unified:
-    experts on fsdp, sp and ep."""
+    """Sharding of the expert kernels. split: experts over ep, embed over fsdp; alt: embed also over
+    sp; unified: experts over fsdp, sp and ep."""
 
 
 class ModelConfig(
@@ -129,7 +131,7 @@ class ModelConfig(
     """A decoder-only transformer: RMSNorm, rope, grouped-query attention, SwiGLU."""
 
     vocab_size: PositiveInt = 264
-    """Rows of the embedding; at least the tokenizer's size."""
+    """Rows of the embedding table; at least the size of the tokenizer's vocabulary."""
     hidden_size: PositiveInt = 256
     """Width of the residual stream (D)."""
     num_hidden_layers: PositiveInt = 4
@@ -143,67 +145,69 @@ class ModelConfig(
     intermediate_size: PositiveInt = 704
     """Width of the SwiGLU (F)."""
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
-    """Base of the rotary wavelengths."""
+    """Base of the rotary frequencies."""
     rope_local_theta: Annotated[float, Field(gt=1)] | None = None
-    """The base in layers that do not see all keys, which are never scaled; null: as the others."""
+    """Base in sliding and chunked layers, which rope_scaling leaves alone; null: rope_theta and
+    rope_scaling, as in full_attention layers."""
     rope_scaling: RopeScaling = RopeScaling()
-    """How the wavelengths are stretched for longer rows than a model was first trained on."""
+    """Scaling of rotary frequencies for contexts longer than the original training length."""
     qk_norm: bool = False
-    """RMSNorm on every head of queries and keys, before rope."""
+    """Apply RMSNorm to every head of queries and keys before rope."""
     layer_types: Annotated[
         tuple[LayerType, ...], BeforeValidator(_as_tuple), Field(min_length=1)
     ] = ("full_attention",)
-    """What the layers see, from the first one; repeated until there are enough."""
+    """Attention type of each layer, from the first; the list repeats to num_hidden_layers."""
     sliding_window: PositiveInt | None = None
-    """Keys that a query of a sliding_attention layer sees, itself included."""
+    """Window of sliding_attention layers: keys per query, including its own."""
     attention_chunk_size: PositiveInt | None = None
-    """Tokens of a chunk in chunked_attention layers."""
+    """Tokens per chunk in chunked_attention layers."""
     attn_logit_softcapping: PositiveFloat | None = None
-    """Scores become cap * tanh(scores / cap); null: they stay."""
+    """Cap on attention scores: cap * tanh(scores / cap); null: none."""
     attention_sinks: bool = False
-    """One trained logit per head in the norm of the softmax, to which no value belongs."""
+    """Add one trained logit per head to the softmax denominator, without a value."""
     attention_dropout: Annotated[NonNegativeFloat, Field(lt=1)] = 0.0
-    """Share of the attention weights that are dropped in training."""
+    """Dropout probability of attention weights in training."""
     rms_norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square before its root."""
+    """Epsilon of RMSNorm, added to the mean square."""
     tie_word_embeddings: bool = False
-    """The head multiplies by the transposed embedding instead of its own kernel."""
+    """Use the transposed embedding as the kernel of the head."""
     initializer_range: PositiveFloat = 0.02
-    """Standard deviation of initial weights; outputs of a block get it / sqrt(2 * layers)."""
+    """Standard deviation of initial weights; output projections of a block use it divided by
+    sqrt(2 * layers)."""
     dtype: DTypeName = "bfloat16"
-    """Of activations and matmuls; softmax, norms and loss are float32."""
+    """Type of activations and matmuls; softmax, norms and loss use float32."""
     param_dtype: DTypeName = "float32"
-    """Of parameters and optimizer state."""
+    """Type of parameters and optimizer state."""
     attention: str = "auto"
-    """Name of the attention operation; auto: the best that can do what the layer needs."""
+    """Attention operation; auto: the preferred one that supports every feature of the layer."""
     operation_configs: OperationConfigs = OperationConfigs()
-    """Block sizes, where the operation's own choice shall not hold."""
+    """Overrides of the default block sizes."""
     scan_ring_attention: bool = False
-    """The hops of ring attention in a loop: a smaller program, a little less overlap."""
+    """Run the hops of ring attention in a loop: a smaller program with slightly less overlap."""
     zigzag: bool = True
-    """With ring attention over sp: every device gets an early and a late part of the rows, so that
-    causal work is even."""
+    """Give every device an early and a late part of the rows in ring attention over sp, which
+    balances causal work."""
     moe: MoEConfig = MoEConfig()
     """Mixture of experts."""
     remat: str = "dots"
-    """What the backward pass recomputes: none, all but projections and attention in blocks (dots),
-    a whole layer (full)."""
+    """Rematerialisation policy. none: keep all activations; dots: keep projections and blockwise
+    attention, recompute the rest; full: recompute whole layers."""
     loss_chunk: PositiveInt = 2048
-    """Tokens per device whose logits exist at a time."""
+    """Tokens per device in one chunk of the loss; only the logits of a chunk exist at a time."""
 
     @property
     def head_size(self) -> int:
-        """head_dim, or its default."""
+        """Width of one head: head_dim, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def layer_kinds(self) -> tuple[LayerType, ...]:
-        """The type of every layer."""
+        """Attention type of every layer."""
         types = self.layer_types
         return tuple(types[layer % len(types)] for layer in range(self.num_hidden_layers))
 
     def visible_keys(self, layer_type: LayerType, length: int) -> float:
-        """Keys that a query of a row of this length sees, on average over the row."""
+        """Return the keys that a query attends to, on average over a row of `length` tokens."""
         reach = {
             "full_attention": length,
             "sliding_attention": min(self.sliding_window or length, length),
@@ -221,7 +225,7 @@ class ModelConfig(
 
     @property
     def sparse_layers(self) -> tuple[bool, ...]:
-        """Whether a layer is a mixture of experts, for every layer."""
+        """True for every layer that is a mixture of experts."""
         moe = self.moe
         return tuple(
             moe.num_experts > 0
@@ -251,7 +255,7 @@ class ModelConfig(
         return tuple(segments)
 
     def _matmul_parameters(self, experts: int) -> int:
-        """Parameters in matmuls, with so many of the experts of a sparse layer."""
+        """Return the parameters in matmuls, counting `experts` experts per sparse layer."""
         heads = self.num_attention_heads + self.num_key_value_heads
         attention = 2 * self.hidden_size * self.head_size * heads
         sparse = sum(self.sparse_layers)
@@ -264,7 +268,7 @@ class ModelConfig(
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters that multiply a token: all projections, its experts and the head."""
+        """Parameters that one token is multiplied by: projections, its experts and the head."""
         return self._matmul_parameters(self.moe.num_experts_per_tok)
 
     @property
@@ -280,11 +284,11 @@ class ModelConfig(
         return kernels + embedding + norms + sinks + biases
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Training FLOPs per token: 6 per matmul parameter, and causal attention.
+        """Return the training FLOPs per token: 6 per matmul parameter, plus causal attention.
 
-        Attention multiplies q k^T and p v, each 2 * H * h FLOPs per visible key, three times
-        (forward and twice backward), with the keys that are visible on average. Rematerialised
-        work does not count. Source: PaLM (arXiv 2204.02311), appendix B, with the causal half.
+        Attention computes q k^T and p v, each 2 * H * h FLOPs per visible key, three times: once
+        forward and twice backward. Only keys that the mask leaves visible count. Recomputed work
+        does not. Source: PaLM (arXiv 2204.02311), appendix B, with causal masking.
         """
         keys = sum(self.visible_keys(kind, sequence_length) for kind in self.layer_kinds)
         width = self.num_attention_heads * self.head_size

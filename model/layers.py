@@ -1,8 +1,8 @@
-"""The parts of a block: norm, rope, embedding, attention, SwiGLU. Every product is a linear's.
+"""Layers of a transformer block: RMSNorm, embedding, attention, SwiGLU.
 
 Letters: B batch, L length, D embed, H query heads, K kv heads, h head dim, F intermediate, V vocab.
-Activations are typed by the explicit mesh: heads and F on tp, L on sp, B on (dp, fsdp, ep); the
-residual stream x_BLD as the residual rule says.
+Activations carry their sharding in their type: heads and F over tp, L over sp, B over (dp, fsdp,
+ep), and the residual stream x_BLD by the residual rule.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,12 +47,12 @@ AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 
 
 @lru_cache
-def bell(stddev: float) -> Initializer:
-    """Initialiser: bell-shaped, mean 0, this standard deviation, never beyond 3.5 of them.
+def truncated_normal(stddev: float) -> Initializer:
+    """Return an initialiser: approximately normal, mean 0, truncated at 3.5 standard deviations.
 
-    The sum of four uniform 16-bit integers, times one constant: exact arithmetic and one rounding,
-    so that the same seed gives the same bits on every mesh, device and jax version. (A normal draw
-    goes through erf_inv, whose last bit depends on how a compiler vectorises a shard.)
+    It sums four uniform 16-bit integers and multiplies by one constant. The arithmetic is exact up
+    to one rounding, so a seed gives the same bits on every mesh, device and jax version. (A normal
+    draw uses erf_inv, whose last bit depends on how the compiler vectorises a shard.)
     """
     scale = stddev / (4 * (2**32 - 1) / 12) ** 0.5
 
@@ -69,7 +69,7 @@ def bell(stddev: float) -> Initializer:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale in float32. Source: arXiv 1910.07467, equation 4."""
+    """RMS normalisation, x / rms(x) * scale, in float32. Source: arXiv 1910.07467, equation 4."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, width: int | None = None):
         spec = tp.manager.resolve(Replicated)
@@ -79,6 +79,7 @@ class RMSNorm(nnx.Module):
         self.eps = config.rms_norm_eps
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Normalise the last dim; the layout stays the same."""
         x = x_BLD.astype(jnp.float32)
         normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
         return (normed * self.scale[...]).astype(x_BLD.dtype)
@@ -86,12 +87,12 @@ class RMSNorm(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class RowInfo:
-    """What attention must know of a batch of rows; equal for all layers.
+class TokenInfo:
+    """Inputs of attention and experts that are equal for all layers.
 
-    positions_BL: of rope. segment_ids_BL: documents, None: one per row. index_L: the row index of
-    every token if they are not in natural order. dropout_key: None: nothing is dropped. valid_BL:
-    False for padding, None: there is none.
+    positions_BL: positions for rope. segment_ids_BL: document of every token; None: one document
+    per row. index_L: index in the row of every token, None: natural order. dropout_key: None: no
+    dropout. valid_BL: False for padding; None: no padding.
     """
 
     positions_BL: jax.Array
@@ -102,19 +103,19 @@ class RowInfo:
 
 
 class Embedding(nnx.Module):
-    """Token table (V, D), its rows split over tp: each device looks up the tokens it owns."""
+    """Embedding table (V, D), its rows split over tp: a device looks up the tokens it owns."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
         shape = (config.vocab_size, config.hidden_size)
         spec = tp.manager.resolve(RowWise, shape=shape, name="embedding")
-        init = bell(config.initializer_range)
+        init = truncated_normal(config.initializer_range)
         table = init(rngs.params(), shape, jnp.dtype(config.param_dtype), out_sharding=spec)
         self.table = nnx.Param(table, semantic_axes=RowWise)
         self.dtype = jnp.dtype(config.dtype)
         self.tp = tp
 
     def __call__(self, tokens_BL: jax.Array, mode: RUNTIME_MODE_TYPES = MODE_TRAIN) -> jax.Array:
-        """Tokens `B L` -> x_BLD in the residual layout of this mode.
+        """Look up tokens `B L` and return x_BLD in the residual layout of this mode.
 
         Communication: one all-reduce or reduce-scatter over tp of B L D.
         """
@@ -145,8 +146,8 @@ def _embed_body(
     axis_name: str,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """`V/tp D/fsdp`, `B L` -> `B L D`, with L or D over tp if `dim` is -2 or -1."""
-    # Looked up before the cast: the gradient adds up the rows of equal tokens, in float32.
+    """Look up local tokens: `V/tp D/fsdp`, `B L` -> `B L D`, L or D over tp if `dim` is -2 or -1."""
+    # The lookup precedes the cast, so that the gradient sums rows of equal tokens in float32.
     table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
     rows = table.shape[0]
     local_BL = tokens_BL - lax.axis_index(axis_name) * rows
@@ -159,13 +160,13 @@ def _embed_body(
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention: one column linear for q,k,v, an operation by name, a row linear."""
+    """Grouped-query attention: a column-parallel q, k, v, an operation, a row-parallel output."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
         self.config, self.tp = config, tp
         heads = config.num_attention_heads * config.head_size
         kv_heads = config.num_key_value_heads * config.head_size
-        linear = partial(linear_of, config, tp)
+        linear = partial(make_linear, config, tp)
         self.qkv = linear(
             ColumnParallelLinear,
             config.hidden_size,
@@ -192,19 +193,20 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x_BLD: jax.Array,
-        rows: RowInfo,
+        info: TokenInfo,
         *,
         layer_type: LayerType,
         choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """x_BLD -> (x_BLD, the cache with these tokens' keys and values).
+        """Attend, and return (x_BLD, the cache with the keys and values of these tokens).
 
-        mode: train and prefill attend to the tokens themselves, the others to the cache.
+        mode: train and prefill attend to the new tokens only, insert and autoregressive to the
+        cache.
         """
         with jax.named_scope("qkv"):
-            q, k, v = self._projected(x_BLD, rows.positions_BL, layer_type)
+            q, k, v = self._project_qkv(x_BLD, info.positions_BL, layer_type)
         if cache is not None:
             cache = cache.write(k, v, self.config, self.tp)
         with jax.named_scope("attention"):
@@ -212,7 +214,7 @@ class Attention(nnx.Module):
                 out_BLHh = attend_cached(
                     q,
                     cache,
-                    rows.positions_BL,
+                    info.positions_BL,
                     layer_type=layer_type,
                     choice=choice,
                     mode=mode,
@@ -222,17 +224,17 @@ class Attention(nnx.Module):
                     features=self._features(layer_type),
                 )
             else:
-                out_BLHh = self._attend(q, k, v, rows, layer_type, choice, mode)
+                out_BLHh = self._attend_without_cache(q, k, v, info, layer_type, choice, mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
         with jax.named_scope("o"):
             return self.o(out_BLF, jax.typeof(x_BLD).sharding.spec), cache
 
-    def _projected(
+    def _project_qkv(
         self, x_BLD: jax.Array, positions_BL: jax.Array, layer_type: LayerType
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k and v `B L heads h`, q and k normed and turned."""
+        """Return q, k and v `B L heads h`, with norms and rope applied to q and k."""
         config = self.config
         qkv = self.qkv(x_BLD)
         q, k, v = (self._split_heads(qkv[name]) for name in "qkv")
@@ -245,31 +247,31 @@ class Attention(nnx.Module):
         q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
         return q, k, v
 
-    def _attend(
+    def _attend_without_cache(
         self,
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        rows: RowInfo,
+        info: TokenInfo,
         layer_type: LayerType,
         choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES,
     ) -> jax.Array:
-        """Self-attention without a cache."""
+        """Attend to the new tokens only."""
         return OperationRegistry.create(choice.name, self._metadata())(
             q,
             k,
             v,
             mode=mode,
-            q_index=rows.index_L,
-            kv_index=rows.index_L,
-            q_segment_ids=rows.segment_ids_BL,
-            dropout_key=rows.dropout_key,
+            q_index=info.index_L,
+            kv_index=info.index_L,
+            q_segment_ids=info.segment_ids_BL,
+            dropout_key=info.dropout_key,
             **self._features(layer_type),
         )
 
     def _features(self, layer_type: LayerType) -> dict[str, Any]:
-        """What this layer asks of its operation."""
+        """Return the features that this layer needs from its operation."""
         pattern = pattern_of(self.config, layer_type)
         return {
             "sliding_window": pattern.window,
@@ -286,14 +288,14 @@ class Attention(nnx.Module):
             platform=manager.mesh.devices.flat[0].platform,
             partition_axis=manager.partition_axis,
             partition_manager=manager,
-            operation_configs=dict(self.config.operation_configs.chosen()),
+            operation_configs=dict(self.config.operation_configs.overrides()),
             scan_ring_attention=self.config.scan_ring_attention,
             dropout_prob=self.config.attention_dropout,
             _stored_mesh=manager.mesh,
         )
 
     def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
-        """`B L H*h` -> `B L H h` with heads on tp, or whole on every device if tp splits a head."""
+        """Reshape `B L H*h` to `B L H h`: H over tp, or not split if tp does not divide H."""
         B, L, features = y_BLF.shape
         heads = features // self.config.head_size
         spec = jax.typeof(y_BLF).sharding.spec
@@ -304,7 +306,7 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)), gate and up from one gather. Source: arXiv 2002.05202."""
+    """Gated MLP: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202."""
 
     def __init__(
         self,
@@ -314,7 +316,7 @@ class SwiGLU(nnx.Module):
         rngs: nnx.Rngs,
         width: int | None = None,
     ):
-        linear = partial(linear_of, config, tp)
+        linear = partial(make_linear, config, tp)
         width = width or config.intermediate_size
         self.gate_up = linear(
             ColumnParallelLinear,
@@ -333,15 +335,16 @@ class SwiGLU(nnx.Module):
         )
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """Return x_BLD in the layout it had; gate and up share one gather of x."""
         return chain(x_BLD, self.gate_up, gated_silu, self.down)
 
 
 def gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-    """silu(gate) * up, elementwise."""
+    """Return silu(gate) * up, elementwise."""
     return jax.nn.silu(gate_BLF) * up_BLF
 
 
-def linear_of(
+def make_linear(
     config: ModelConfig,
     tp: TensorParallelConfig,
     linear: type[AnyLinear],
@@ -352,11 +355,11 @@ def linear_of(
     rngs: nnx.Rngs,
     last: bool = False,
 ) -> AnyLinear:
-    """A linear in this model's dtypes and initialisation.
+    """Build a linear with this model's dtypes and initialisation.
 
-    kind: names it where overlap methods are chosen one by one; None: the general one.
-    last: it ends a residual branch; its weights shrink with depth so that the sum of 2 * layers
-    branches keeps the scale of one. Source: GPT-2 report (Radford et al. 2019), section 2.3.
+    kind: the group whose overlap method it uses; None: the general method. last: the linear ends a
+    residual branch, so its weights shrink with depth to keep the sum of 2 * layers branches at the
+    scale of one branch. Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     stddev = config.initializer_range / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
     return linear(
@@ -365,7 +368,7 @@ def linear_of(
         use_bias=False,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
-        kernel_init=bell(stddev),
+        kernel_init=truncated_normal(stddev),
         parallel_config=tp.for_kind(kind) if kind else tp,
         rngs=rngs,
     )

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
-from model.layers import SwiGLU, bell, gated_silu
+from model.layers import SwiGLU, gated_silu, truncated_normal
 from model.plan import ExecutionPlan
 from model.router import (
     Health,
@@ -67,7 +67,7 @@ class Router(nnx.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
         shape = (config.hidden_size, config.moe.num_experts)
-        init, spec = bell(config.initializer_range), tp.manager.resolve(GateKernel)
+        init, spec = truncated_normal(config.initializer_range), tp.manager.resolve(GateKernel)
         kernel = init(rngs.params(), shape, jnp.dtype("float32"), out_sharding=spec)
         self.kernel = nnx.Param(kernel, semantic_axes=GateKernel)
         if config.moe.bias_update_speed:
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
             moe.num_experts,
             config.hidden_size,
             {"gate": width, "up": width},
-            kernel_init=bell(stddev),
+            kernel_init=truncated_normal(stddev),
             rngs=named_rngs(rngs, "gate_up"),
             **sizes,
         )
@@ -101,7 +101,7 @@ class MoE(nnx.Module):
             moe.num_experts,
             width,
             config.hidden_size,
-            kernel_init=bell(stddev / (2 * config.num_hidden_layers) ** 0.5),
+            kernel_init=truncated_normal(stddev / (2 * config.num_hidden_layers) ** 0.5),
             rngs=named_rngs(rngs, "down"),
             **sizes,
         )

@@ -8,30 +8,27 @@ Letters: B batch, L length, H heads, h head dim. frequency_h has h / 2 entries, 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from pydantic import BaseModel, PositiveFloat, PositiveInt, field_validator, model_validator
 
-Rescale = Callable[[np.ndarray, float, "RopeScaling"], tuple[np.ndarray, float]]
-"""(frequency_h, theta, scaling) -> (rescaled frequency_h, factor on rotated queries and keys)."""
+Rescaled = tuple[np.ndarray, float]
+"""Rescaled frequency_h, and the attention factor on rotated queries and keys."""
+Rescale = Callable[[np.ndarray, float, "RopeScaling"], Rescaled]
+"""A scaling rule: (frequency_h, theta, scaling) -> rescaled."""
 
 
-@dataclass(frozen=True)
-class ScalingRule:
-    """A registered scaling rule and the fields of `RopeScaling` that it reads."""
-
+class _Rule(NamedTuple):
     rescale: Rescale
     required: tuple[str, ...]
     optional: tuple[str, ...]
     increasing: tuple[str, str] | None
-    """Two fields of which the first must be less than the second."""
 
 
-_RULES: dict[str, ScalingRule] = {}
+_RULES: dict[str, _Rule] = {}
 
 
 def register_scaling(
@@ -43,13 +40,14 @@ def register_scaling(
 ) -> Callable[[Rescale], Rescale]:
     """Return a decorator that registers a function as the rule `model.rope_scaling.type=name`.
 
-    Raises: ValueError if the name is taken.
+    required, optional: the fields of `RopeScaling` that the rule reads. increasing: two fields of
+    which the first must be less than the second. Raises: ValueError if the name is taken.
     """
 
     def register(rescale: Rescale) -> Rescale:
         if name in _RULES:
             raise ValueError(f"rope scaling type {name} is registered already; use another name")
-        _RULES[name] = ScalingRule(rescale, required, optional, increasing)
+        _RULES[name] = _Rule(rescale, required, optional, increasing)
         return rescale
 
     return register
@@ -115,9 +113,7 @@ class RopeScaling(
         return self
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[np.ndarray, float]:
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rescaled:
     """Return the radians per position of every pair (float64, `h / 2`) and the attention factor.
 
     The attention factor multiplies rotated queries and keys. Unscaled frequencies are
@@ -134,17 +130,13 @@ def rope_frequencies(
 
 
 @register_scaling("default")
-def _unscaled(
-    frequency_h: np.ndarray, theta: float, scaling: RopeScaling
-) -> tuple[np.ndarray, float]:
+def _unscaled(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescaled:
     """Return the frequencies as they are."""
     return frequency_h, 1.0
 
 
 @register_scaling("linear", required=("factor",))
-def _linear(
-    frequency_h: np.ndarray, theta: float, scaling: RopeScaling
-) -> tuple[np.ndarray, float]:
+def _linear(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescaled:
     """Divide every frequency by `factor`. Source: position interpolation, arXiv 2306.15595."""
     assert scaling.factor is not None
     return frequency_h / scaling.factor, 1.0
@@ -155,9 +147,7 @@ def _linear(
     required=("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     increasing=("low_freq_factor", "high_freq_factor"),
 )
-def _llama3(
-    frequency_h: np.ndarray, theta: float, scaling: RopeScaling
-) -> tuple[np.ndarray, float]:
+def _llama3(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescaled:
     """Divide frequencies by `factor` where a pair rotates rarely over the original length.
 
     Pairs below `low_freq_factor` rotations are divided in full, pairs above `high_freq_factor` not
@@ -178,7 +168,7 @@ def _llama3(
     optional=("beta_fast", "beta_slow", "attention_factor"),
     increasing=("beta_slow", "beta_fast"),
 )
-def _yarn(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+def _yarn(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescaled:
     """Divide frequencies by `factor` along a linear ramp over pairs. Source: arXiv 2309.00071.
 
     The ramp runs between the pairs that make beta_fast and beta_slow rotations over the original

@@ -1,7 +1,7 @@
-"""The decoder: embed, a scan over blocks, norm, head. The table of contents of model/.
+"""The decoder: embedding, a scan over blocks, final norm and head.
 
-Parameters are a function of ModelConfig and the seed alone; blocks are stacked on a leading layer
-dim and scanned, so compile time does not grow with depth.
+Parameters depend on ModelConfig and the seed only. Blocks are stacked on a leading layer dim and
+scanned, so compile time does not grow with depth.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from model.attention.cached import Cache, LayerCache, mark
 from model.attention.dispatch import AttentionChoice
 from model.config import LayerKind, LayerType, Segment
 from model.generation.cache import DenseCache
-from model.layers import Attention, Embedding, RMSNorm, RowInfo, SwiGLU, linear_of
+from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo, make_linear
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import remat_policy
@@ -30,7 +30,7 @@ _STACKS = {False: "layers", True: "sparse_layers"}
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)); the MLP of a sparse block is a `MoE`."""
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with SwiGLU or `MoE`."""
 
     def __init__(self, plan: ExecutionPlan, *, sparse: bool, rngs: nnx.Rngs):
         config, tp = plan.model, plan.tp
@@ -43,7 +43,7 @@ class Block(nnx.Module):
     def __call__(
         self,
         x_BLD: jax.Array,
-        rows: RowInfo,
+        info: TokenInfo,
         *,
         layer_type: LayerType,
         choice: AttentionChoice,
@@ -51,23 +51,24 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         dropless: bool = False,
     ) -> tuple[jax.Array, LayerCache | None, MoEReport | None]:
+        """Return (x_BLD, the cache with these tokens, the router statistics of a sparse block)."""
         normed_BLD = self.attention_norm(x_BLD)
         out_BLD, cache = self.attention(
-            normed_BLD, rows, layer_type=layer_type, choice=choice, mode=mode, cache=cache
+            normed_BLD, info, layer_type=layer_type, choice=choice, mode=mode, cache=cache
         )
         x_BLD += out_BLD
         normed_BLD = self.mlp_norm(x_BLD)
         if isinstance(self.mlp, MoE):
-            out_BLD, report = self.mlp(normed_BLD, rows.valid_BL, mode, dropless=dropless)
+            out_BLD, report = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
             return x_BLD + out_BLD, cache, report
         return x_BLD + self.mlp(normed_BLD), cache, None
 
 
 class Transformer(nnx.Module):
-    """Tokens to hidden states, and hidden states to logits.
+    """Decoder-only transformer from tokens to hidden states, and from those to logits.
 
-    Build it inside `jax.jit` or `jax.eval_shape` under `jax.set_mesh(tp.mesh)`: parameters are then
-    born sharded.
+    Build it inside `jax.jit` or `jax.eval_shape` under `jax.set_mesh(tp.mesh)`, so that parameters
+    are created with their sharding.
     """
 
     def __init__(self, plan: ExecutionPlan, *, rngs: nnx.Rngs):
@@ -80,7 +81,7 @@ class Transformer(nnx.Module):
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         if not config.tie_word_embeddings:
-            self.head = linear_of(
+            self.head = make_linear(
                 config,
                 tp,
                 ColumnParallelLinear,
@@ -100,19 +101,20 @@ class Transformer(nnx.Module):
         dropout_key: jax.Array | None = None,
         dropless: bool = False,
     ) -> tuple[jax.Array, MoEReport | None]:
-        """Tokens `B L` -> (normed x_BLD in the residual layout, reports of sparse layers `N ...`).
+        """Return hidden states after the final norm, and the reports of sparse layers `N ...`.
 
-        segment_ids_BL: documents; negative: padding, which goes to no expert.
-        index_L: row index of every token, if they are in another order (see `row_order`).
-        dropout_key: of this batch; None: no attention weight is dropped. dropless: experts have
-        room for all tokens, whatever their capacity: losses to compare must not depend on it.
+        tokens_BL: token ids. The hidden states x_BLD have the residual layout.
+        segment_ids_BL: document of every token; negative: padding, which no expert receives.
+        index_L: index in the row of every token (`ExecutionPlan.row_order`); None: natural order.
+        dropout_key: key of this batch; None: no dropout. dropless: give experts room for all tokens
+        instead of their capacity, for losses that must not depend on drops.
         """
         rows = (tokens_BL, positions_BL, segment_ids_BL)
         constrain = self.tp.manager.constrain
         tokens_BL, positions_BL, segment_ids_BL = (constrain(y, TokenSharding) for y in rows)
         definitions, stacks = self._layers()
         sparse = True in stacks
-        info = RowInfo(
+        info = TokenInfo(
             positions_BL=positions_BL,
             segment_ids_BL=segment_ids_BL,
             index_L=index_L,
@@ -134,7 +136,7 @@ class Transformer(nnx.Module):
 
         policy = remat_policy(self.config.remat)
         if policy is not None:
-            # prevent_cse is for code outside of scan; inside it only blocks fusion.
+            # Inside of scan, prevent_cse is not needed and would block fusion.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False, static_argnums=3)
         with jax.named_scope("embed"):
             x_BLD = self.embed(tokens_BL)
@@ -150,11 +152,11 @@ class Transformer(nnx.Module):
         *,
         mode: RUNTIME_MODE_TYPES,
     ) -> tuple[jax.Array, Cache]:
-        """New tokens `B L` of every row, after those in the cache -> (normed x_BLD, the cache).
+        """Append new tokens `B L` to the cache; return (hidden states x_BLD, the cache).
 
-        counts_B: how many of a row are real; they come first, the others are not kept and their
-        results mean nothing. mode: prefill (the cache is empty: new tokens attend to themselves, L
-        over sp), insert or autoregressive (they attend to the cache, L whole on every device).
+        counts_B: number of valid tokens of each row. They come first; the others are not stored and
+        their hidden states are meaningless. mode: prefill (empty cache; new tokens attend to each
+        other, L over sp), insert or autoregressive (they attend to the cache, L not split).
         """
         manager = self.tp.manager
         tokens_BL = manager.constrain(tokens_BL, TokenSharding, mode)
@@ -164,10 +166,10 @@ class Transformer(nnx.Module):
         if isinstance(cache, DenseCache):
             cache = mark(cache, positions_BL, slots_BL, self.config, self.tp)
         definitions, stacks = self._layers()
-        real_BL = offset_L < counts_B[:, None]
-        rows = RowInfo(
+        valid_BL = offset_L < counts_B[:, None]
+        info = TokenInfo(
             positions_BL=manager.constrain(positions_BL, TokenSharding, mode),
-            valid_BL=manager.constrain(real_BL, TokenSharding, mode) if True in stacks else None,
+            valid_BL=manager.constrain(valid_BL, TokenSharding, mode) if True in stacks else None,
         )
 
         choices = self.plan.generation_attention(
@@ -181,7 +183,7 @@ class Transformer(nnx.Module):
             view = LayerCache(cache=cache, layer=number, slots_BL=slots_BL, counts_B=counts_B)
             x_BLD, view, _ = nnx.merge(definitions[kind.is_sparse], layer)(
                 x_BLD,
-                rows,
+                info,
                 layer_type=kind.layer_type,
                 choice=choices[kind.layer_type],
                 mode=mode,
@@ -194,17 +196,17 @@ class Transformer(nnx.Module):
         return self.norm(x_BLD), cache.advance(counts_B)
 
     def _layers(self) -> tuple[dict[bool, Any], dict[bool, Any]]:
-        """Definitions and stacked parameters of dense (False) and sparse (True) blocks."""
+        """Return definitions and stacked parameters of dense (False) and sparse (True) blocks."""
         modules = {sparse: getattr(self, name, None) for sparse, name in _STACKS.items()}
         parts = {sparse: nnx.split(m) for sparse, m in modules.items() if m is not None}
         return {s: part[0] for s, part in parts.items()}, {s: part[1] for s, part in parts.items()}
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
-        """Hidden states -> logits `B L V`, V on tp. Training uses `cross_entropy_sum` instead."""
+        """Return the logits `B L V`, V over tp. Training uses `cross_entropy_sum` instead."""
         return column_parallel(x_BLD, [self.head_kernel()], self.tp)[0]
 
     def head_kernel(self) -> jax.Array:
-        """The head's kernel (D, V), ColumnWise; the transposed embedding if tied."""
+        """Return the kernel of the head (D, V), ColumnWise; the transposed embedding if tied."""
         if self.config.tie_word_embeddings:
             return self.embed.table[...].T
         return self.head.kernel[...]
@@ -262,7 +264,7 @@ def _apply_pattern(
 
 
 def _stack(build: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:
-    """One module whose parameters have a leading dim of `count`, entry i built from key i."""
+    """Build one module whose parameters have a leading dim of `count`; entry i uses key i."""
     key = rngs.params.key[...]
     definition = nnx.graphdef(nnx.eval_shape(lambda: build(rngs=nnx.Rngs(params=key))))
     keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(jnp.arange(count))

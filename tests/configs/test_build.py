@@ -1,4 +1,4 @@
-"""The sharding table of a whole program is what its devices hold."""
+"""A built program: its sharding table equals what devices hold, and its choices have reasons."""
 
 import re
 
@@ -34,7 +34,7 @@ def by_name(rows: list[Row]) -> dict[str, Row]:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_the_table_holds_every_byte_of_the_state_of_every_device(name):
+def test_the_table_counts_every_byte_of_the_state_on_every_device(name):
     config, program = build(MESHES[name])
     table = build_sharding_table(config, program)
     with jax.set_mesh(program.tp.manager.mesh):
@@ -45,10 +45,10 @@ def test_the_table_holds_every_byte_of_the_state_of_every_device(name):
             held[shard.device] += shard.data.nbytes
     rows = [*table["parameters"], *table["optimizer"]]
     assert set(held.values()) == {sum(row.bytes_per_device for row in rows)}
-    assert all(row.axes != "?" for row in rows), "a parameter that does not say its axes"
+    assert all(row.axes != "?" for row in rows), "a parameter without semantic axes"
 
 
-def test_a_parameter_is_a_row_with_the_shape_of_its_shard():
+def test_a_parameter_is_a_row_with_its_shard_shape():
     config, program = build(MeshConfig(dp=2, tp=4), "model.tie_word_embeddings=true")
     table = build_sharding_table(config, program)
     rows = by_name(table["parameters"])
@@ -78,14 +78,14 @@ def test_replicated_keys_and_values_have_a_reason_and_a_cost():
     assert rows["q_BLHh"].replicated == ()
 
 
-def test_auto_overlaps_nothing_on_a_cpu_and_says_why() -> None:
-    config, program = build(MeshConfig(tp=4, fsdp=2))
+def test_auto_overlap_is_none_on_cpu_with_a_reason() -> None:
+    _, program = build(MeshConfig(tp=4, fsdp=2))
     assert set(program.tp.kind_overlaps.values()) == {"none"}
     reasons = {choice.reason for choice in dict(program.plan.overlap).values()}
     assert reasons == {"no link figures for this device, so no overlap is assumed"}
 
 
-def test_kinds_of_linears_take_their_own_overlap() -> None:
+def test_every_kind_of_linear_has_its_own_overlap() -> None:
     overrides = "parallel.overlap=bidirectional", "parallel.overlap_qkv=split"
     _, program = build(MeshConfig(tp=4), *overrides, "parallel.overlap_o=auto")
     assert program.tp.overlap == "bidirectional"
@@ -96,7 +96,7 @@ def test_kinds_of_linears_take_their_own_overlap() -> None:
 def test_blocks_that_cannot_be_halved_are_refused() -> None:
     odd = "parallel.overlap=split", "data.sequence_length=12", "data.global_batch_size=2"
     with pytest.raises(
-        ValueError, match=r"\(or overlap_qkv\) split halves .* is odd; make it even"
+        ValueError, match=r"overlap_qkv=split\) sends half blocks, but .* is odd; make it even"
     ):
         build(MeshConfig(tp=4), *odd)
     build(MeshConfig(tp=2), *odd)
@@ -110,8 +110,8 @@ def test_blocks_that_cannot_be_halved_are_refused() -> None:
         ("parallel.residual=hidden", MeshConfig(tp=4), "no estimate for residual hidden"),
     ],
 )
-def test_an_overlap_that_cannot_be_is_said(override, mesh, why) -> None:
-    config, program = build(mesh, override)
+def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
+    _, program = build(mesh, override)
     choices = dict(program.plan.overlap).values()
     assert {choice.overlap for choice in choices} == {"none"}
     assert all(why in choice.reason for choice in choices)
@@ -125,6 +125,6 @@ def test_an_overlap_that_cannot_be_is_said(override, mesh, why) -> None:
     ],
     ids=str,
 )
-def test_attention_that_cannot_do_what_is_asked_is_refused_before_tracing(overrides, law) -> None:
+def test_attention_that_lacks_a_feature_is_refused_before_tracing(overrides, law) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot do what is asked ({law}")):
         build(MeshConfig(), *overrides)

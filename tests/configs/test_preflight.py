@@ -1,4 +1,4 @@
-"""What processes must have in common: a change of one byte or value is a change of a fact."""
+"""Preflight facts change with every byte of the code and every value of the configuration."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from training.resume import flatten
 
 
 def changed(config: Config, *overrides: str, folder: Path) -> dict[str, tuple]:
-    """The facts that are others with these overrides."""
+    """Facts that these overrides change."""
     one = describe_program(config)
     other = describe_program(load_config(folder / "tiny.yaml", overrides))
     return {
@@ -32,7 +32,7 @@ def config(tmp_path) -> Config:
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch) -> Path:
-    """A small program in place of ours."""
+    """A small source tree instead of this repository."""
     root = tmp_path / "program"
     for name in ("train.py", "model/layers.py", "model/attention/ring.py", "data/rows.py"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -51,14 +51,14 @@ def sources(tmp_path, monkeypatch) -> Path:
         lambda root: (root / "model/layers.py").unlink(),
     ],
 )
-def test_the_code_is_another_after_one_byte_a_name_or_a_file(config, sources, change):
+def test_the_code_hash_changes_with_a_byte_a_name_or_a_file(config, sources, change):
     before = describe_program(config)["code"]
     assert describe_program(config)["code"] == before
     change(sources)
     assert describe_program(config)["code"] != before
 
 
-def test_what_is_no_source_does_not_matter(config, sources):
+def test_files_that_are_not_sources_do_not_change_the_hash(config, sources):
     before = describe_program(config)["code"]
     (sources / "model" / "__pycache__").mkdir()
     (sources / "model" / "__pycache__" / "layers.pyc").write_text("x")
@@ -66,7 +66,7 @@ def test_what_is_no_source_does_not_matter(config, sources):
     assert describe_program(config)["code"] == before
 
 
-def test_two_configurations_differ_by_the_path_of_the_key(config, tmp_path):
+def test_changed_values_are_found_by_key_path(config, tmp_path):
     overrides = ["optimizer.learning_rate=3e-3", "training.guard.max_bad_steps=7"]
     assert changed(config, *overrides, folder=tmp_path) == {
         "optimizer.learning_rate": (1e-2, 3e-3),
@@ -74,7 +74,7 @@ def test_two_configurations_differ_by_the_path_of_the_key(config, tmp_path):
     }
 
 
-def test_every_value_of_the_configuration_is_a_fact_that_can_be_told(config):
+def test_every_configuration_value_is_a_json_fact(config):
     facts = describe_program(config)
     assert json.loads(json.dumps(facts)) == facts
     assert facts["mesh.tp"] == 2 and facts["cluster.peer_timeout"] == 60
@@ -87,7 +87,7 @@ def test_flatten_names_leaves_by_their_path():
     assert flatten(tree) == {"a": 1, "b.c": [2, {"d": 3}], "b.e.f": None, "g": {}}
 
 
-def test_the_machine_is_its_devices_and_its_text(config, tmp_path):
+def test_machine_facts_are_devices_and_data(config, tmp_path):
     facts = describe_machine(Rows(config.data), jax.local_devices())
     assert facts["devices"] == "8 x cpu"
     other = describe_machine(Rows(config.data), jax.local_devices()[:4])

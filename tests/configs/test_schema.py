@@ -1,4 +1,4 @@
-"""What a configuration accepts, gives back and refuses: one line with path, law and remedy."""
+"""Configurations load, round-trip and refuse mistakes on one line: key path, rule, remedy."""
 
 import re
 from pathlib import Path
@@ -35,17 +35,17 @@ REFUSALS = {
     "run.dir=null": "run.dir=None: input should be a valid string",
     "run.dir=7": "run.dir=7: input should be a valid string",
     "mesh.tp=[8]": "mesh.tp=[8]: input should be a valid integer",
-    # Before anything is built, and at once.
+    # Huge values are refused at once.
     "training.steps=10000000000000000000": "training.steps=10000000000000000000: input should be l",
     "model.hidden_size=9999999967": "is not divisible by",
     "mesh.tp=10000000000": "is not divisible by mesh.tp=10000000000; use mesh.tp=",
-    # What nothing reads.
-    "model.sliding_window=8": "model.sliding_window=8 is read by layers of sliding_attention alone",
-    "model.attention_chunk_size=8": "model.attention_chunk_size=8 is read by layers of chunked_",
+    # Keys without effect.
+    "model.sliding_window=8": "model.sliding_window=8 applies to sliding_attention layers only",
+    "model.attention_chunk_size=8": "model.attention_chunk_size=8 applies to chunked_",
     "model.layer_types=[full_attention,full_attention,full_attention]": (
-        "model.layer_types has 3 entries, but model.num_hidden_layers=2; leave out"
+        "model.layer_types has 3 entries, but model.num_hidden_layers=2; remove"
     ),
-    "model.layer_types=full_attention": "model.layer_types='full_attention': a list is needed",
+    "model.layer_types=full_attention": "model.layer_types='full_attention': expected a list",
     # Ranges.
     "mesh.tp=0": "mesh.tp=0: input should be greater than 0",
     "training.seed=-1": "training.seed=-1: input should be greater than or equal to 0",
@@ -54,7 +54,7 @@ REFUSALS = {
     "optimizer.learning_rate=.inf": "optimizer.learning_rate=inf: input should be",
     "optimizer.schedule=cosin": "optimizer.schedule='cosin': input should be 'cosine', 'wsd' or",
     "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
-    # Sources have names of their own; values may change at steps.
+    # The user names sources; values may change at given steps.
     "data.sources.code.wieght=2": (
         "data.sources.code.wieght: unknown key; did you mean data.sources.NAME.weight?"
     ),
@@ -92,7 +92,7 @@ REFUSALS = {
     "mesh.tp=[": "override 'mesh.tp=[' is not YAML: ",
     "mesh=8": "mesh=8 is not a section; write mesh: with dp, fsdp, tp, sp, ep",
     "mesh=null": "mesh=None is not a section; write mesh: with dp",
-    # Laws between sections.
+    # Rules between sections.
     "mesh.tp=3": "model.num_attention_heads=8 is not divisible by mesh.tp=3; use mesh.tp=2 or 4",
     "model.num_attention_heads=3": "model.hidden_size=256 is not divisible by model.num_attention",
     "model.num_key_value_heads=3": "num_attention_heads=8 is not divisible by model.num_key_value",
@@ -100,7 +100,7 @@ REFUSALS = {
         "model.num_key_value_heads=4 is not divisible by mesh.tp=8; "
         "use mesh.tp=4, or parallel.replicate_kv=true"
     ),
-    "model.head_dim=5": "model.head_dim=5: rope turns pairs; use an even width",
+    "model.head_dim=5": "model.head_dim=5: rope rotates pairs; use an even head_dim",
     "model.intermediate_size=100": "model.intermediate_size=100 is not divisible by mesh.tp=8",
     "model.vocab_size=265": "model.vocab_size=265 is not divisible by mesh.tp=8; use mesh.tp=",
     "model.vocab_size=256": "model.vocab_size=256 is smaller than the tokenizer's 257 ids; raise",
@@ -114,16 +114,16 @@ REFUSALS = {
         "data.global_batch_size / training.gradient_accumulation=16 is not divisible by "
         "mesh.dp * mesh.fsdp * mesh.ep=3; use mesh.dp * mesh.fsdp * mesh.ep=2 or 4"
     ),
-    "parallel.overlap_experts=ring": "parallel.overlap_experts=ring is read by sparse layers alone",
+    "parallel.overlap_experts=ring": "parallel.overlap_experts=ring applies to experts only",
     "model.moe.num_experts_per_tok=4": (
-        "model.moe.num_experts_per_tok=4 is read by sparse layers alone, and model.moe.num_exp"
+        "model.moe.num_experts_per_tok=4 applies to experts only, and model.moe.num_exp"
     ),
     "model.attention=flashh": "model.attention: unknown attention operation 'flashh'; registered:",
 }
 
 
-# Overrides of the same with eight experts.
-OF_EXPERTS = {
+# Overrides of the same file with eight experts.
+EXPERT_REFUSALS = {
     "mesh.ep=3": "model.moe.num_experts=8 is not divisible by mesh.ep=3; use mesh.ep=2 or 4",
     "model.moe.moe_intermediate_size=100": (
         "model.moe.moe_intermediate_size=100 is not divisible by mesh.tp=8"
@@ -132,20 +132,20 @@ OF_EXPERTS = {
     "model.moe.router=switch": "router=switch: num_experts_per_tok=2: the switch router",
     "model.moe.n_group=2": "router=softmax: n_group=2, topk_group=1: the softmax router",
     "model.moe.router=best": "model.moe.router='best': input should be 'softmax', 'topk_softmax',",
-    "model.moe.first_k_dense_replace=2": "leave none of the 2 layers sparse; lower them",
+    "model.moe.first_k_dense_replace=2": "leave no mixture-of-experts layer among 2; lower them",
     "model.moe.capacity_factor=0": "model.moe.capacity_factor=0: input should be greater than 0",
-    "parallel.overlap_experts=split": "halves of a block would not hold whole groups of rows",
+    "parallel.overlap_experts=split": "half of a block would not hold whole groups of rows",
     "model.moe.bias_update_speed=0.1 model.moe.router=expert_choice": (
-        "model.moe.bias_update_speed=0.1 has no meaning with model.moe.router=expert_choice"
+        "model.moe.bias_update_speed=0.1 has no effect with model.moe.router=expert_choice"
     ),
     "model.moe.norm_topk_prob=false model.moe.router=topk_softmax": (
-        "model.moe.norm_topk_prob=False has no meaning with model.moe.router=topk_softmax"
+        "model.moe.norm_topk_prob=False has no effect with model.moe.router=topk_softmax"
     ),
     "model.moe.exchange_chunks=2 model.moe.exchange=ragged": (
-        "model.moe.exchange_chunks=2 has no meaning with model.moe.exchange=ragged; leave one out"
+        "model.moe.exchange_chunks=2 has no effect with model.moe.exchange=ragged; remove one"
     ),
     "model.moe.capacity_factor=2 model.moe.exchange=dense": (
-        "model.moe.capacity_factor=2.0 has no meaning with model.moe.exchange=dense"
+        "model.moe.capacity_factor=2.0 has no effect with model.moe.exchange=dense"
     ),
     "model.moe.router=expert_choice": "cannot generate text; set training.sample_tokens=0, or use",
 }
@@ -168,7 +168,7 @@ def sections(model: type[BaseModel] = Config) -> list[type[BaseModel]]:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_shipped_configuration_loads_and_survives_the_round_trip(path, tmp_path):
+def test_every_shipped_configuration_loads_and_round_trips(path, tmp_path):
     config = load_config(path)
     assert load_config(written(tmp_path, dump_config(config))) == config
 
@@ -177,7 +177,7 @@ def test_a_file_without_values_gives_the_defaults(tmp_path):
     assert load_config(written(tmp_path, "# nothing\n")) == Config()
 
 
-def test_the_dump_gives_back_values_that_are_not_defaults(tmp_path):
+def test_the_dump_round_trips_values_that_are_not_defaults(tmp_path):
     overrides = [
         "run.compilation_cache=null",
         "run.dir='runs/a: b #c'",
@@ -199,10 +199,11 @@ def test_a_glob_may_begin_with_a_star():
     assert load_config(TP8, ["data.files=**/*.txt"]).data.files == "**/*.txt"
 
 
-@pytest.mark.parametrize("override", OF_EXPERTS)
-def test_what_experts_cannot_be_is_refused(override):
+@pytest.mark.parametrize("override", EXPERT_REFUSALS)
+def test_invalid_expert_settings_are_refused(override):
     batch = "data.global_batch_size=24"
-    assert OF_EXPERTS[override] in refusal(TP8, "model.moe.num_experts=8", batch, *override.split())
+    message = refusal(TP8, "model.moe.num_experts=8", batch, *override.split())
+    assert EXPERT_REFUSALS[override] in message
 
 
 def test_overrides_are_yaml_values_and_the_last_one_wins():
@@ -239,54 +240,54 @@ def test_overrides_are_yaml_values_and_the_last_one_wins():
         ('"a #1" # a comment', "a #1"),
     ],
 )
-def test_of_a_string_in_an_override_nothing_is_left_out(text, value):
+def test_an_unquoted_string_in_an_override_is_kept_whole(text, value):
     config = load_config(TP8, [f"run.dir={text}"])
     assert config.run.dir == value
 
 
-def test_an_override_leaves_the_other_keys_of_its_section():
+def test_an_override_keeps_the_other_keys_of_its_section():
     plain, changed = load_config(TP8), load_config(TP8, ["mesh.dp=2"])
     assert changed.mesh == plain.mesh.model_copy(update={"dp": 2})
     assert changed == plain.model_copy(update={"mesh": changed.mesh})
 
 
-def test_there_are_fewer_than_130_keys_and_all_of_them_are_told():
+def test_config_keys_lists_every_key_once():
     keys = list(config_keys(Config))
     assert 40 < len(keys) == len(set(keys)) < 130
     assert {"mesh.tp", "run.dir", "optimizer.clip_norm"} <= set(keys)
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda s: s.__name__)
-def test_every_field_says_what_it_means(section):
+def test_every_field_has_a_docstring(section):
     silent = [name for name, info in section.model_fields.items() if not info.description]
     assert silent == [] and section.__doc__
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda s: s.__name__)
-def test_sections_are_frozen_and_refuse_what_they_do_not_know(section):
+def test_sections_are_frozen_and_refuse_unknown_keys(section):
     assert section.model_config["frozen"] and section.model_config["extra"] == "forbid"
 
 
 @pytest.mark.parametrize("override", REFUSALS)
-def test_what_cannot_be_is_refused_with_path_law_and_remedy(override):
+def test_mistakes_are_refused_with_path_rule_and_remedy(override):
     message = refusal(TP8, *re.split(r" (?=\w+\.)", override))
     assert REFUSALS[override] in message
     assert "\n" not in message
 
 
-def test_a_missing_file_names_the_files_there_are(monkeypatch):
+def test_a_missing_file_suggests_the_shipped_files(monkeypatch):
     monkeypatch.chdir(ROOT)
     message = refusal("configs/tp9.yaml")
     assert message.startswith("--config configs/tp9.yaml: No such file or directory; give a YAML")
     assert "configs/tp8.yaml" in message
 
 
-def test_a_folder_is_no_configuration(tmp_path):
+def test_a_folder_is_refused(tmp_path):
     assert refusal(tmp_path).startswith(f"--config {tmp_path}: Is a directory; give a YAML file")
 
 
 @pytest.mark.parametrize(
-    ("text", "law"),
+    ("text", "rule"),
     [
         ("mesh: {tp: 1", "is not YAML: "),
         ("mesh:\n\ttp: 1\n", "is not YAML: "),
@@ -296,26 +297,26 @@ def test_a_folder_is_no_configuration(tmp_path):
         ("just words\n", "is a str; write 'section:' mappings"),
     ],
 )
-def test_a_file_that_is_no_mapping_of_sections_is_refused(tmp_path, text, law):
+def test_a_file_that_is_not_a_mapping_of_sections_is_refused(tmp_path, text, rule):
     path = written(tmp_path, text)
     message = refusal(path)
-    assert re.match(f"--config {re.escape(str(path))} ({law})", message)
+    assert re.match(f"--config {re.escape(str(path))} ({rule})", message)
     assert "\n" not in message
 
 
-def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path):
+def test_a_binary_file_is_refused_by_name(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_bytes(b"mesh: {tp: 1}\n# \xff\xfe\n")
     assert f"--config {path}" in refusal(path)
 
 
-def test_every_wrong_value_is_told_on_one_line():
+def test_all_wrong_values_are_reported_on_one_line():
     message = refusal(TP8, "training.steps=ten", "mesh.dp=-1")
     assert "training.steps='ten'" in message and "mesh.dp=-1" in message
     assert "\n" not in message
 
 
-def test_kv_heads_that_do_not_divide_are_accepted_when_they_may_be_replicated():
+def test_replicate_kv_accepts_kv_heads_that_tp_does_not_divide():
     overrides = ["model.num_key_value_heads=4", "parallel.replicate_kv=true"]
     assert load_config(TP8, overrides).model.num_key_value_heads == 4
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.footprint import activation_tensors
-from model.layers import RowInfo
+from model.layers import TokenInfo
 from model.plan import make_plan
 from model.transformer import Block, Transformer
 from parallel.planning.sharding_table import sharding_table
@@ -29,7 +29,7 @@ def activations_of_the_model(tp) -> dict[str, jax.Array]:
         tokens = jnp.zeros((BATCH, LENGTH), jnp.int32, out_sharding=spec)
         x = model.embed(tokens)
         qkv = block.attention.qkv(x)
-        rows = RowInfo(positions_BL=tokens, segment_ids_BL=tokens)
+        rows = TokenInfo(positions_BL=tokens, segment_ids_BL=tokens)
         return {
             "tokens_BL": tokens,
             "x_BLD": block(

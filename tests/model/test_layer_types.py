@@ -1,18 +1,14 @@
 """Windows, chunks, sinks, head norms and dropout give the same results on every mesh."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
+from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, run_model
 
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum
-from model.plan import make_plan
 from model.rope import RopeScaling
-from model.transformer import Transformer
-from parallel.sharding.axes import TokenSharding
 from parallel.sharding.mesh import MeshConfig
 
 CONFIG = ModelConfig(
@@ -36,60 +32,10 @@ CONFIG = ModelConfig(
 )
 B, L = 4, 32
 SP8, SP4 = MeshConfig(sp=8), MeshConfig(tp=2, sp=4)
-# Bounds from float32 rounding: relative for the loss, relative to the largest entry per gradient.
-LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
 
 
-def batch() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    segments = np.sort(rng.integers(0, 3, (B, L)), axis=1)
-    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in segments])
-    fields = {
-        "tokens": rng.integers(0, 64, (B, L)),
-        "positions": np.arange(L) - starts,
-        "segment_ids": segments,
-        "targets": rng.integers(0, 64, (B, L)),
-    }
-    mask = (rng.random((B, L)) < 0.8).astype(np.float32)
-    return {name: y.astype(np.int32) for name, y in fields.items()} | {"mask": mask}
-
-
-def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0):
-    """(loss, gradients, row order) as numpy."""
-    tp = tensor_parallel(mesh)
-
-    plan = make_plan(config, tp, lengths=[L])
-
-    def build() -> Transformer:
-        return Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
-
-    with jax.set_mesh(tp.mesh):
-        definition = nnx.graphdef(nnx.eval_shape(build))
-        params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
-        order = plan.row_order(L)
-        data = {name: y if order is None else y[:, order] for name, y in batch().items()}
-        data = {k: jax.device_put(y, tp.manager.sharding(TokenSharding)) for k, y in data.items()}
-        index = None if order is None else jnp.asarray(order)
-        key = None if dropout_seed is None else jax.random.key(dropout_seed)
-
-        def loss(params):
-            model = nnx.merge(definition, params)
-            rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
-            x, _ = model(*rows, index_L=index, dropout_key=key)
-            args = x, model.head_kernel(), data["targets"], data["mask"]
-            return cross_entropy_sum(*args, config=config, tp=tp)
-
-        value, grads = jax.jit(jax.value_and_grad(loss))(params)
-    return float(value), jax.tree.map(np.asarray, grads), order
-
-
-def assert_equal_runs(got, want) -> None:
-    assert got[0] == pytest.approx(want[0], rel=LOSS_BOUND)
-    flat, _ = jax.tree_util.tree_flatten_with_path(want[1])
-    for (path, b), a in zip(flat, jax.tree.leaves(got[1]), strict=True):
-        assert np.abs(b).max() > 0, f"{path} has no gradient"
-        error = np.abs(a - b).max() / np.abs(b).max()
-        assert error <= GRADIENT_BOUND, (jax.tree_util.keystr(path), error)
+def run(config: ModelConfig, mesh: MeshConfig, dropout_seed: int | None = 0) -> ModelRun:
+    return run_model(config, tensor_parallel(mesh), batch(B, L), dropout_seed)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +46,7 @@ def one_device():
 def test_every_feature_equals_one_device_with_heads_and_rows_split(one_device) -> None:
     assert_equal_runs(run(CONFIG, MESHES["dp2-fsdp2-tp2"]), one_device)
     got = run(CONFIG, MESHES["tp4-sp2"])
-    assert got[2] is None, "rows this short are gathered over sp, in natural order"
+    assert got.order is None, "rows this short are gathered over sp, in natural order"
     assert_equal_runs(got, one_device)
 
 
@@ -117,7 +63,7 @@ def test_every_feature_equals_one_device_with_heads_and_rows_split(one_device) -
 def test_rows_split_over_sp_equal_one_device(one_device, name, mesh, changes) -> None:
     config = CONFIG.model_copy(update={"attention": name, **changes})
     got = run(config, mesh)
-    assert (got[2] is not None) == (name == "ring" and config.zigzag)
+    assert (got.order is not None) == (name == "ring" and config.zigzag)
     assert_equal_runs(got, one_device)
 
 
@@ -139,19 +85,14 @@ def test_an_incomplete_period_of_layer_types_equals_the_written_out_list(one_dev
 
 @pytest.mark.slow
 def test_dropout_is_a_function_of_its_key_and_off_without_one(one_device) -> None:
-    losses = [run(CONFIG, ONE_DEVICE, seed)[0] for seed in (0, 1)]
-    assert losses[0] == one_device[0] != losses[1]
+    losses = [run(CONFIG, ONE_DEVICE, seed).loss for seed in (0, 1)]
+    assert losses[0] == one_device.loss != losses[1]
     off = run(CONFIG.model_copy(update={"attention_dropout": 0.0}), ONE_DEVICE)
-    assert run(CONFIG, ONE_DEVICE, None)[0] == off[0] != losses[0]
+    assert run(CONFIG, ONE_DEVICE, None).loss == off.loss != losses[0]
 
 
 def test_parameters_and_visible_keys_are_counted() -> None:
-    with jax.set_mesh(tensor_parallel(ONE_DEVICE).mesh):
-        model = nnx.eval_shape(
-            lambda: Transformer(
-                make_plan(CONFIG, tensor_parallel(ONE_DEVICE), lengths=[]), rngs=nnx.Rngs(0)
-            )
-        )
+    model = abstract_model(CONFIG, tensor_parallel(ONE_DEVICE))
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
     assert sum(leaf.size for leaf in leaves) == CONFIG.num_parameters
     index = np.arange(20)

@@ -8,7 +8,7 @@ from conftest import MESHES, tensor_parallel
 from flax import nnx
 
 from model.config import ModelConfig
-from model.layers import Embedding, RMSNorm, bell
+from model.layers import Embedding, RMSNorm, truncated_normal
 from parallel.sharding.axes import ResidualSharding, TokenSharding
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=16, dtype="float32")
@@ -54,7 +54,10 @@ def test_embedding_looks_up_rows_on_every_mesh(mesh: str, layout: str) -> None:
 
 
 def test_truncated_normal_has_its_moments_and_exact_values() -> None:
-    x = np.asarray(bell(0.5)(jax.random.key(0), (1000, 1000), jnp.float32), np.float64) / 0.5
+    x = (
+        np.asarray(truncated_normal(0.5)(jax.random.key(0), (1000, 1000), jnp.float32), np.float64)
+        / 0.5
+    )
     assert abs(x.mean()) < 4e-3 and abs(x.std() - 1) < 2e-3
     assert 2.7 - 0.02 < (x**4).mean() < 2.7 + 0.02  # a normal has 3, a uniform 1.8
     assert 3.3 < np.abs(x).max() < 3.5

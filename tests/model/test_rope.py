@@ -212,17 +212,6 @@ def test_scaled_frequencies_lie_between_unscaled_and_divided_ones(
         assert (np.diff(ratio) <= 1e-12).all()
 
 
-def test_linear_scaling_is_positions_divided_by_the_factor() -> None:
-    x_BLHh = jax.random.normal(jax.random.key(1), (1, 5, 2, 128))
-    positions_BL = jnp.array([[0, 8, 17, 100, 2048]])
-    stretched = jax.jit(partial(rope, frequency_h=rope_frequencies(128, 1e4, LINEAR)[0]))
-    plainly = jax.jit(partial(rope, frequency_h=rope_frequencies(128, 1e4)[0]))
-    # A factor that is a power of two divides exactly.
-    np.testing.assert_array_equal(
-        stretched(x_BLHh, positions_BL), plainly(x_BLHh, positions_BL / 8)
-    )
-
-
 def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
     config = MeshConfig(dp=2, sp=2, tp=2)
     on = build_mesh(config, jax.devices()[:8])

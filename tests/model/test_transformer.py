@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
+from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, model_loss, run_model
 
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum
-from model.plan import make_plan
-from model.transformer import Transformer
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
-from parallel.sharding.axes import TokenSharding
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -29,59 +26,10 @@ CONFIG = ModelConfig(
     loss_chunk=8,
 )
 B, L = 8, 16
-# Bounds from float32 rounding: relative for the loss, relative to the largest entry per gradient.
-LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
 
 
-def batch() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(0)
-    segments = np.sort(rng.integers(0, 3, (B, L)), axis=1)
-    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in segments])
-    return {
-        "tokens": rng.integers(0, 64, (B, L)).astype(np.int32),
-        "positions": (np.arange(L) - starts).astype(np.int32),
-        "segment_ids": segments.astype(np.int32),
-        "targets": rng.integers(0, 64, (B, L)).astype(np.int32),
-        "loss_mask": (rng.random((B, L)) < 0.8).astype(np.float32),
-    }
-
-
-def loss_of(config: ModelConfig, tp):
-    """Return (the loss as a function of parameters, initial parameters)."""
-
-    def build() -> Transformer:
-        plan = make_plan(config, tp, lengths=[L])
-        return Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
-
-    definition = nnx.graphdef(nnx.eval_shape(build))
-    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
-    data = {k: jax.device_put(x, tp.manager.sharding(TokenSharding)) for k, x in batch().items()}
-
-    def loss(params):
-        model = nnx.merge(definition, params)
-        x, _ = model(data["tokens"], data["positions"], data["segment_ids"])
-        args = x, model.head_kernel(), data["targets"], data["loss_mask"]
-        return cross_entropy_sum(*args, config=config, tp=tp)
-
-    return loss, params
-
-
-def run(config: ModelConfig, tp):
-    """(loss, gradients, initial parameters) as numpy."""
-    with jax.set_mesh(tp.mesh):
-        loss, params = loss_of(config, tp)
-        value, grads = jax.jit(jax.value_and_grad(loss))(params)
-    return float(value), jax.tree.map(np.asarray, grads), jax.tree.map(np.asarray, params)
-
-
-def assert_equal_runs(got, want, bound: float = GRADIENT_BOUND) -> None:
-    assert got[0] == pytest.approx(want[0], rel=LOSS_BOUND)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(want[1])
-    assert jax.tree.structure(got[1]) == treedef
-    for (path, b), a in zip(flat, jax.tree.leaves(got[1]), strict=True):
-        scale = np.abs(b).max()
-        assert scale > 0, f"{path} has no gradient"
-        assert np.abs(a - b).max() <= bound * scale, jax.tree_util.keystr(path)
+def run(config: ModelConfig, tp: TensorParallelConfig) -> ModelRun:
+    return run_model(config, tp, batch(B, L))
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +65,7 @@ def parallel(mesh: str, layout: str, overlap: str | dict[str, str]) -> TensorPar
 def test_loss_and_every_gradient_equal_one_device(one_device, mesh, layout, overlap) -> None:
     got = run(CONFIG, parallel(mesh, layout, overlap))
     assert_equal_runs(got, one_device)
-    for a, b in zip(jax.tree.leaves(got[2]), jax.tree.leaves(one_device[2]), strict=True):
+    for a, b in zip(jax.tree.leaves(got.params), jax.tree.leaves(one_device.params), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -146,7 +94,7 @@ def test_only_full_remat_recomputes_attention(attention, mesh, work) -> None:
         config = CONFIG.model_copy(update={"attention": attention, "remat": remat})
         tp = tensor_parallel(mesh)
         with jax.set_mesh(tp.mesh):
-            loss, params = loss_of(config, tp)
+            loss, params, _ = model_loss(config, tp, batch(B, L))
             return str(jax.make_jaxpr(jax.grad(loss))(params)).count(work)
 
     assert 0 < count("none") == count("dots") < count("full")
@@ -162,15 +110,15 @@ def test_fewer_kv_heads_than_tp_equal_one_device(kv_heads) -> None:
 def test_a_tied_head_sums_both_gradients() -> None:
     config = CONFIG.model_copy(update={"tie_word_embeddings": True})
     want = run(config, tensor_parallel(ONE_DEVICE))
-    assert "head" not in want[2]
+    assert "head" not in want.params
     assert_equal_runs(run(config, tensor_parallel(MESHES["dp2-fsdp2-tp2"])), want)
 
 
 def test_bfloat16_is_close_to_float32(one_device) -> None:
     config = CONFIG.model_copy(update={"dtype": "bfloat16"})
-    loss, grads, _ = run(config, tensor_parallel(MESHES["tp8"]))
-    assert loss == pytest.approx(one_device[0], rel=2e-3)
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(one_device[1]), strict=True):
+    loss, grads, *_ = run(config, tensor_parallel(MESHES["tp8"]))
+    assert loss == pytest.approx(one_device.loss, rel=2e-3)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(one_device.gradients), strict=True):
         assert a.dtype == np.float32
         assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b)
 
@@ -179,10 +127,7 @@ def test_parameter_count_equals_the_model() -> None:
     for tied in (False, True):
         config = CONFIG.model_copy(update={"tie_word_embeddings": tied})
         tp = tensor_parallel(ONE_DEVICE)
-        with jax.set_mesh(tp.mesh):
-            model = nnx.eval_shape(
-                lambda plan=make_plan(config, tp, lengths=[]): Transformer(plan, rngs=nnx.Rngs(0))
-            )
+        model = abstract_model(config, tp)
         leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
         assert sum(leaf.size for leaf in leaves) == config.num_parameters
 
@@ -200,10 +145,7 @@ def test_compile_time_does_not_grow_with_depth() -> None:
     for layers in (2, 6):
         config = CONFIG.model_copy(update={"num_hidden_layers": layers})
         with jax.set_mesh(tp.mesh):
-            model = nnx.eval_shape(
-                lambda plan=make_plan(config, tp, lengths=[L]): Transformer(plan, rngs=nnx.Rngs(0))
-            )
-            definition, params = nnx.split(model)
+            definition, params = nnx.split(abstract_model(config, tp, L))
             tokens = jax.ShapeDtypeStruct((B, L), jnp.int32)
             jaxpr = jax.make_jaxpr(lambda p, *a, d=definition: nnx.merge(d, p)(*a))(
                 params, tokens, tokens, tokens

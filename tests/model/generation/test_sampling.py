@@ -143,8 +143,6 @@ def test_a_row_draws_the_same_alone_and_in_a_batch(sampling: SamplingConfig) -> 
     logits_BV = np.random.default_rng(3).normal(0, 1, (16, V)).astype(np.float32)
     rows_B, positions_B = jnp.arange(16), jnp.arange(16) * 7
     together = sample(logits_BV, row_keys(seed, rows_B, positions_B), sampling=sampling)
-    again = sample(logits_BV, row_keys(seed, rows_B, positions_B), sampling=sampling)
-    np.testing.assert_array_equal(together, again)
     order = np.random.default_rng(4).permutation(16)
     shuffled = sample(
         logits_BV[order], row_keys(seed, rows_B[order], positions_B[order]), sampling=sampling

@@ -1,0 +1,93 @@
+"""Loss and gradients of a whole model on a mesh, for comparison with one device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from model.config import ModelConfig
+from model.loss import cross_entropy_sum
+from model.plan import make_plan
+from model.transformer import Transformer
+from parallel.linear.config import TensorParallelConfig
+from parallel.sharding.axes import TokenSharding
+
+# Bounds from float32 rounding: relative for the loss, relative to the largest entry per gradient.
+LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
+
+
+class ModelRun(NamedTuple):
+    """Loss, gradients and initial parameters in numpy, and the planned order of the rows."""
+
+    loss: float
+    gradients: dict
+    params: dict
+    order: np.ndarray | None
+
+
+def batch(B: int, L: int) -> dict[str, np.ndarray]:
+    """Random tokens below 64 in three documents per row; a fifth of them without a loss."""
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 3, (B, L)), axis=1)
+    starts = np.array([[np.flatnonzero(row == s)[0] for s in row] for row in segments])
+    fields = {
+        "tokens": rng.integers(0, 64, (B, L)),
+        "positions": np.arange(L) - starts,
+        "segment_ids": segments,
+        "targets": rng.integers(0, 64, (B, L)),
+    }
+    mask = (rng.random((B, L)) < 0.8).astype(np.float32)
+    return {name: y.astype(np.int32) for name, y in fields.items()} | {"loss_mask": mask}
+
+
+def abstract_model(config: ModelConfig, tp: TensorParallelConfig, *lengths: int) -> Transformer:
+    """The model with abstract parameters, planned for rows of these lengths."""
+    plan = make_plan(config, tp, lengths=lengths)
+    with jax.set_mesh(tp.mesh):
+        return nnx.eval_shape(lambda: Transformer(plan, rngs=nnx.Rngs(0)))
+
+
+def model_loss(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_seed=None):
+    """(loss as a function of parameters, initial parameters, row order); on the mesh of tp."""
+    length = fields["tokens"].shape[1]
+    plan = make_plan(config, tp, lengths=[length])
+
+    def build() -> Transformer:
+        return Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
+
+    definition = nnx.graphdef(nnx.eval_shape(build))
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+    order = plan.row_order(length)
+    fields = {name: y if order is None else y[:, order] for name, y in fields.items()}
+    data = {k: jax.device_put(y, tp.manager.sharding(TokenSharding)) for k, y in fields.items()}
+    index = None if order is None else jnp.asarray(order)
+    key = None if dropout_seed is None else jax.random.key(dropout_seed)
+
+    def loss(params):
+        model = nnx.merge(definition, params)
+        rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
+        x, _ = model(*rows, index_L=index, dropout_key=key)
+        args = x, model.head_kernel(), data["targets"], data["loss_mask"]
+        return cross_entropy_sum(*args, config=config, tp=tp)
+
+    return loss, params, order
+
+
+def run_model(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_seed=None) -> ModelRun:
+    with jax.set_mesh(tp.mesh):
+        loss, params, order = model_loss(config, tp, fields, dropout_seed)
+        value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    return ModelRun(float(value), *jax.tree.map(np.asarray, (grads, params)), order)
+
+
+def assert_equal_runs(got: ModelRun, want: ModelRun) -> None:
+    assert got.loss == pytest.approx(want.loss, rel=LOSS_BOUND)
+    flat, structure = jax.tree_util.tree_flatten_with_path(want.gradients)
+    assert jax.tree.structure(got.gradients) == structure
+    for (path, b), a in zip(flat, jax.tree.leaves(got.gradients), strict=True):
+        scale = np.abs(b).max()
+        assert scale > 0, f"{path} has no gradient"
+        assert np.abs(a - b).max() <= GRADIENT_BOUND * scale, jax.tree_util.keystr(path)
