@@ -20,7 +20,7 @@ features, F out features.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce, wraps
+from functools import partial, reduce
 from typing import Any, Literal, get_args
 
 import jax
@@ -223,19 +223,11 @@ def _split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Arra
     return tuple(lax.split(y, [w.shape[1] for w in kernels], axis=y.ndim - 1))
 
 
-def _with_vjp(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `forward` without its residuals, differentiated by `backward`.
-
-    Both take a ring and a precision first.
-    """
-
-    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-    @wraps(forward)
-    def call(*args: Any) -> Any:
-        return forward(*args)[0]
-
-    call.defvjp(forward, backward)
-    return call
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_rows(
+    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    return _gather_rows_forward(ring, precision, x, kernels)[0]
 
 
 def _gather_rows_forward(
@@ -267,14 +259,19 @@ def _gather_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: Any) -
     return dx, _split_columns(_wgrad(blocks, dys, precision), kernels)
 
 
-_gather_rows = _with_vjp(_gather_rows_forward, _gather_rows_backward)
+_gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scatter_rows(ring: Ring, precision: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    return ring.scatter(ring.shard(x, ROWS), lambda rows: _matmul(rows, w, precision), dim=ROWS)
 
 
 def _scatter_rows_forward(
     ring: Ring, precision: Any, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, Any]:
-    y = ring.scatter(ring.shard(x, ROWS), lambda rows: _matmul(rows, w, precision), dim=ROWS)
-    return y, (x, w)
+    # Not inlined: a remat policy would otherwise see the partial products, and save them.
+    return _scatter_rows(ring, precision, x, w), (x, w)
 
 
 def _scatter_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: jax.Array) -> Any:
@@ -285,7 +282,7 @@ def _scatter_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: jax.A
     return ring.unshard(products, ROWS), _wgrad(xs, dys, precision)
 
 
-_scatter_rows = _with_vjp(_scatter_rows_forward, _scatter_rows_backward)
+_scatter_rows.defvjp(_scatter_rows_forward, _scatter_rows_backward)
 
 
 def _gather_and_sum(
@@ -302,6 +299,13 @@ def _gather_and_sum(
 
     blocks, running = ring.gather(x, add, -1)
     return blocks, running[-1].astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather_features(
+    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    return _gather_features_forward(ring, precision, x, kernels)[0]
 
 
 def _gather_features_forward(
@@ -324,14 +328,18 @@ def _gather_features_backward(ring: Ring, precision: Any, residuals: Any, dys: A
     return dx, _split_columns(dw, kernels)
 
 
-_gather_features = _with_vjp(_gather_features_forward, _gather_features_backward)
+_gather_features.defvjp(_gather_features_forward, _gather_features_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scatter_features(ring: Ring, precision: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+    return ring.scatter(ring.shard(w, 1), lambda columns: _matmul(x, columns, precision), dim=-1)
 
 
 def _scatter_features_forward(
     ring: Ring, precision: Any, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, Any]:
-    y = ring.scatter(ring.shard(w, 1), lambda columns: _matmul(x, columns, precision), dim=-1)
-    return y, (x, w)
+    return _scatter_features(ring, precision, x, w), (x, w)
 
 
 def _scatter_features_backward(ring: Ring, precision: Any, residuals: Any, dy: jax.Array) -> Any:
@@ -345,7 +353,7 @@ def _scatter_features_backward(ring: Ring, precision: Any, residuals: Any, dy: j
     return dx, ring.unshard([_t_matmul(x, block, precision) for block in dys], 1)
 
 
-_scatter_features = _with_vjp(_scatter_features_forward, _scatter_features_backward)
+_scatter_features.defvjp(_scatter_features_forward, _scatter_features_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
