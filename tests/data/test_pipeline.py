@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from data.batch import FIELDS
 from data.config import DataConfig
-from data.packing import FIELDS
 from data.pipeline import (
-    Rows,
-    _Reader,
+    Dataset,
+    _ReadLocalRows,
     eval_batches,
     explain_change,
-    held_rows,
-    place_batch,
+    local_rows,
+    make_global_batch,
     train_batches,
 )
 
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def rows_in(folder, **changes) -> Rows:
+def rows_in(folder, **changes) -> Dataset:
     values = {
         "sources": {
             "digits": {"files": str(folder / "a.txt"), "weight": {0: 3.0, 5: 1.0}},
@@ -57,10 +57,10 @@ def rows_in(folder, **changes) -> Rows:
         "eval_fraction": 0.1,
         "cache_dir": str(folder / "cache"),
     }
-    return Rows(DataConfig(**{**values, **changes}))
+    return Dataset(DataConfig(**{**values, **changes}))
 
 
-def single(folder, **changes) -> Rows:
+def single(folder, **changes) -> Dataset:
     return rows_in(folder, **{"sources": {}, "files": str(folder / "a.txt"), **changes})
 
 
@@ -93,7 +93,7 @@ class OfHost:
         return {device: every[device] for device in own}
 
 
-def steps(rows: Rows, start: int, stop: int, accumulation: int = 1) -> list[dict]:
+def steps(rows: Dataset, start: int, stop: int, accumulation: int = 1) -> list[dict]:
     batches = train_batches(rows, one_device(), start=start, stop=stop, accumulation=accumulation)
     return [{name: np.asarray(field) for name, field in batch.items()} for batch in batches]
 
@@ -127,13 +127,13 @@ def test_hosts_together_hold_the_bytes_of_the_batch(folder, packing, num_hosts):
     rows = rows_in(folder, packing=packing, **CHANGING)
     whole = steps(rows, 0, 201)
     for step, batch in enumerate(whole):
-        phase = rows.plan.at(step)
+        phase = rows.schedule.at(step)
         shape = (1, phase.batch_size, phase.length)
         found = {}
         for host in range(num_hosts):
-            held = held_rows(OfHost(rows_over_eight(), host, num_hosts), shape)
+            held = local_rows(OfHost(rows_over_eight(), host, num_hosts), shape)
             assert len(held) == phase.batch_size // num_hosts
-            _, fields = _Reader(rows, {phase.batch_size: held})(step)
+            _, fields = _ReadLocalRows(rows, {phase.batch_size: held})(step)
             found |= {
                 int(row): {name: fields[name][n] for name in FIELDS} for n, row in enumerate(held)
             }
@@ -267,14 +267,14 @@ def test_progress_counts_the_tokens_and_epochs_of_every_source(folder):
     # But for padding, of which only the last row of an epoch has some.
     assert progress["data/letters/tokens"] == pytest.approx(30 * LENGTH, rel=0.02)
     assert progress["data/digits/tokens"] == pytest.approx(50 * LENGTH, rel=0.02)
-    num_rows = rows.sources[0].packs.train.num_rows
+    num_rows = rows.sources[0].packed.train.num_rows
     assert progress["data/digits/epoch"] == pytest.approx(50 / num_rows)
     assert set(rows.progress(0).values()) == {0}
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
     source = single(folder).sources[0]
-    count = source.packs.train.num_rows
+    count = source.packed.train.num_rows
     epochs = [
         [source.train_row(e * count + n)["tokens"].tobytes() for n in range(count)]
         for e in range(3)
@@ -285,7 +285,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
 
 def test_another_seed_gives_another_order_of_the_same_rows(folder):
     one, two = single(folder, seed=1).sources[0], single(folder, seed=2).sources[0]
-    count = one.packs.train.num_rows
+    count = one.packed.train.num_rows
     first, second = ([s.train_row(n)["tokens"].tobytes() for n in range(count)] for s in (one, two))
     assert first != second and sorted(first) == sorted(second)
 
@@ -295,7 +295,7 @@ def test_training_and_held_out_rows_are_disjoint_and_together_all(folder):
     tokens = [
         row["tokens"][row["segment_ids"] >= 0]
         for read, count in (
-            (source.train_row, source.packs.train.num_rows),
+            (source.train_row, source.packed.train.num_rows),
             (source.eval_row, source.num_eval),
         )
         for row in map(read, range(count))
@@ -328,8 +328,8 @@ def test_a_batch_holds_the_same_numbers_on_many_devices_as_on_one(shape):
         for n, name in enumerate(FIELDS)
     }
     for sharding in (eight_devices(), one_device()):
-        held = held_rows(sharding, shape)
-        placed = place_batch(fields, held, shape, sharding)
+        held = local_rows(sharding, shape)
+        placed = make_global_batch(fields, held, shape, sharding)
         for name in FIELDS:
             assert placed[name].sharding == sharding
             np.testing.assert_array_equal(placed[name], fields[name].reshape(shape))
@@ -337,7 +337,7 @@ def test_a_batch_holds_the_same_numbers_on_many_devices_as_on_one(shape):
 
 @pytest.mark.parametrize("host", range(4))
 def test_a_host_reads_only_the_rows_that_its_devices_hold(host):
-    held = held_rows(OfHost(eight_devices(), host, 4), (2, 8, LENGTH))
+    held = local_rows(OfHost(eight_devices(), host, 4), (2, 8, LENGTH))
     assert held.tolist() == [2 * host, 2 * host + 1, 8 + 2 * host, 8 + 2 * host + 1]
 
 
@@ -375,11 +375,11 @@ def test_equal_orders_have_equal_hashes_wherever_the_text_lies(folder, tmp_path)
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"seed": 1}, "data.seed was 0, is 1"),
-        ({"packing": "best_fit"}, "data.packing was 'split', is 'best_fit'"),
-        ({"eval_fraction": 0.2}, "data.eval_fraction was 0.1, is 0.2"),
-        ({"global_batch_size": 16}, "data.global_batch_size was [[0, 8]], is [[0, 16]]"),
-        ({"sequence_length": 4}, "the greatest data.sequence_length was 8, is 4"),
+        ({"seed": 1}, "data.seed was 0, is now 1"),
+        ({"packing": "best_fit"}, "data.packing was 'split', is now 'best_fit'"),
+        ({"eval_fraction": 0.2}, "data.eval_fraction was 0.1, is now 0.2"),
+        ({"global_batch_size": 16}, "data.global_batch_size was [[0, 8]], is now [[0, 16]]"),
+        ({"sequence_length": 4}, "the largest data.sequence_length was 8, is now 4"),
     ],
 )
 def test_another_order_has_another_hash_and_says_what_changed(folder, changes, told):
@@ -398,10 +398,10 @@ def test_the_source_that_changed_is_named(folder, tmp_path):
     changed = {"files": str(tmp_path / "a.txt")}
     base = order(one=text, two=lines)
     assert explain_change(base, order(one=changed, two=lines)) == (
-        "the text of source 'one' is another"
+        "the text of source 'one' has changed"
     )
-    assert explain_change(base, order(one=text)) == "source 'two' is gone"
-    assert explain_change(order(one=text), base) == "source 'two' is new"
+    assert explain_change(base, order(one=text)) == "source 'two' was removed"
+    assert explain_change(order(one=text), base) == "source 'two' was added"
     heavier = order(one={**text, "weight": 2.0}, two=lines)
     assert explain_change(base, heavier).startswith("weight of data.sources was [[0, {'one': '1/2'")
     doubled = {"one": {**text, "weight": 2.0}, "two": {**lines, "weight": {0: 2.0, 1: 2.0}}}
@@ -420,7 +420,7 @@ def test_the_order_in_which_sources_are_written_means_nothing(folder):
 
 def test_progress_does_not_count_padding(folder):
     rows = single(folder, files=str(folder / "b.jsonl"), packing="best_fit")
-    num_rows = rows.sources[0].packs.train.num_rows
+    num_rows = rows.sources[0].packed.train.num_rows
     rows = single(
         folder, files=str(folder / "b.jsonl"), packing="best_fit", global_batch_size=num_rows
     )

@@ -15,8 +15,9 @@ from datasets import Dataset, disable_progress_bars
 from hypothesis import given
 from pyarrow import parquet
 
-from data import source
-from data.source import DataError, Entry, find_files, fingerprint, input_bytes, plan_units
+from data import files as module
+from data.files import DataError, find_files, fingerprint, input_bytes
+from data.formats.base import FileRange, plan_shards
 
 disable_progress_bars()
 
@@ -40,8 +41,8 @@ def write(folder: Path, **sizes: int) -> list[str]:
     return sorted(paths)
 
 
-def entries(paths, unit_bytes) -> list[Entry]:
-    return [entry for unit in plan_units(paths, unit_bytes) for entry in unit.entries]
+def entries(paths, shard_bytes) -> list[FileRange]:
+    return [entry for unit in plan_shards(paths, shard_bytes) for entry in unit.ranges]
 
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
@@ -153,7 +154,7 @@ def test_a_folder_of_several_datasets_is_refused_with_their_names(tmp_path):
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(DataError, match=r"nope://a: ValueError: Protocol not known: nope; mend"):
+    with pytest.raises(DataError, match=r"nope://a: ValueError: Protocol not known: nope; correct"):
         find_files("nope://a")
 
 
@@ -164,7 +165,7 @@ def test_a_missing_file_system_is_named_with_its_extra(monkeypatch, protocol, li
     def missing(path):
         raise ImportError(f"Install {library}")
 
-    monkeypatch.setattr(source, "url_to_fs", missing)
+    monkeypatch.setattr(module, "url_to_fs", missing)
     message = rf"{protocol}://b/\*\.txt needs a library \(Install {library}\); pip install -e .\.\["
     with pytest.raises(DataError, match=rf"{message}{extra}\]"):
         find_files(f"{protocol}://b/*.txt")
@@ -178,7 +179,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(DataError, match=r"needs the library pyarrow .*; pip install -e .\.\[data"):
-        plan_units(paths)
+        plan_shards(paths)
 
 
 def test_the_fingerprint_changes_with_path_size_and_time_and_with_nothing_else(tmp_path):
@@ -235,27 +236,27 @@ def test_formats_follow_from_the_suffix_under_a_compression_too(tmp_path):
 
 def test_a_table_inside_a_compression_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"is \.parquet inside \.gz; decompress it first"):
-        plan_units(write(tmp_path, **{"a_parquet.gz": 9}))
+        plan_shards(write(tmp_path, **{"a_parquet.gz": 9}))
 
 
 def test_records_elsewhere_are_refused(memory):
     memory.pipe("/a.array_record", b"x")
     with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
-        plan_units(["memory://a.array_record"])
+        plan_shards(["memory://a.array_record"])
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50))
 def test_units_hold_every_byte_once_in_order_and_no_more_than_asked(
-    tmp_path_factory, sizes, unit_bytes
+    tmp_path_factory, sizes, shard_bytes
 ):
     folder = tmp_path_factory.mktemp("sizes")
     paths = write(folder, **{f"{n}_jsonl": size for n, size in enumerate(sizes)})
-    units = plan_units(paths, unit_bytes)
-    assert units == plan_units(paths, unit_bytes)
-    held = [sum(entry.end - entry.begin for entry in unit.entries) for unit in units]
-    assert sum(held) == sum(sizes) and all(0 < size <= unit_bytes for size in held)
-    assert len(held) <= 2 * sum(sizes) / unit_bytes + 1  # two neighbours are more than one unit
-    parts = [entry for unit in units for entry in unit.entries]
+    units = plan_shards(paths, shard_bytes)
+    assert units == plan_shards(paths, shard_bytes)
+    held = [sum(entry.end - entry.begin for entry in unit.ranges) for unit in units]
+    assert sum(held) == sum(sizes) and all(0 < size <= shard_bytes for size in held)
+    assert len(held) <= 2 * sum(sizes) / shard_bytes + 1  # two neighbours are more than one unit
+    parts = [entry for unit in units for entry in unit.ranges]
     assert [entry.path for entry in parts] == sorted(entry.path for entry in parts)
     for a, b in pairwise(parts):
         assert b.begin == (a.end if a.path == b.path else 0)
@@ -263,8 +264,8 @@ def test_units_hold_every_byte_once_in_order_and_no_more_than_asked(
 
 def test_small_files_share_a_unit_and_large_texts_are_whole(tmp_path):
     paths = write(tmp_path, a_txt=3, b_txt=3, c_txt=30, d_txt=0, e_txt=3)
-    units = plan_units(paths, 10)
-    held = [[(Path(e.path).name, e.begin, e.end) for e in unit.entries] for unit in units]
+    units = plan_shards(paths, 10)
+    held = [[(Path(e.path).name, e.begin, e.end) for e in unit.ranges] for unit in units]
     assert held == [
         [("a.txt", 0, 3), ("b.txt", 0, 3)],
         [("c.txt", 0, 30)],
@@ -291,7 +292,7 @@ def test_tables_are_cut_at_row_groups_records_and_rows(tmp_path):
         assert {entry.format for entry in cut} == {format} and len(cut) == 3
         assert cut[0].begin == 0 and cut[-1].end == count
         assert all(a.end == b.begin for a, b in pairwise(cut))
-        assert entries(paths, 2**30) == [Entry(paths[0], format, 0, count)]
+        assert entries(paths, 2**30) == [FileRange(paths[0], format, 0, count)]
 
 
 def test_two_colons_are_part_of_a_name(tmp_path):
