@@ -148,8 +148,9 @@ def unreadable(error: DocumentError, source: str) -> DataError:
 def document_remedy(kind: str, source: str, suggested_field: str | None = None) -> str:
     """Return what to do about documents that are unreadable for this reason."""
     if kind == "missing field":
-        suggestion = suggested_field or "NAME"
-        return f"set data.sources.{source}.field={suggestion}, or use data.on_error=skip"
+        rename = "replace data.files by data.sources.text.files and " if source == "text" else ""
+        key = f"data.sources.{source}.field={suggested_field or '...'}"
+        return f"{rename}set {key}, or use data.on_error=skip"
     return "correct the file, or use data.on_error=skip"
 
 

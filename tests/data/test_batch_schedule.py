@@ -62,12 +62,12 @@ def test_without_changes_a_batch_is_whole_rows_one_after_another():
         (
             {0: 8, 10: 12},
             12,
-            r"data.sequence_length=8 does not divide the longest rows of 12, .*; use a divisor",
+            r"data.sequence_length=8 does not divide the largest value, 12; use a divisor",
         ),
         (
             {0: 4, 1: 12},
             5,
-            r"becomes 12 at step 1, after 20 tokens, which are no whole number of such rows; "
+            r"becomes 12 at step 1, after 20 tokens, not a multiple of that length; "
             r"change it at step 3, or with another data.global_batch_size before",
         ),
         (

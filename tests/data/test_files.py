@@ -121,6 +121,11 @@ def test_a_glob_that_matches_nothing_is_refused_with_a_remedy(tmp_path, memory, 
         assert f"data.sources.code.files={pattern!r}" in str(error.value)
 
 
+def test_the_name_of_a_dataset_on_the_hub_is_answered_with_how_to_save_it():
+    with pytest.raises(DataError, match=r"load_dataset\('user/stories', split='train'\)\.save_to"):
+        find_files("user/stories")
+
+
 def test_no_glob_at_all_is_refused():
     with pytest.raises(DataError, match=r"data.files=\[\] matches no file; give a glob"):
         find_files([])
@@ -135,8 +140,14 @@ def test_files_without_a_byte_are_refused_with_a_remedy(tmp_path):
 
 def test_a_folder_is_refused_unless_datasets_saved_it(tmp_path, memory):
     write(tmp_path, a_txt=1)
-    with pytest.raises(DataError, match=r"is a folder; name the files in it, for example"):
-        find_files(str(tmp_path))
+    for suffixes, remedy in (
+        (["txt"], f"data.files='{tmp_path}/**/*.txt'"),
+        (["md"], f'data.files="[{tmp_path}/**/*.md, {tmp_path}/**/*.txt]"'),
+    ):
+        write(tmp_path, **{f"a_{suffix}": 1 for suffix in suffixes})
+        with pytest.raises(DataError, match=r"is a folder; name the files in it: ") as error:
+            find_files(str(tmp_path))
+        assert str(error.value).endswith(remedy)
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
     assert find_files(str(tmp_path / "saved")) == [str(tmp_path / "saved")]
     for path in (tmp_path / "saved").iterdir():

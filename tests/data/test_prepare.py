@@ -239,7 +239,9 @@ def test_what_was_skipped_is_refused_by_a_run_that_does_not_skip(tmp_path) -> No
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{\n')
     source = SourceConfig(files=str(tmp_path / "a.jsonl"))
     assert make(source, tmp_path / "cache", on_error="skip").info.skipped
-    with pytest.raises(DataError, match=r"a\.jsonl:2: .* \(invalid JSON, 1 in all\); correct the file, or"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: .* \(invalid JSON, 1 in all\); correct the file, or"
+    ):
         make(source, tmp_path / "cache")
 
 
@@ -294,6 +296,30 @@ def test_broken_documents_are_skipped_and_counted(tmp_path) -> None:
     places = [example.split(": ")[0] for example in examples]
     assert places == [f"{path}:{line}" for line in (2, 8, 9, 10, 11)]
     assert "skipped: 8 invalid JSON (first: " in store.summary()
+
+
+@pytest.mark.parametrize(
+    ("record", "remedy"),
+    [
+        ({"id": 1, "content": "x"}, "field=content, or"),
+        ({"title": "a long title", "body": "x"}, "field=body, or"),
+        ({"id": "7", "prose": "longer"}, "field=prose, or"),
+        ({"id": 1}, r"field=\.\.\., or"),
+    ],
+)
+def test_a_missing_field_is_answered_with_the_field_that_may_hold_the_text(
+    tmp_path, record, remedy
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"))
+    for name, start in (("docs", "; set "), ("text", r"text\.files and set ")):
+        job = StoreJob(name, source, ByteTokenizer(), "raise")
+        with pytest.raises(DataError, match=rf"{start}data\.sources\.{name}\.{remedy} use data\."):
+            prepare(job, cache=tmp_path / "cache")
+    skipping = StoreJob("docs", source, ByteTokenizer(), "skip")
+    law = r"skipped: 1 missing field \(first: .*\); set data\.sources\.docs\.field to a field with"
+    with pytest.raises(DataError, match=law):
+        prepare(skipping, cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +409,9 @@ class DeadlyTokenizer(ByteTokenizer):
 
 
 def test_a_worker_that_dies_is_reported_and_not_waited_for(source, tmp_path) -> None:
-    with pytest.raises(RuntimeError, match="worker process died, perhaps for lack of memory; run again"):
+    with pytest.raises(
+        RuntimeError, match="worker process died, perhaps for lack of memory; run again"
+    ):
         make(source, tmp_path, tokenizer=DeadlyTokenizer(), workers=1)
 
 

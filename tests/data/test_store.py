@@ -90,8 +90,8 @@ def test_a_store_holds_what_was_appended(stored) -> None:
     assert counts == [("a.txt", 6, 2), ("b.txt", 0, 0), ("c.txt", 8, 3)]
     assert stored.info.skipped["empty"].count == 4
     assert len(stored.info.skipped["empty"].examples) == 4
-    line = "5 documents, 14 tokens, 9 bytes of text in the loss; skipped: 4 empty (first: a.txt: nothing)"
-    assert stored.summary() == line
+    size = "5 documents, 14 tokens, 9 bytes of text in the loss"
+    assert stored.summary() == f"{size}; skipped: 4 empty (first: a.txt: nothing)"
     stored.verify()
 
 

@@ -350,7 +350,7 @@ REFUSALS = {
     ),
     "no tokenizer": (
         lambda folder: write_and_open(folder, '{"hidden_size": 64}'),
-        "tokenizer.json is not a Hugging Face tokenizer.json: it has no 'model'; give the path of such a file",
+        "tokenizer.json is not a Hugging Face tokenizer.json: it has no 'model'; give the path",
     ),
     "no model": (
         lambda _: HuggingFaceTokenizer("x", '{"model": {"type": "BPE"}}'),
@@ -365,12 +365,12 @@ REFUSALS = {
     ),
     "unknown end": (
         lambda _: HuggingFaceTokenizer("x", word_level({"a": 0, END: 1}, [END]), "<|endoftxt|>"),
-        "data.eos_token='<|endoftxt|>' is not in the vocabulary of x; similar tokens: <|endoftext|>; its "
-        "special tokens: <|endoftext|>",
+        "data.eos_token='<|endoftxt|>' is not in the vocabulary of x; similar tokens: "
+        "<|endoftext|>; its special tokens: <|endoftext|>",
     ),
     "an end that is text": (
         lambda _: HuggingFaceTokenizer("x", word_level({"a": 0, END: 1, "?": 2}, [END]), "a"),
-        "data.tokenizer=x: 'a' is ordinary text there, so documents would hold ends of their own",
+        "data.tokenizer=x: 'a' is ordinary text for this model, so a document could contain an end",
     ),
     "a text outside the vocabulary": (
         lambda _: HuggingFaceTokenizer("x", word_level({"a": 0, "</s>": 1}, ["</s>"])),

@@ -174,7 +174,9 @@ def test_numbers_are_those_of_the_text(folder, capsys) -> None:
 @given(st.lists(st.integers(1, 2**50), min_size=1))
 def test_bins_are_powers_of_two(lengths) -> None:
     expected = Counter(length.bit_length() - 1 for length in lengths)
-    found = {n: count for n, count in enumerate(inspection.length_histogram(np.array(lengths))) if count}
+    found = {
+        n: count for n, count in enumerate(inspection.length_histogram(np.array(lengths))) if count
+    }
     assert found == expected
 
 
@@ -216,7 +218,9 @@ def test_the_plot_has_a_panel_per_source_with_its_bars(folder, capsys, tmp_path)
 def test_a_picture_grows_with_the_number_of_sources(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("a" * 999)
     sources = {f"s{n}": {"files": str(tmp_path / "a.txt")} for n in range(6)}
-    rows = Dataset(DataConfig(sources=sources, cache_dir=str(tmp_path / "cache"), sequence_length=8))
+    rows = Dataset(
+        DataConfig(sources=sources, cache_dir=str(tmp_path / "cache"), sequence_length=8)
+    )
     inspection.plot_lengths(rows.sources, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
         assert image.size[1] >= 6 * inspection.PANEL_HEIGHT
@@ -229,7 +233,10 @@ def test_a_picture_grows_with_the_number_of_sources(tmp_path) -> None:
         (("--step", "-1"), "--step -1: use at least 0"),
         (("--source", "x"), "--source x is not in the configuration; use one of chat, words"),
         (("--held-out", "--step", "1"), "--step has no meaning with --held-out"),
-        (("--held-out", "data.eval_fraction=0"), "data.eval_fraction=0 leaves the held-out split empty"),
+        (
+            ("--held-out", "data.eval_fraction=0"),
+            "data.eval_fraction=0 leaves the held-out split empty",
+        ),
         (("model.hidden_size=1",), "override 'model.hidden_size=1'"),
         (("data.packng=split",), "data.packng: unknown key; did you mean data.packing?"),
         (("--config", "nowhere.yaml"), "--config nowhere.yaml: No such file"),

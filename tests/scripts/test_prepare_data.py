@@ -118,7 +118,9 @@ def test_the_sample_is_bounded_and_lies_evenly(folder, monkeypatch) -> None:
     paths = [folder / f"{n}.txt" for n in range(10)]
     for n, path in enumerate(paths):
         path.write_text(f"{n}ž" * 100)
-    units = [(InputShard((FileRange(str(path), "text", 0, 300),)), "name", "text") for path in paths]
+    units = [
+        (InputShard((FileRange(str(path), "text", 0, 300),)), "name", "text") for path in paths
+    ]
     assert len(list(training.sample_texts(units, "raise"))) == 10
     monkeypatch.setattr(training, "SAMPLE_SHARDS", 5)
     monkeypatch.setattr(training, "SAMPLE_BYTES", 50)
@@ -126,7 +128,9 @@ def test_the_sample_is_bounded_and_lies_evenly(folder, monkeypatch) -> None:
     assert sample == [f"{n}ž{n}ž{n}ž{n}" for n in (0, 2, 4, 6, 8)]  # ten bytes of each
     chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     (folder / "chat.jsonl").write_text("{\n" + json.dumps({"text": chat}))
-    entry = FileRange(str(folder / "chat.jsonl"), "jsonl", 0, (folder / "chat.jsonl").stat().st_size)
+    entry = FileRange(
+        str(folder / "chat.jsonl"), "jsonl", 0, (folder / "chat.jsonl").stat().st_size
+    )
     assert len(list(read_documents(entry, "text"))) == 2
     units = [(InputShard((entry,)), "name", "text")]
     assert list(training.sample_texts(units, "skip")) == ["ab", "cd"]
@@ -170,7 +174,10 @@ def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "law"),
     [
-        (["model.hidden_size=3"], "override 'model.hidden_size=3': this script accepts only data.key=value"),
+        (
+            ["model.hidden_size=3"],
+            "override 'model.hidden_size=3': this script accepts only data.key=value",
+        ),
         (["data.filse=x"], "data.filse: unknown key; did you mean data.files?"),
         (["data=3"], "override 'data=3': this script accepts only data.key=value"),
         (["data.files=x", "data.sources.a.files=y"], "data.files and data.sources are both given"),
