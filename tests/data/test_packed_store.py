@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data.packed import PackedStore, open_packed_store
 from token_rows import PACKERS, inputs, learned_pairs, read_all, store_of
 
 from data.files import DataError
+from data.packed_store import PackedStore, open_packed_store
 from data.packing import count_bytes, split_documents
 
 OPTIONS = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
@@ -106,17 +106,17 @@ def test_a_damaged_file_is_named_with_the_remedy(name, damage, tmp_path):
     store = store_of(range(1, 30))
     folder = open_packed_store(store, **OPTIONS, cache=tmp_path).folder
     damage(folder / name)
-    with pytest.raises(DataError, match=rf"{folder / name}: .*; delete the folder {folder}, it"):
+    with pytest.raises(DataError, match=rf"{folder / name}: .*; delete the folder {folder}, the"):
         open_packed_store(store, **OPTIONS, cache=tmp_path)
 
 
 def test_an_index_that_says_something_else_is_damaged(tmp_path):
     store = store_of(range(1, 30))
     index = open_packed_store(store, **OPTIONS, cache=tmp_path).folder / "pack.json"
-    lie = index.read_text().replace('"train_rows": ', '"train_rows": 1')
-    no_index = "not a pack's index"
+    changed = index.read_text().replace('"train_rows": ', '"train_rows": 1')
+    no_index = "not the index of a packed store"
     for content, what in (
-        (lie, "its bytes are"),
+        (changed, "its content differs"),
         ("[]", no_index),
         ("{}", no_index),
         ("1", no_index),
