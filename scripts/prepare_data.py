@@ -14,7 +14,7 @@ from pathlib import Path
 import _clone  # noqa: F401 (first: it selects the packages below)
 
 # None of these imports jax, since worker processes import this file.
-from configs.reading import ConfigError, apply_overrides, read_tree, validate
+from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig
 from data.packed_store import open_packed_store
@@ -28,12 +28,16 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 def load_data_config(path: str | None, overrides: Sequence[str]) -> DataConfig:
-    """Return the section `data` of a configuration file, or its defaults. Raises: ValueError."""
+    """Return the section `data` of a configuration file, or its defaults.
+
+    Imports the plugins of the file. Raises: ValueError.
+    """
     for override in overrides:
         if not override.startswith("data."):
             raise ConfigError(f"override {override!r}: this script accepts only data.key=value")
     tree = {} if path is None else read_tree(path)
     apply_overrides(tree, overrides)
+    import_plugins(tree)
     section = tree.get("data") or {}
     if not isinstance(section, dict):
         raise ConfigError(f"data={section!r} is not a section; write data: with its keys")
