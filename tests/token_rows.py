@@ -52,7 +52,7 @@ def inputs(rows) -> list[int]:
     ]
 
 
-def learned_pairs(rows) -> list[tuple[int, int]]:
+def loss_pairs(rows) -> list[tuple[int, int]]:
     return [
         (token, target)
         for row in rows

@@ -1,4 +1,4 @@
-"""Batches of changing shape take the tokens of the run in order, none twice and none left out."""
+"""Batches of changing shape take every token of the run once, in order."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def first_tokens(schedule: BatchSchedule, step: int) -> list[int]:
     sizes=st.lists(st.integers(1, 4).map(lambda n: 12 * n), min_size=1, max_size=4),
     gaps=st.lists(st.integers(1, 3), min_size=8, max_size=8),
 )
-def test_steps_take_consecutive_tokens_whatever_changes(lengths, sizes, gaps):
+def test_steps_take_consecutive_tokens_through_any_changes(lengths, sizes, gaps):
     at = [0, *np.cumsum(gaps).tolist()]
     lengths = dict(zip(at, [*lengths, ROW], strict=False))
     sizes = dict(zip(at[::2], sizes, strict=False))

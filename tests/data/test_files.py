@@ -1,4 +1,4 @@
-"""What is found, what identifies it, and how it is cut into units of work."""
+"""Find input files, fingerprint them and cut them into shards."""
 
 import importlib
 import os
@@ -42,7 +42,7 @@ def write(folder: Path, **sizes: int) -> list[str]:
 
 
 def entries(paths, shard_bytes) -> list[FileRange]:
-    return [entry for unit in plan_shards(paths, shard_bytes) for entry in unit.ranges]
+    return [entry for shard in plan_shards(paths, shard_bytes) for entry in shard.ranges]
 
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
@@ -101,7 +101,7 @@ def test_local_paths_become_plain_and_absolute(tmp_path, monkeypatch):
         assert find_files(pattern) == paths
 
 
-def test_paths_elsewhere_keep_their_protocol(memory):
+def test_remote_paths_keep_their_protocol(memory):
     for name in ["b.txt", "a.txt", "deep/c.txt"]:
         memory.pipe(f"/top/{name}", b"text")
     assert find_files("memory://top/*.txt") == ["memory:///top/a.txt", "memory:///top/b.txt"]
@@ -207,7 +207,7 @@ def test_the_fingerprint_changes_with_path_size_and_time_and_with_nothing_else(t
     assert fingerprint([one, two]) == fingerprint([one, two]) != base
 
 
-def test_the_fingerprint_elsewhere_changes_with_a_new_version(memory):
+def test_the_fingerprint_of_a_remote_file_changes_with_a_new_version(memory):
     memory.pipe("/a.txt", b"text")
     before = fingerprint(["memory://a.txt"])
     assert fingerprint(["memory://a.txt"]) == before
@@ -250,33 +250,33 @@ def test_a_table_inside_a_compression_is_refused(tmp_path):
         plan_shards(write(tmp_path, **{"a_parquet.gz": 9}))
 
 
-def test_records_elsewhere_are_refused(memory):
+def test_remote_array_records_are_refused(memory):
     memory.pipe("/a.array_record", b"x")
     with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
         plan_shards(["memory://a.array_record"])
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50))
-def test_units_hold_every_byte_once_in_order_and_no_more_than_asked(
+def test_shards_hold_every_byte_once_in_order_and_no_more_than_asked(
     tmp_path_factory, sizes, shard_bytes
 ):
     folder = tmp_path_factory.mktemp("sizes")
     paths = write(folder, **{f"{n}_jsonl": size for n, size in enumerate(sizes)})
-    units = plan_shards(paths, shard_bytes)
-    assert units == plan_shards(paths, shard_bytes)
-    held = [sum(entry.end - entry.begin for entry in unit.ranges) for unit in units]
+    shards = plan_shards(paths, shard_bytes)
+    assert shards == plan_shards(paths, shard_bytes)
+    held = [sum(entry.end - entry.begin for entry in shard.ranges) for shard in shards]
     assert sum(held) == sum(sizes) and all(0 < size <= shard_bytes for size in held)
     assert len(held) <= 2 * sum(sizes) / shard_bytes + 1  # two neighbours are more than one unit
-    parts = [entry for unit in units for entry in unit.ranges]
+    parts = [entry for shard in shards for entry in shard.ranges]
     assert [entry.path for entry in parts] == sorted(entry.path for entry in parts)
     for a, b in pairwise(parts):
         assert b.begin == (a.end if a.path == b.path else 0)
 
 
-def test_small_files_share_a_unit_and_large_texts_are_whole(tmp_path):
+def test_small_files_share_a_shard_and_large_texts_are_whole(tmp_path):
     paths = write(tmp_path, a_txt=3, b_txt=3, c_txt=30, d_txt=0, e_txt=3)
-    units = plan_shards(paths, 10)
-    held = [[(Path(e.path).name, e.begin, e.end) for e in unit.ranges] for unit in units]
+    shards = plan_shards(paths, 10)
+    held = [[(Path(e.path).name, e.begin, e.end) for e in shard.ranges] for shard in shards]
     assert held == [
         [("a.txt", 0, 3), ("b.txt", 0, 3)],
         [("c.txt", 0, 30)],

@@ -1,4 +1,4 @@
-"""From bytes to documents: every format alike, every cut alike, and every kind of damage named."""
+"""Every format and every cut yields the same documents, and every kind of damage is reported."""
 
 import bz2
 import gzip
@@ -42,18 +42,18 @@ COMPRESS = {
 
 
 def read(path, shard_bytes=SHARD_BYTES, field="text") -> list[Document | DocumentError]:
-    """All that a path gives, unit after unit."""
-    units = plan_shards(find_files(str(path)), shard_bytes)
+    """Documents of a path, shard by shard."""
+    shards = plan_shards(find_files(str(path)), shard_bytes)
     return [
         document
-        for unit in units
-        for entry in unit.ranges
+        for shard in shards
+        for entry in shard.ranges
         for document in read_documents(entry, field)
     ]
 
 
 def errors(path, **options) -> list[tuple[str, str, str]]:
-    """Place (without the folder), kind and detail of each fault."""
+    """Location (without the folder), kind and detail of each error."""
     return [
         (fault.location.removeprefix(f"{Path(path).parent}/"), fault.kind, fault.detail)
         for fault in read(path, **options)
@@ -128,7 +128,7 @@ def test_messages_are_pairs_of_role_and_content(tmp_path, write):
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_an_empty_document_is_a_fault_of_its_own_kind(tmp_path, write):
+def test_an_empty_document_is_an_error_of_its_own_kind(tmp_path, write):
     found = read(write(tmp_path, ["a", "", "b"]))
     assert [getattr(one, "text", None) or one.kind for one in found] == ["a", "empty", "b"]
 
@@ -179,14 +179,14 @@ def test_any_cut_of_json_lines_gives_the_documents_of_the_whole_file(
     assert [(one.location, getattr(one, "text", "")) for one in found] == expected
 
 
-def test_a_line_longer_than_units_is_read_once(tmp_path):
+def test_a_line_longer_than_shards_is_read_once(tmp_path):
     values = ["a", "b" * 500_000, "c"]
     path = write_jsonl(tmp_path, values)
-    units = plan_shards([str(path)], 1000)
-    assert len(units) > 400 and texts(path, shard_bytes=1000) == values
+    shards = plan_shards([str(path)], 1000)
+    assert len(shards) > 400 and texts(path, shard_bytes=1000) == values
 
 
-def test_files_elsewhere_are_read_like_those_here(tmp_path):
+def test_remote_files_are_read_like_local_ones(tmp_path):
     system = fsspec.filesystem("memory")
     values = [f"{n} " * n for n in range(1, 40)]
     system.pipe("/formats/a.jsonl", lines(values) + b"{\n")
@@ -208,13 +208,13 @@ def test_a_byte_order_mark_at_the_start_is_no_text(tmp_path):
     assert [kind for _, kind, _ in errors(tmp_path / "a.txt")] == ["empty"]
 
 
-def test_documents_and_faults_cross_processes(tmp_path):
+def test_documents_and_errors_cross_processes(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["a"]) + b"{\n")
     found = read(tmp_path / "a.jsonl", 4)
     assert pickle.loads(pickle.dumps(found)) == found and len(found) == 2
 
 
-def test_broken_utf8_is_a_fault_with_the_byte(tmp_path):
+def test_broken_utf8_is_an_error_with_the_byte(tmp_path):
     broken = b"\xef\xbb\xbfabc\xffdef"
     (tmp_path / "a.txt").write_bytes(broken)
     expected = ("a.txt", "invalid UTF-8", "byte 0xff at offset 6")
@@ -228,7 +228,7 @@ def test_broken_utf8_is_a_fault_with_the_byte(tmp_path):
     assert errors(path) == [expected]
 
 
-def test_broken_utf8_in_a_table_is_a_fault_of_its_row(tmp_path):
+def test_broken_utf8_in_a_table_is_an_error_of_its_row(tmp_path):
     column = pyarrow.array([b"a", b"b\xff", b"c"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     expected = ("a.parquet, row 1", "invalid UTF-8", "byte 0xff at offset 1")
@@ -236,7 +236,7 @@ def test_broken_utf8_in_a_table_is_a_fault_of_its_row(tmp_path):
     assert texts(tmp_path / "a.parquet") == ["a", "c"]
 
 
-def test_half_of_a_surrogate_pair_is_a_fault_and_a_whole_one_is_a_character(tmp_path):
+def test_half_of_a_surrogate_pair_is_an_error_and_a_whole_one_is_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\udc0e"}\n{"text": "a\\ud83d"}\n')
     expected = ("a.jsonl:2", "invalid UTF-8", "\\ud83d is one half of a surrogate pair")
     assert errors(tmp_path / "a.jsonl") == [expected]
@@ -273,7 +273,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "expected"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_a_fault_with_its_number_and_the_next_is_read(tmp_path, line, expected):
+def test_an_invalid_line_is_an_error_with_its_number_and_the_next_is_read(tmp_path, line, expected):
     good = lines(["good"])
     (tmp_path / "a.jsonl").write_bytes(good + b"\n \r\n" + line.encode() + b"\n" + good)
     for shard_bytes in [max(len(good), len(line) // 2), SHARD_BYTES]:
@@ -283,13 +283,13 @@ def test_a_bad_line_is_a_fault_with_its_number_and_the_next_is_read(tmp_path, li
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_datasets])
-def test_a_field_that_a_table_lacks_is_one_fault(tmp_path, write):
+def test_a_field_missing_in_a_table_is_one_error(tmp_path, write):
     path = write(tmp_path, ["a", "b"])
     expected = (path.name, "missing field", "no field 'body'; the fields are id, text")
     assert errors(path, field="body") == [expected]
 
 
-def test_a_null_and_a_number_in_a_table_are_faults_of_their_rows(tmp_path):
+def test_a_null_and_a_number_in_a_table_are_errors_of_their_rows(tmp_path):
     ((where, kind, detail),) = errors(write_parquet(tmp_path, ["a", "b", None]))
     assert (where, kind) == ("a.parquet, row 2", "wrong type") and "'text' is null" in detail
     assert {kind for _, kind, _ in errors(tmp_path / "a.parquet", field="id")} == {"wrong type"}
@@ -301,7 +301,7 @@ def random_texts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_truncated_stream_keeps_the_lines_before_the_cut_and_is_one_fault(tmp_path, suffix):
+def test_a_truncated_stream_keeps_the_lines_before_the_cut_and_is_one_error(tmp_path, suffix):
     values = random_texts(2000)
     path = write_jsonl(tmp_path, values, suffix)
     data = path.read_bytes()
@@ -336,7 +336,7 @@ def test_a_cut_between_members_and_zeros_at_the_end_are_legal(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_flipped_byte_in_a_stream_is_one_fault(tmp_path, suffix):
+def test_a_flipped_byte_in_a_stream_is_one_error(tmp_path, suffix):
     if suffix == ".zst":  # its checksum is an option
         data = zstandard.ZstdCompressor(write_checksum=True).compress(lines(random_texts(300)))
     else:
@@ -368,7 +368,7 @@ def damages(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nonsense"])
-def test_a_damaged_table_is_a_fault_that_names_it_and_the_rows_before_are_kept(tmp_path, damage):
+def test_a_damaged_table_is_an_error_that_names_it_and_the_rows_before_are_kept(tmp_path, damage):
     values = random_texts(400)
     table = pyarrow.table({"text": values})
     for name, options in {
@@ -385,7 +385,7 @@ def test_a_damaged_table_is_a_fault_that_names_it_and_the_rows_before_are_kept(t
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nonsense"])
-def test_damaged_records_are_a_fault_that_names_them_and_those_before_are_kept(tmp_path, damage):
+def test_damaged_records_are_an_error_that_names_them_and_those_before_are_kept(tmp_path, damage):
     values = random_texts(400)
     path = write_array_record(tmp_path, values, "group_size:10")
     path.write_bytes(damages(path)[damage])
@@ -397,7 +397,7 @@ def test_damaged_records_are_a_fault_that_names_them_and_those_before_are_kept(t
 
 @pytest.mark.parametrize("broken", ["data-00000-of-00001.arrow", "state.json"])
 @pytest.mark.parametrize("content", [b"", b"nonsense", None])
-def test_a_damaged_datasets_folder_is_a_fault_that_names_it(tmp_path, broken, content):
+def test_a_damaged_datasets_folder_is_an_error_that_names_it(tmp_path, broken, content):
     path = write_datasets(tmp_path, ["a"])
     entry = FileRange(str(path), "datasets", 0, 1)
     (path / broken).unlink()
@@ -413,7 +413,7 @@ def test_rows_of_a_shuffled_dataset_are_in_its_order(tmp_path):
     assert texts(tmp_path / "saved", shard_bytes=300) == ["e", "c", "a"]
 
 
-def test_a_file_that_went_away_is_no_fault(tmp_path):
+def test_a_deleted_file_raises_file_not_found(tmp_path):
     for format in ["text", "jsonl", "parquet", "array_record"]:
         with pytest.raises(FileNotFoundError):
             list(read_documents(FileRange(str(tmp_path / "gone"), format, 1, 2), "text"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_rows import PACKERS, inputs, learned_pairs, read_all, store_of
+from token_rows import PACKERS, inputs, loss_pairs, read_all, store_of
 
 from data.files import DataError
 from data.packed_store import PackedStore, open_packed_store
@@ -144,7 +144,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
         "cut_documents": len({owner[token] for token in continued}),
         "held_out_rows": len(held_out),
         "held_out_tokens": held,
-        "held_out_learned": len(learned_pairs(held_out)),
+        "held_out_learned": len(loss_pairs(held_out)),
     }
     assert packs.info.efficiency == len(inputs(train)) / (8 * len(train))
 
@@ -168,7 +168,7 @@ def test_the_bytes_of_all_rows_are_those_of_all_documents(packing, tmp_path):
     assert count_bytes(store, rows, []) == 0
 
 
-def test_a_held_out_part_without_a_learned_token_is_refused(tmp_path):
+def test_a_held_out_part_without_a_token_in_the_loss_is_refused(tmp_path):
     store = store_of([9] * 30, np.zeros(270, np.uint8))
     with pytest.raises(DataError, match="none of the 54 held-out tokens contributes to"):
         open_packed_store(store, **OPTIONS, cache=tmp_path)

@@ -1,4 +1,4 @@
-"""Rows against per-token references: nothing lost, nothing doubled, none seen across a border."""
+"""Packed rows equal per-token references: each token once, documents separated."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, given
-from token_rows import PACKERS, inputs, learned_pairs, read, read_all, store_of
+from token_rows import PACKERS, inputs, loss_pairs, read, read_all, store_of
 
 from data.batch import FIELDS
 from data.files import DataError
@@ -43,7 +43,7 @@ def test_every_token_is_an_input_exactly_once_per_epoch(case):
 
 
 @given(packed())
-def test_every_token_is_learned_from_its_predecessor_exactly_once(case):
+def test_every_token_is_a_target_of_its_predecessor_exactly_once(case):
     store, train, held_out, length = case
     train_rows, local_rows = read_all(store, train, length), read_all(store, held_out, length)
     held = set(inputs(local_rows))
@@ -55,11 +55,11 @@ def test_every_token_is_learned_from_its_predecessor_exactly_once(case):
         and (i - 1 in held) == (i in held)
         and (store.loss_mask is None or store.loss_mask[i])
     ]
-    assert sorted(learned_pairs(train_rows + local_rows)) == expected
+    assert sorted(loss_pairs(train_rows + local_rows)) == expected
 
 
 @given(packed())
-def test_no_row_holds_a_token_of_the_other_split_even_where_nothing_is_learned(case):
+def test_no_row_holds_a_token_of_the_other_split_even_where_the_loss_mask_is_0(case):
     store, train, held_out, length = case
     for rows in read_all(store, train, length), read_all(store, held_out, length):
         assert {t for row in rows for t in row["targets"]} <= {*inputs(rows), store.ends[-1]}

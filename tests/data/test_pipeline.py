@@ -1,4 +1,4 @@
-"""A batch is a pure function of text, weights, seed and step: on any hosts, after any resume."""
+"""A batch is a function of text, weights, seed and step, on any hosts and after any resume."""
 
 import dataclasses
 import hashlib
@@ -38,7 +38,7 @@ LENGTH, BATCH = 8, 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two sources, their rows told apart by their letters and digits."""
+    """Two sources: one of letters, one of digits."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("".join(f"{n:07d} " for n in range(61)))
     lines = [json.dumps({"text": "abcdefgh"[n % 8] * (1 + n * 7 % 23)}) for n in range(90)]
@@ -211,7 +211,9 @@ def test_real_processes_together_hold_the_bytes_of_the_batch(folder, tmp_path, n
         port = free.getsockname()[1]
     hosts = [python(HOST, tmp_path, folder, port, host, num_hosts) for host in range(num_hosts)]
     with ThreadPoolExecutor(num_hosts) as pool:
-        told = {line for lines in pool.map(lines_of, hosts) for line in lines if "/" in line}
+        expected_text = {
+            line for lines in pool.map(lines_of, hosts) for line in lines if "/" in line
+        }
     wanted = {
         f"{step}/{name}/{place}/{batch[name][:, place : place + size].tobytes().hex()}"
         for step, batch in enumerate(steps(rows_in(folder, **CHANGING), 0, 201))
@@ -219,7 +221,7 @@ def test_real_processes_together_hold_the_bytes_of_the_batch(folder, tmp_path, n
         for size in [batch[name].shape[1] // 8]
         for place in range(0, batch[name].shape[1], size)
     }
-    assert told == wanted
+    assert expected_text == wanted
 
 
 def test_batches_are_the_rows_that_the_mixture_names_one_after_another(folder):
@@ -232,7 +234,7 @@ def test_batches_are_the_rows_that_the_mixture_names_one_after_another(folder):
                 np.testing.assert_array_equal(batch[name][0, b], wanted[name])
 
 
-def test_shorter_rows_are_the_pieces_of_longer_ones(folder):
+def test_shorter_rows_are_parts_of_longer_ones(folder):
     """Tokens, targets and masks in order; documents begin anew at a cut."""
     long, short = (
         steps(single(folder), 0, 3),
@@ -366,14 +368,14 @@ def test_without_held_out_rows_there_is_no_evaluation_batch(folder):
     assert list(eval_batches(source, one_device(), batch_size=2, limit=4)) == []
 
 
-def test_equal_orders_have_equal_hashes_wherever_the_text_lies(folder, tmp_path):
+def test_equal_orders_have_equal_hashes_for_any_folder_of_the_text(folder, tmp_path):
     (tmp_path / "a.txt").write_text((folder / "a.txt").read_text())
     assert single(folder).order_hash(7) == single(tmp_path).order_hash(7)
     assert_equal(steps(single(folder), 0, 9), steps(single(tmp_path), 0, 9))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected_text"),
     [
         ({"seed": 1}, "data.seed was 0, is now 1"),
         ({"packing": "best_fit"}, "data.packing was 'split', is now 'best_fit'"),
@@ -382,10 +384,10 @@ def test_equal_orders_have_equal_hashes_wherever_the_text_lies(folder, tmp_path)
         ({"sequence_length": 4}, "the largest data.sequence_length was 8, is now 4"),
     ],
 )
-def test_another_order_has_another_hash_and_says_what_changed(folder, changes, told):
+def test_another_order_has_another_hash_and_says_what_changed(folder, changes, expected_text):
     before, now = rows_in(folder), rows_in(folder, **changes)
     assert before.order_hash(3) != now.order_hash(3)
-    assert told in explain_change(before.order(3), now.order(3))
+    assert expected_text in explain_change(before.order(3), now.order(3))
     assert explain_change(before.order(3), before.order(3)) == ""
 
 

@@ -1,4 +1,4 @@
-"""A store is a function of its input: workers, kills and other processes leave no trace."""
+"""A store depends on its input alone, not on workers, kills or concurrent processes."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def in_units_of(monkeypatch, shard_bytes: int) -> None:
+def in_shards_of(monkeypatch, shard_bytes: int) -> None:
     monkeypatch.setattr(module, "plan_shards", partial(plan_shards, shard_bytes=shard_bytes))
 
 
@@ -94,7 +94,7 @@ def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> 
     assert store.info.skipped["empty"].examples[0].startswith(str(tmp_path / "input" / "b.txt: "))
 
 
-def test_the_end_of_a_chat_is_learned_only_after_the_assistant(tmp_path) -> None:
+def test_the_end_of_a_chat_is_in_the_loss_only_after_the_assistant(tmp_path) -> None:
     for role, learned in (("assistant", 1), ("user", 0)):
         roles = ("user", "assistant", role)
         messages = [{"role": said, "content": "x"} for said in roles]
@@ -106,18 +106,18 @@ def test_the_end_of_a_chat_is_learned_only_after_the_assistant(tmp_path) -> None
 
 @given(shard_bytes=st.integers(1, 700))
 @settings(max_examples=20)
-def test_units_leave_no_trace_in_the_bytes(tmp_path_factory, shard_bytes) -> None:
+def test_the_size_of_shards_does_not_change_the_bytes(tmp_path_factory, shard_bytes) -> None:
     folder = tmp_path_factory.mktemp("units")
     source = write_input(folder / "input")
     whole = make(source, folder / "whole")
     with pytest.MonkeyPatch.context() as patch:
-        in_units_of(patch, shard_bytes)
+        in_shards_of(patch, shard_bytes)
         cut = make(source, folder / "cut")
     assert content(cut.folder) == content(whole.folder)
 
 
-def test_workers_leave_no_trace_in_the_bytes(source, tmp_path, monkeypatch) -> None:
-    in_units_of(monkeypatch, 64)
+def test_workers_do_not_change_the_bytes(source, tmp_path, monkeypatch) -> None:
+    in_shards_of(monkeypatch, 64)
     alone = make(source, tmp_path / "alone")
     together = make(source, tmp_path / "together", workers=2)
     assert content(together.folder) == content(alone.folder)
@@ -172,7 +172,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(source, tmp_path, monk
         ".building",
         ".lock",
     ]
-    in_units_of(monkeypatch, 64)
+    in_shards_of(monkeypatch, 64)
     shown = []
     store = make(source, tmp_path / "cache", report=lambda *counts: shown.append(counts))
     assert shown[0][0] > shown[0][1] / 2  # what was done was not done again
@@ -206,7 +206,7 @@ def test_two_processes_at_once_make_one_store(source, tmp_path, monkeypatch) -> 
     assert stores["second"].folder == stores["first"].folder
 
 
-def test_what_is_there_is_opened_and_not_made_again(source, tmp_path) -> None:
+def test_an_existing_store_is_opened_and_not_made_again(source, tmp_path) -> None:
     first = make(source, tmp_path / "cache")
     inode = (first.folder / "tokens.bin").stat().st_ino
     (first.folder / "journal.jsonl").touch()  # of a kill after the renaming
@@ -215,7 +215,7 @@ def test_what_is_there_is_opened_and_not_made_again(source, tmp_path) -> None:
     assert not (again.folder / "journal.jsonl").exists()
 
 
-def test_whatever_decides_the_content_decides_the_folder(source, tmp_path) -> None:
+def test_everything_that_decides_the_content_decides_the_folder(source, tmp_path) -> None:
     cache = tmp_path / "cache"
 
     class Other(ByteTokenizer):
@@ -246,7 +246,7 @@ def test_what_was_skipped_is_refused_by_a_run_that_does_not_skip(tmp_path) -> No
 
 
 def test_work_before_a_broken_document_is_kept_for_a_run_that_skips(tmp_path, monkeypatch) -> None:
-    in_units_of(monkeypatch, 16)
+    in_shards_of(monkeypatch, 16)
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 5 + "{\n")
     source = SourceConfig(files=str(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"a\.jsonl:6: invalid JSON"):
@@ -340,7 +340,7 @@ def test_a_broken_document_stops_the_work_with_its_place(tmp_path, line, law) ->
     assert left == [".lock"]  # nothing could continue the rest: mending changes the key
 
 
-def test_messages_are_one_printable_line_whatever_documents_hold(tmp_path) -> None:
+def test_messages_are_one_printable_line_for_any_document(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n{"a\\nb\\ud800": 1}\n')
     store = make(SourceConfig(files=str(path)), tmp_path / "cache", on_error="skip")
@@ -416,7 +416,7 @@ def test_a_worker_that_dies_is_reported_and_not_waited_for(source, tmp_path) -> 
 
 
 def test_progress_goes_from_nothing_to_all_bytes(source, tmp_path, monkeypatch) -> None:
-    in_units_of(monkeypatch, 64)
+    in_shards_of(monkeypatch, 64)
     shown: list[tuple[int, int, int]] = []
     store = make(source, tmp_path / "cache", report=lambda *counts: shown.append(counts))
     done, totals, tokens = zip(*shown, strict=True)

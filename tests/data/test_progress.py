@@ -1,10 +1,10 @@
-"""What a person sees of a long preparation."""
+"""Progress lines of a long tokenization."""
 
 from data import progress
 from data.progress import TokenizationProgress
 
 
-def test_progress_is_lines_where_there_is_no_terminal(capsys, monkeypatch):
+def test_progress_is_lines_without_a_terminal(capsys, monkeypatch):
     now = iter([9, 10, 12, 20])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
     with TokenizationProgress("code") as display:

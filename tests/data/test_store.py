@@ -1,4 +1,4 @@
-"""A store holds what was appended, whatever the units and kills; damage to any file is found."""
+"""A store holds what was appended, for any shards and kills; damage to any file is found."""
 
 import hashlib
 import itertools
@@ -64,7 +64,7 @@ SKIPPED = {"empty": Skipped(count=2, examples=("a.txt: nothing", "a.txt: too"))}
 
 
 def write(folder: Path, units: list[list[TokenizedDocuments]], vocab_size: int = 257) -> Store:
-    """Writes, or continues, a store of these units; each skips two empty documents."""
+    """Write or continue a store of these shards; each skips two empty documents."""
     with StoreWriter(folder, plan(vocab_size)) as writer:
         for index in range(len(writer.shards), len(units)):
             writer.append(str(index), units[index], SKIPPED)
@@ -114,8 +114,8 @@ def test_the_vocabulary_decides_the_width_of_tokens(tmp_path, size, dtype) -> No
     kills=st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=9)), max_size=3),
 )
 @settings(max_examples=60, deadline=None)
-def test_units_and_kills_leave_no_trace_in_the_bytes(tmp_path_factory, cuts, kills) -> None:
-    """kills: after how many more units, and what was written beyond them, to every file."""
+def test_shards_and_kills_do_not_change_the_bytes(tmp_path_factory, cuts, kills) -> None:
+    """kills: further shards before each kill, and partial bytes appended to every file."""
     folder = tmp_path_factory.mktemp("stores")
     borders = [0, *sorted(cuts), len(DOCUMENTS)]
     units = [DOCUMENTS[a:b] for a, b in itertools.pairwise(borders)]
@@ -302,7 +302,7 @@ FIELDS = ("tokens", "lengths", "num_bytes", "loss_mask")
     ],
     ids=["token", "mask", "border"],
 )
-def test_a_changed_token_mask_or_border_changes_the_digest(stored, tmp_path, changed) -> None:
+def test_a_changed_token_mask_or_document_end_changes_the_digest(stored, tmp_path, changed) -> None:
     assert write(tmp_path / "changed", [changed]).digest != stored.digest
 
 

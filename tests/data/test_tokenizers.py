@@ -1,4 +1,4 @@
-"""Ids and text are inverses; no text becomes a control token; what cannot be is refused."""
+"""Encoding and decoding are inverses, and no text becomes a control token."""
 
 import json
 import pickle
@@ -289,7 +289,7 @@ def test_a_home_path_is_expanded_and_keeps_its_name(bpe_path, monkeypatch):
 TALK = [("system", "be short"), ("user", "say it\n"), ("assistant", "it"), ("assistant", "")]
 
 
-def test_a_chat_in_bytes_is_chatml_with_the_assistant_learned():
+def test_a_chat_in_bytes_is_chatml_with_the_assistant_in_the_loss():
     ids, learned, _ = encode_chat(ByteTokenizer(), TALK)
     text = "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nsay it\n<|im_end|>\n"
     text += "<|im_start|>assistant\nit<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
@@ -310,7 +310,7 @@ def test_a_chat_in_bpe_is_what_the_library_makes_of_chatml(bpe, bpe_path):
 
 
 @given(messages=CHATS)
-def test_learned_is_what_the_assistant_says_and_its_closing(each, messages):
+def test_the_loss_mask_covers_assistant_content_and_its_end_marker(each, messages):
     ids, learned, _ = encode_chat(each, messages)
     assert ids.dtype == id_dtype(each.vocab_size) and learned.dtype == bool
     end = each.controls.get(IM_END)
@@ -390,7 +390,7 @@ def write_and_open(folder, content):
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_in_one_line(case, tmp_path):
+def test_invalid_input_is_refused_in_one_line(case, tmp_path):
     call, message = REFUSALS[case]
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         call(tmp_path)

@@ -1,4 +1,4 @@
-"""`scripts/inspect_data.py` shows exactly what a batch holds, and numbers that add up."""
+"""`scripts/inspect_data.py` shows the rows of a batch and correct statistics."""
 
 import json
 import re
@@ -65,7 +65,7 @@ def show(capsys, folder: Path, *arguments: str) -> str:
 
 
 def make_fields(documents: list[tuple[str, str]], padding: int) -> dict[str, np.ndarray]:
-    """A row of documents, of each a text that is not learned, one that is, and the end."""
+    """Fields of documents, each a text without loss, a text in the loss, and the end."""
     columns: dict[str, list[float]] = {field: [] for field in FIELDS}
     for number, (prompt, answer) in enumerate(documents):
         ids = [*(prompt + answer).encode(), ByteTokenizer.eos_id]
@@ -86,7 +86,7 @@ ascii_text = st.text(st.sampled_from("abc \n[]"), min_size=2, max_size=9)
     documents=st.lists(st.tuples(st.just("") | ascii_text, ascii_text), min_size=1, max_size=5),
     padding=st.integers(0, 3),
 )
-def test_borders_and_masks_are_where_documents_have_them(documents, padding) -> None:
+def test_document_ends_and_masks_are_shown_in_their_places(documents, padding) -> None:
     text = inspection.row_text(make_fields(documents, padding), ByteTokenizer())
     shown = [(f"⟦{prompt}⟧" if prompt else "") + f"{answer}⏎" for prompt, answer in documents]
     end = f"┃ {padding} padding" if padding else ""

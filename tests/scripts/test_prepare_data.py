@@ -1,4 +1,4 @@
-"""`scripts/prepare_data.py`: stores that train.py finds, one line for what a user can mend."""
+"""`scripts/prepare_data.py` makes stores that train.py finds; invalid input is one line."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def test_a_text_too_small_for_the_vocabulary_is_said(folder, capsys) -> None:
     assert "kept, not trained again" in capsys.readouterr().out
 
 
-def test_the_sample_is_bounded_and_lies_evenly(folder, monkeypatch) -> None:
+def test_the_sample_is_bounded_and_evenly_spaced(folder, monkeypatch) -> None:
     paths = [folder / f"{n}.txt" for n in range(10)]
     for n, path in enumerate(paths):
         path.write_text(f"{n}ž" * 100)
