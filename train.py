@@ -23,9 +23,9 @@ from configs.build import (
 )
 from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, dump_config, load_config
-from data.pipeline import Rows
-from data.source import DataError
-from data.tokenizer import open_tokenizer
+from data.files import DataError
+from data.pipeline import Dataset
+from data.tokenizers.base import open_tokenizer
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
 from parallel.cluster.distributed import Cluster, find_cluster, initialize, is_cluster
@@ -58,7 +58,7 @@ def open_session(
             f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; raise it"
         )
     try:
-        rows = Rows(config.data, tokenizer)
+        rows = Dataset(config.data, tokenizer)
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     devices, notice = open_devices(config)

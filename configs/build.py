@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from configs.schema import Config
-from data.config import phases
+from data.config import values_by_step
 from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
 from model.plan import ExecutionPlan, make_plan
@@ -56,7 +56,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
     )
     overlap = _choose_overlaps(config, tp.manager)
     tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in overlap.items()})
-    lengths = {config.data.row_length, *phases(config.data.sequence_length).values()}
+    lengths = {config.data.row_length, *values_by_step(config.data.sequence_length).values()}
     return make_plan(config.model, tp, lengths=sorted(lengths), overlap=overlap.items())
 
 

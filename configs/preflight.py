@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from configs.schema import Config
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from training.resume import flatten, library_versions
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ def describe_program(config: Config) -> dict[str, Any]:
     }
 
 
-def describe_machine(rows: Rows, devices: list[jax.Device]) -> dict[str, Any]:
+def describe_machine(rows: Dataset, devices: list[jax.Device]) -> dict[str, Any]:
     """Return the devices of this process and the digests of its data."""
     return {
         "runtime": devices[0].client.platform_version,

@@ -8,7 +8,7 @@ from typing import Any
 
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
-from data.tokenizer import Tokenizer, open_tokenizer
+from data.tokenizers.base import Tokenizer, open_tokenizer
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.step import Program

@@ -14,9 +14,9 @@ from pydantic import BaseModel, field_validator
 from ruamel.yaml import YAML
 
 from configs.reading import ConfigError, import_plugins, read_tree, validate
-from data.config import DataConfig, phases
-from data.schedule import BatchPlan
-from data.tokenizer import ByteTokenizer
+from data.batch_schedule import BatchSchedule
+from data.config import DataConfig, values_by_step
+from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.dispatch import AUTO
 from model.attention.operation import OperationRegistry
 from model.config import ModelConfig
@@ -176,7 +176,7 @@ def _check_data(config: Config) -> None:
         )
     split_over_tp = get_residual(config.parallel.residual).split_dim == ROWS
     axes = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
-    for length in phases(data.sequence_length).values():
+    for length in values_by_step(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
         _divides("data.sequence_length", length, axes, parts)
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
@@ -185,7 +185,7 @@ def _check_data(config: Config) -> None:
             f"{ByteTokenizer.vocab_size} ids; raise it"
         )
     try:
-        BatchPlan(data)
+        BatchSchedule(data)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

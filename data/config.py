@@ -1,7 +1,7 @@
-"""What a user says about data: sources, tokenizer, rows, batches. Values only; no array, no file.
+"""Configuration of data: sources, tokenizer, rows and batches.
 
-A value that may change during a run is written as one number, or as a mapping from the step at
-which it begins to hold: `{0: 1024, 5000: 4096}`.
+A value that may change during a run is one number, or a mapping from the step at which it takes
+effect: `{0: 1024, 5000: 4096}`.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,10 @@ from pydantic import (
     model_validator,
 )
 
+from data.chat import CHAT_TEMPLATES
+
 T = TypeVar("T", int, float)
-# YAML has lists only.
+# YAML has lists, but no tuples.
 Files = Annotated[
     str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 ]
@@ -27,17 +29,22 @@ Packing = Literal["split", "best_fit"]
 OnError = Literal["raise", "skip"]
 
 
-def _ascending(value: T | dict[int, T]) -> T | dict[int, T]:
+def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
     if isinstance(value, dict) and (not value or list(value) != sorted(value) or min(value) != 0):
         raise ValueError("write steps in ascending order, the first one 0: {0: 1, 1000: 2}")
     return value
 
 
-Scheduled = Annotated[T | dict[int, T], AfterValidator(_ascending)]
+def _check_chat_template(name: str) -> str:
+    CHAT_TEMPLATES.get(name)
+    return name
 
 
-def phases(value: T | Mapping[int, T]) -> dict[int, T]:
-    """A scheduled value as {first step: value}, ascending from step 0."""
+Scheduled = Annotated[T | dict[int, T], AfterValidator(_check_ascending)]
+
+
+def values_by_step(value: T | Mapping[int, T]) -> dict[int, T]:
+    """Return a scheduled value as {first step: value}, ascending from step 0."""
     return dict(value) if isinstance(value, Mapping) else {0: value}
 
 
@@ -47,49 +54,55 @@ class SourceConfig(
     """One source of text."""
 
     files: Files = None
-    """Glob, or list of globs, of text, .jsonl, .parquet, .array_record (gzip, bz2, xz and zstd
-    too; gs:// and s3:// too), a folder of Hugging Face datasets, or a prepared store; null: the
-    source of Python's standard library."""
+    """Glob, or list of globs, of text, .jsonl, .parquet and .array_record files; the folder of a
+    saved Hugging Face dataset; or a prepared store. Text and JSON lines may be compressed by gzip,
+    bz2, xz or zstd. gs:// and s3:// work too. null: the source code of Python's standard library.
+    """
     field: str = "text"
-    """Of JSON lines, Parquet and datasets: a text, or a list of messages with role and content."""
+    """Field of JSON lines, Parquet and saved datasets that holds the text of a document, or its
+    list of messages with role and content."""
     weight: Scheduled[NonNegativeFloat] = 1.0
-    """Share of the rows, relative to the other sources'; may change at given steps."""
+    """Share of the rows, relative to the weights of the other sources; may change at steps."""
 
 
 class DataConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
-    """What is read, and how it is cut into batches."""
+    """Which text is read, and how it is cut into batches."""
 
     files: Files = None
-    """Short for sources.text.files; null: the source of Python's standard library."""
+    """Short for sources.text.files; null: the source code of Python's standard library."""
     sources: dict[str, SourceConfig] = {}
-    """Several sources by name, instead of `files`: files, field, weight of each."""
+    """Several sources by name, instead of `files`; each has files, field and weight."""
     tokenizer: str = "bytes"
-    """bytes, or a Hugging Face tokenizer.json."""
+    """bytes, the path of a Hugging Face tokenizer.json, or the name of a registered tokenizer."""
     eos_token: str | None = None
-    """The token of tokenizer.json that ends a document; null: the one with a usual name."""
+    """Token of tokenizer.json that ends a document; null: the special token with a usual name."""
+    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = "chatml"
+    """Registered template that turns messages into text: chatml. In chats, only assistant tokens
+    contribute to the loss."""
     packing: Packing = "split"
-    """split: documents end to end, cut at rows; best_fit: whole documents as far as they fit."""
+    """split: concatenate documents and cut at row ends; best_fit: keep documents whole if they
+    fit."""
     on_error: OnError = "raise"
-    """What a broken document does: stop with its place, or be skipped and counted, as empty ones
-    always are."""
+    """raise: stop at an unreadable document and report its place; skip: leave it out and count it.
+    Empty documents are always skipped."""
     sequence_length: Scheduled[PositiveInt] = 256
-    """Tokens per row (L); may change at given steps, to divisors of the greatest one, which must be
-    known from the beginning."""
+    """Tokens per row (L). May change at steps, to divisors of the largest value; the largest must
+    be given from the start of the run."""
     global_batch_size: Scheduled[PositiveInt] = 16
-    """Rows per optimizer step, over all devices and accumulation steps; may change too."""
+    """Rows per optimizer step, over all devices and accumulation steps; may change at steps."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1)
-    """Share of every source's tokens held out for evaluation."""
+    """Share of the tokens of every source in the held-out split."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Of the order of rows."""
+    """Seed of the order of rows."""
     cache_dir: str = ".cache/data"
-    """Folder for tokenised stores; on a shared one, locks (flock) must hold between machines."""
+    """Folder for tokenized stores. On a shared disk, flock must work across machines."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes that read rows; 0: a thread, which is enough for most."""
+    """Processes that read rows; 0: one thread, which is enough for most runs."""
 
     @model_validator(mode="after")
-    def _has_text_at_every_step(self) -> "DataConfig":
+    def _check_sources(self) -> "DataConfig":
         if self.sources and self.files is not None:
             raise ValueError("data.files and data.sources are both given; leave one out")
         for step, shares in self.shares.items():
@@ -102,11 +115,11 @@ class DataConfig(
 
     @property
     def shares(self) -> dict[int, dict[str, Fraction]]:
-        """What each source gives of the rows, by the first step at which it does; exact, by name.
+        """Exact share of the rows of each source, by the first step at which it holds.
 
-        Sources that give nothing are left out, as are steps at which nothing changes.
+        Sources with share 0 are left out, as are steps at which no share changes.
         """
-        weights = {name: phases(source.weight) for name, source in self.named_sources.items()}
+        weights = {name: values_by_step(s.weight) for name, s in self.named_sources.items()}
         found: dict[int, dict[str, Fraction]] = {}
         for step in sorted({step for of_source in weights.values() for step in of_source}):
             # As written, not as stored: 0.7 is 7/10.
@@ -119,15 +132,15 @@ class DataConfig(
 
     @property
     def named_sources(self) -> dict[str, SourceConfig]:
-        """Sources by name; that of `files` is called text."""
+        """Sources by name; `files` is the source text."""
         return self.sources or {"text": SourceConfig(files=self.files)}
 
     @property
     def row_length(self) -> int:
         """Tokens of the longest rows (L)."""
-        return max(phases(self.sequence_length).values())
+        return max(values_by_step(self.sequence_length).values())
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Every size that a global batch has in the run, without repetition."""
-        return list(dict.fromkeys(phases(self.global_batch_size).values()))
+        """Distinct global batch sizes of the run."""
+        return list(dict.fromkeys(values_by_step(self.global_batch_size).values()))

@@ -1,8 +1,8 @@
-"""Which source gives row n of the run: weights into an even order, computed, never remembered.
+"""Deterministic mixture of sources: which source provides row n of the run.
 
-Of n rows the first source gives floor(n * share), spread evenly; of those left over the second one
-gives its share of what remains, and so on. Integers throughout, so every machine agrees. A source
-of weight 0 is as if it were not there. Refuses to know steps, epochs and batches.
+Among the first n rows, the first source provides floor(n * share), evenly spaced. The second source
+provides its share of the remaining rows in the same way, and so on. All arithmetic is on integers,
+so every machine computes the same order. A source of weight 0 has no influence.
 """
 
 import math
@@ -16,13 +16,14 @@ Weight = float | Fraction
 
 @dataclass(frozen=True)
 class _Phase:
-    """Rows from `first_row` on, until the next phase."""
+    """Weights that hold from `first_row` until the next phase."""
 
     first_row: int
     before: tuple[int, ...]
-    """Rows taken from each source in all earlier phases."""
+    """Rows of each source in all earlier phases."""
     shares: tuple[tuple[int, int, int], ...]
-    """(source, p, q): of the rows left over by those before it, p of q; the last one all."""
+    """(source, p, q): the source provides p of q of the rows that earlier sources leave; the last
+    source provides all of them."""
 
     def counts(self, row: int) -> tuple[int, ...]:
         counts, left = list(self.before), row - self.first_row
@@ -34,9 +35,9 @@ class _Phase:
 
 
 class Mixture:
-    """The endless order of rows over sources.
+    """Endless sequence of rows over sources.
 
-    weights_by_phase: (first row, weight of every source), ascending, the first one from row 0.
+    weights_by_phase: (first row, weight of every source), ascending from row 0.
     Raises: ValueError when all weights of a phase are 0.
     """
 
@@ -60,7 +61,7 @@ class Mixture:
             self._phases.append(_Phase(first, before, shares))
 
     def locate(self, row: int) -> tuple[int, int]:
-        """(source, index in that source's own endless order) of a row."""
+        """Return (source, index among the rows of that source) of a row."""
         phase = self._phase(row)
         left = row - phase.first_row
         for source, p, q in phase.shares:
@@ -68,10 +69,10 @@ class Mixture:
             if (left + 1) * p // q > taken:
                 return source, phase.before[source] + taken
             left -= taken
-        raise AssertionError("the last source takes every row that is left")
+        raise AssertionError("the last source provides every remaining row")
 
     def counts(self, row: int) -> tuple[int, ...]:
-        """How many of the rows before this one each source gives."""
+        """Return how many of the rows before this one each source provides."""
         return self._phase(row).counts(row)
 
     def _phase(self, row: int) -> _Phase:

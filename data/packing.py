@@ -1,11 +1,9 @@
-"""Documents cut into rows: what is held out, what a row holds, which part of it is learned.
+"""Split documents into training and held-out tokens, and pack them into rows.
 
-A store is split into training and held-out pieces, once and for all runs; the pieces are packed
-into rows. Packing loses and doubles nothing: over an epoch every token is an input exactly once,
-and every token with its successor in the document is learned exactly once, a successor in the next
-row too. Documents that share a row do not see each other: they differ in `segment_ids`, and
-`positions` start at 0 in each.
-Refuses to shuffle and to keep rows on disk: their order, and their files, are others'.
+The split of a store is the same in every run. In an epoch every token is an input exactly once, and
+every token that has a successor in its document predicts it exactly once, also across rows.
+Documents of one row do not see each other: they differ in `segment_ids`, and `positions` start at 0
+in each.
 """
 
 import math
@@ -17,48 +15,47 @@ from itertools import pairwise
 import numpy as np
 
 from data.config import Packing
-from data.source import DataError
+from data.files import DataError
 from data.store import Store
 
-FIELDS = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
-# Part of a pack's name: another way to split or pack needs another number.
+# Part of the name of a packed store; raise it when the split or the packing changes.
 PACK_VERSION = 2
-# A longer document is held out in parts: few enough to be quick, small enough to be a fair sample.
-MAX_UNIT_TOKENS = 65536
+# A longer document is split into parts: few enough to be fast, small enough for a fair sample.
+MAX_PART_TOKENS = 65536
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Stretches of the token stream, each of one document: int64 (P,), ascending."""
+class TokenSpans:
+    """Spans of the token stream, each within one document and split: int64 (P,), ascending."""
 
     start: np.ndarray
     """First token."""
     length: np.ndarray
-    """Tokens. The successor of a piece's last token is another document, or the other split."""
+    """Tokens. The token after a span is of another document or of the other split."""
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Which stretches of the stream make up each row."""
+    """Spans of the token stream that make up each row."""
 
     row_begin: np.ndarray
-    """int64 (R + 1,): stretches row_begin[r] .. row_begin[r + 1] - 1 make up row r."""
+    """int64 (R + 1,): spans row_begin[r] .. row_begin[r + 1] - 1 make up row r."""
     start: np.ndarray
-    """int64 (S,): first token."""
+    """int64 (S,): first token of each span."""
     length: np.ndarray
-    """int32 (S,): tokens."""
+    """int32 (S,): tokens of each span."""
     goes_on: np.ndarray
-    """bool (R,): the last stretch of the row ends inside a piece, so that the next token of the
-    stream is its last target. Every other stretch ends where its piece ends."""
+    """bool (R,): the last span of the row is cut, so that the next token of the stream is its last
+    target."""
 
     @property
     def num_rows(self) -> int:
-        """Rows (R)."""
+        """Number of rows (R)."""
         return len(self.goes_on)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Uniform bits from any bits (uint64), one to one: the finaliser of splitmix64.
+    """Hash uint64 values one to one, with the finaliser of splitmix64.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -68,12 +65,14 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
-def split_documents(ends: np.ndarray, fraction: float) -> tuple[Pieces, Pieces]:
-    """Training and held-out pieces, together every token once, the same in every run.
+def split_documents(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, TokenSpans]:
+    """Return the training and the held-out spans; together they hold every token once.
 
-    ends: (D,), D > 0, ascending: where documents end. A document is held out whole or not at all,
-        unless it is longer than `fraction` of all tokens or MAX_UNIT_TOKENS: then parts of it are.
-    Raises: DataError when either split would hold no token together with its successor.
+    A document is held out whole or not at all, unless it is longer than `fraction` of all tokens or
+    than MAX_PART_TOKENS; then parts of it are held out. The result depends on the arguments alone.
+
+    ends: (D,), D > 0, ascending: where documents end.
+    Raises: DataError when either split would have no token with a successor.
     """
     ends = np.asarray(ends, np.int64)
     lengths = np.diff(ends, prepend=0)
@@ -81,71 +80,72 @@ def split_documents(ends: np.ndarray, fraction: float) -> tuple[Pieces, Pieces]:
     held_tokens = math.ceil(fraction * num_tokens)
     if fraction == 0:
         nothing = np.empty(0, np.int64)
-        return Pieces(ends - lengths, lengths), Pieces(nothing, nothing)
-    # No more than D + 1 / fraction units. One token alone would have no target.
-    unit = min(max(held_tokens, 2), MAX_UNIT_TOKENS)
-    parts = -(-lengths // unit)
+        return TokenSpans(ends - lengths, lengths), TokenSpans(nothing, nothing)
+    # At most D + 1 / fraction parts. One token alone would have no target.
+    part_tokens = min(max(held_tokens, 2), MAX_PART_TOKENS)
+    parts = -(-lengths // part_tokens)
     first = np.cumsum(parts) - parts
     document = np.repeat(np.arange(len(ends)), parts)
     part = np.arange(len(document)) - first[document]
-    start = (ends - lengths)[document] + part * unit
-    # Different keys have different hashes, so no sort has ties to break.
+    start = (ends - lengths)[document] + part * part_tokens
+    # Keys are distinct and so are their hashes: the sort has no ties.
     order = np.argsort(_mix((document << 32 | part).astype(np.uint64)))
     sizes = np.diff(start, append=num_tokens)[order]
     reached = np.searchsorted(np.cumsum(sizes), held_tokens)
-    # Enough tokens, among them one with its successor; never all.
+    # Enough tokens, one of them with its successor, but never all.
     num_held = min(max(int(reached), int(np.argmax(sizes > 1))) + 1, len(order) - 1)
     held = np.zeros(len(order), bool)
     held[order[:num_held]] = True
-    # Neighbours of one document and one split become one piece again.
+    # Join neighbours of the same document and split.
     begins = np.flatnonzero((part == 0) | (held != np.roll(held, 1)))
     start, held = start[begins], held[begins]
     length = np.diff(start, append=num_tokens)
-    train, held_out = Pieces(start[~held], length[~held]), Pieces(start[held], length[held])
+    train, held_out = TokenSpans(start[~held], length[~held]), TokenSpans(start[held], length[held])
     if min(p.length.max(initial=0) for p in (train, held_out)) < 2:
         raise DataError(
             f"{num_tokens} tokens in {len(ends)} document(s) are too few for training and for "
-            f"data.eval_fraction={fraction:g} of them held out; give more text, or change it"
+            f"data.eval_fraction={fraction:g} of them held out; give more text, or change "
+            "data.eval_fraction"
         )
     return train, held_out
 
 
-def pack_split(pieces: Pieces, row_length: int) -> PackedRows:
-    """Pieces end to end, cut at every row; only the last row has padding."""
-    # Places on the line of all pieces end to end: where pieces begin, where rows begin.
-    ends = np.cumsum(pieces.length)
+def pack_split(spans: TokenSpans, row_length: int) -> PackedRows:
+    """TokenSpans end to end, cut at every row; only the last row has padding."""
+    # Places on the line of all spans end to end: where spans begin, where rows begin.
+    ends = np.cumsum(spans.length)
     num_tokens = int(ends[-1]) if len(ends) else 0
-    begins = ends - pieces.length
+    begins = ends - spans.length
     cuts = np.concatenate([begins, np.arange(0, num_tokens, row_length)])
-    cuts.sort(kind="stable")  # two ascending runs: one merge; np.unique hashes them
+    cuts.sort(kind="stable")  # merges two ascending runs; np.unique would hash
     cuts = cuts[np.diff(cuts, prepend=-1) > 0]
-    piece = np.searchsorted(begins, cuts, side="right") - 1
+    span = np.searchsorted(begins, cuts, side="right") - 1
     row_ends = np.arange(0, num_tokens + row_length, row_length).clip(max=num_tokens)
     row_begin = np.searchsorted(cuts, row_ends)
     last = row_begin[1:] - 1
     return PackedRows(
         row_begin,
-        pieces.start[piece] + cuts - begins[piece],
+        spans.start[span] + cuts - begins[span],
         np.diff(cuts, append=num_tokens).astype(np.int32),
-        row_ends[1:] < ends[piece[last]],
+        row_ends[1:] < ends[span[last]],
     )
 
 
-def pack_best_fit(pieces: Pieces, row_length: int) -> PackedRows:
-    """Whole pieces, the longest first, each into the fullest row that still has room for it.
+def pack_best_fit(spans: TokenSpans, row_length: int) -> PackedRows:
+    """Pack whole spans, the longest first, each into the fullest row that has room for it.
 
-    A piece longer than a row fills rows; what remains of it is packed like a piece. Of rows that
-    are equally full the first one takes it.
+    A span longer than a row fills rows; its remainder is packed like a span. Of equally full rows
+    the first is taken.
     """
-    full, rest = np.divmod(pieces.length, row_length)
+    full, rest = np.divmod(spans.length, row_length)
     num_full = int(full.sum())
-    # Sixteen bits are sorted by radix.
+    # NumPy sorts 16-bit integers by radix.
     small = np.min_scalar_type(row_length)
     order = np.argsort((row_length - rest).astype(small), kind="stable")[: np.count_nonzero(rest)]
     row_of_rest = num_full + _best_fit(rest[order], row_length)
     nth = np.arange(num_full) - np.repeat(np.cumsum(full) - full, full)
-    start = np.repeat(pieces.start, full) + nth * row_length
-    goes_on = (nth + 1) * row_length < np.repeat(pieces.length, full)
+    start = np.repeat(spans.start, full) + nth * row_length
+    goes_on = (nth + 1) * row_length < np.repeat(spans.length, full)
     num_rows = int(row_of_rest.max(initial=num_full - 1)) + 1
     by_row = np.argsort(row_of_rest, kind="stable")
     order, row_of_rest = order[by_row], row_of_rest[by_row]
@@ -156,18 +156,18 @@ def pack_best_fit(pieces: Pieces, row_length: int) -> PackedRows:
                 num_full + np.searchsorted(row_of_rest, np.arange(num_full, num_rows + 1)),
             ]
         ),
-        np.concatenate([start, (pieces.start + full * row_length)[order]]),
+        np.concatenate([start, (spans.start + full * row_length)[order]]),
         np.concatenate([np.full(num_full, row_length), rest[order]]).astype(np.int32),
         np.concatenate([goes_on, np.zeros(num_rows - num_full, bool)]),
     )
 
 
 def _best_fit(lengths: np.ndarray, row_length: int) -> np.ndarray:
-    """The row of each item; lengths (N,) descending, none above `row_length`.
+    """Return the row of each item; lengths (N,) descend, none is above `row_length`.
 
-    All items of a length and all rows with the same room are handled at once: a row that takes an
-    item is the fullest one, so it takes items until it has no room for another. Rows change hands
-    O(row_length * log(row_length)) times, whatever the number of items.
+    All items of one length and all rows with the same room are handled at once: the fullest row
+    takes items until it has no room for another. There are O(row_length * log(row_length)) such
+    moves for any number of items.
     """
     row = np.empty(len(lengths), np.int64)
     rooms: list[int] = []
@@ -184,8 +184,8 @@ def _best_fit(lengths: np.ndarray, row_length: int) -> np.ndarray:
     for first, end in pairwise([*firsts, len(lengths)]):
         length = int(lengths[first])
         while done < end:
-            place = bisect_left(rooms, length)
-            room = rooms.pop(place) if place < len(rooms) else row_length
+            index = bisect_left(rooms, length)
+            room = rooms.pop(index) if index < len(rooms) else row_length
             each = room // length
             wanted = -(-(end - done) // each)
             if room in rows_by_room:
@@ -205,16 +205,16 @@ def _best_fit(lengths: np.ndarray, row_length: int) -> np.ndarray:
     return row
 
 
-PACKERS: dict[Packing, Callable[[Pieces, int], PackedRows]] = {
+PACKERS: dict[Packing, Callable[[TokenSpans, int], PackedRows]] = {
     "split": pack_split,
     "best_fit": pack_best_fit,
 }
 
 
 def count_bytes(store: Store, rows: PackedRows, numbers: Sequence[int]) -> float:
-    """UTF-8 bytes of learned text in these rows.
+    """Return the UTF-8 bytes of text in these rows that contributes to the loss.
 
-    Of a document that is in them in part, in proportion to its learned tokens.
+    A document that is only partly in the rows counts in proportion to its tokens in the loss.
     """
     total = 0.0
     for row in numbers:
@@ -223,72 +223,14 @@ def count_bytes(store: Store, rows: PackedRows, numbers: Sequence[int]) -> float
         documents = np.searchsorted(store.ends, starts, side="right")
         begins = np.where(documents > 0, store.ends[documents - 1], 0)
         here, whole = lengths, store.ends[documents] - begins
-        if store.learned is not None:
-            here = count_learned(store.learned, starts, starts + lengths)
-            whole = count_learned(store.learned, begins, store.ends[documents])
+        if store.loss_mask is not None:
+            here = count_loss_tokens(store.loss_mask, starts, starts + lengths)
+            whole = count_loss_tokens(store.loss_mask, begins, store.ends[documents])
         total += float((store.num_bytes[documents] * (here / np.maximum(whole, 1))).sum())
     return total
 
 
-def count_learned(learned: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Learned tokens of each stretch from `begins` up to `ends` (N,): int64 (N,)."""
+def count_loss_tokens(mask: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Count the tokens with mask 1 from each of `begins` up to each of `ends` (N,): int64 (N,)."""
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
-    return np.array([np.count_nonzero(learned[a:b]) for a, b in spans])
-
-
-def read_row(
-    store: Store,
-    rows: PackedRows,
-    row: int,
-    *,
-    row_length: int,
-    eos_id: int,
-    vocab_size: int,
-    out: dict[str, np.ndarray] | None = None,
-) -> dict[str, np.ndarray]:
-    """The fields of one row, each (L,): int32, `loss_mask` float32.
-
-    A target that is another document's, or the other split's, is `eos_id` with loss_mask 0.
-    Padding is `eos_id` too, with segment -1 and loss_mask 0.
-
-    out: arrays to fill, returned; None: fresh ones.
-    Raises: DataError when an id is not in the vocabulary.
-    """
-    if out is None:
-        out = {name: np.empty(row_length, np.int32) for name in FIELDS[:-1]}
-        out["loss_mask"] = np.empty(row_length, np.float32)
-    first, last = rows.row_begin[row], rows.row_begin[row + 1]
-    lengths = rows.length[first:last].astype(np.int64)
-    goes_on = bool(rows.goes_on[row])
-    num_tokens = int(lengths.sum())
-    # The successor of the last token, if it is a target, is read as if it were in the row.
-    lengths[-1] += goes_on
-    ends = lengths.cumsum()
-    line = np.arange(num_tokens + goes_on)
-    positions = line - (ends - lengths).repeat(lengths)
-    places = positions + rows.start[first:last].repeat(lengths)
-    ids = np.asarray(store.tokens)[places]
-    if ids.max() >= vocab_size:
-        wrong = int(np.argmax(ids >= vocab_size))
-        raise DataError(
-            f"{getattr(store, 'folder', 'store')}: token {places[wrong]} has id {ids[wrong]}, not "
-            f"below the vocabulary's {vocab_size}: a damaged store, or another tokenizer; delete "
-            "the folder, it will be made again"
-        )
-    learned = 1 if store.learned is None else np.asarray(store.learned)[places[1:]] != 0
-    closing = ends[: len(ends) - goes_on] - 1
-    num_targets = num_tokens - 1 + goes_on
-    out["tokens"][:num_tokens] = ids[:num_tokens]
-    out["targets"][:num_targets] = ids[1:]
-    out["targets"][closing] = eos_id
-    out["positions"][:num_tokens] = positions[:num_tokens]
-    out["segment_ids"][:num_tokens] = np.arange(len(ends)).repeat(lengths)[:num_tokens]
-    out["loss_mask"][:num_targets] = learned
-    out["loss_mask"][closing] = 0
-    if num_tokens < row_length:
-        out["tokens"][num_tokens:] = eos_id
-        out["targets"][num_tokens:] = eos_id
-        out["positions"][num_tokens:] = np.arange(row_length - num_tokens)
-        out["segment_ids"][num_tokens:] = -1
-        out["loss_mask"][num_tokens:] = 0
-    return out
+    return np.array([np.count_nonzero(mask[a:b]) for a, b in spans])

@@ -1,4 +1,4 @@
-"""How far the tokenising of a source is, on stderr; silent when there is nothing to do."""
+"""Progress of the tokenization of a source, on stderr."""
 
 import sys
 import time
@@ -9,8 +9,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 SECONDS_PER_LINE = 5.0
 
 
-class Display:
-    """Progress of one source: a bar with ETA on a terminal, plain lines in a log."""
+class TokenizationProgress:
+    """Progress bar with ETA on a terminal, plain lines in a log, nothing for an existing store."""
 
     def __init__(self, name: str):
         self._name = name
@@ -30,15 +30,15 @@ class Display:
             )
             self._task = self._progress.add_task(name, total=None, rate="")
 
-    def __enter__(self) -> "Display":
+    def __enter__(self) -> "TokenizationProgress":
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
-    def show(self, done: int, total: int, tokens: int) -> None:
-        """A finished unit of work, or the beginning."""
+    def update(self, done: int, total: int, tokens: int) -> None:
+        """Show bytes of input done, bytes in all and tokens written; first called at the start."""
         self._now = (time.monotonic(), done, tokens)
         if self._begin is None:
             self._begin = self._now
@@ -59,9 +59,11 @@ class Display:
             )
 
     def speed(self) -> str:
-        """Megabytes of input per second, or that there was nothing to do."""
+        """Return the megabytes of input per second, or that the store existed."""
         seconds, num_bytes, _ = self._since_begin()
-        return f"{num_bytes / 1e6 / seconds:.1f} MB/s" if num_bytes and seconds else "was there"
+        return (
+            f"{num_bytes / 1e6 / seconds:.1f} MB/s" if num_bytes and seconds else "already prepared"
+        )
 
     def _since_begin(self) -> tuple[float, int, int]:
         if self._begin is None:

@@ -20,7 +20,7 @@ from soak_run import ROOT, SECONDS, run_undisturbed, tell, write_config
 
 from configs.build import build_program, open_devices
 from configs.schema import load_config
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from training.checkpoint import Checkpoints
 from training.fingerprint import fingerprints, leaf_name
 from training.logs import logging_to
@@ -44,7 +44,7 @@ class Restorer:
     def __init__(self, config_path: Path, original: Path):
         self.config = load_config(config_path)
         devices, _ = open_devices(self.config)
-        self._rows = Rows(self.config.data)
+        self._rows = Dataset(self.config.data)
         self._program = build_program(self.config, devices)
         with (
             jax.set_mesh(self._program.tp.manager.mesh),

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import soak_run
 
 from configs.schema import load_config
-from data.pipeline import Rows
+from data.pipeline import Dataset
 
 # Of losses where the same devices are in other processes, or elsewhere: relative, sixteen
 # roundings of float32. Of equal processes all is equal to the bit.
@@ -93,7 +93,7 @@ class Lab:
         self.folder, self._commands = folder, list[Command]()
         settings = {"training__steps": STEPS, "training__eval_every": 10, "checkpoint__every": 10}
         self.config = soak_run.write_config(folder, **(settings | changes))
-        Rows(load_config(self.config).data)  # as every run finds it
+        Dataset(load_config(self.config).data)  # as every run finds it
 
     def launch(
         self,

@@ -16,7 +16,7 @@ from ruamel.yaml import YAML
 from runs import losses, read_lines, refusal, run, write_config
 
 import train
-from data.tokenizer import open_tokenizer
+from data.tokenizers.base import open_tokenizer
 from training.trainer import EXIT_RESUMABLE
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
@@ -218,7 +218,7 @@ def test_every_source_is_evaluated_and_the_tokenizer_is_saved(tmp_path):
 
 def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
     (tmp_path / "b.txt").write_text("one document more")
-    assert "trained on other data: the text of source 'text' is another" in refusal(capsys, half)
+    assert "trained on other data: the text of source 'text' has changed" in refusal(capsys, half)
 
 
 @pytest.mark.parametrize(

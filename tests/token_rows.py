@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.packing import PackedRows, pack_best_fit, pack_split, read_row
+from data.batch import read_row
+from data.packing import PackedRows, pack_best_fit, pack_split
 
 PACKERS = {"split": pack_split, "best_fit": pack_best_fit}
 
@@ -19,7 +20,7 @@ class Tokens:
     tokens: np.ndarray
     ends: np.ndarray
     num_bytes: np.ndarray
-    learned: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     digest: str = "0"
     folder: str = "stores/tales"
 
@@ -51,7 +52,7 @@ def inputs(rows) -> list[int]:
     ]
 
 
-def learned_pairs(rows) -> list[tuple[int, int]]:
+def loss_pairs(rows) -> list[tuple[int, int]]:
     return [
         (token, target)
         for row in rows

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import SaveSchedule
 from training.goodput import Goodput
@@ -30,7 +30,7 @@ class Checkpointing:
         checkpoints: Checkpoints,
         schedule: SaveSchedule,
         *,
-        dataset: Rows,
+        dataset: Dataset,
         process: Mapping[str, Any],
         directory: Path,
         goodput: Goodput,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from data.pipeline import Rows, eval_batches
+from data.pipeline import Dataset, eval_batches
 from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput
@@ -19,7 +19,7 @@ class Evaluation:
     def __init__(
         self,
         program: Program,
-        dataset: Rows,
+        dataset: Dataset,
         config: TrainingConfig,
         *,
         goodput: Goodput,

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput
@@ -26,7 +26,7 @@ class StepReporter:
 
     def __init__(
         self,
-        dataset: Rows,
+        dataset: Dataset,
         config: TrainingConfig,
         *,
         writers: MetricsWriter,
@@ -75,7 +75,7 @@ class StepReporter:
         with self._clock.waiting_for_devices(), self._goodput.spend("step"):
             metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
         batch = self._resume_point.batch(step - 1)
-        phase = self._dataset.plan.at(batch)
+        phase = self._dataset.schedule.at(batch)
         metrics |= self._clock.read(phase.batch_size, phase.length)
         metrics |= self.pending_metrics | self._dataset.progress(batch + 1)
         self.pending_metrics = {}

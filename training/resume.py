@@ -10,8 +10,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from data.pipeline import Rows, explain_change
-from data.schedule import batch_number
+from data.batch_schedule import batch_number
+from data.pipeline import Dataset, explain_change
 from parallel.cluster.errors import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
@@ -70,7 +70,7 @@ class Resumer:
     """Finds and restores the checkpoint from which a run continues."""
 
     checkpoints: Checkpoints
-    dataset: Rows
+    dataset: Dataset
     abstract_state: TrainState
     steps: int
     """Last step of the run."""
@@ -193,7 +193,7 @@ def describe_process(
 def make_record(
     resume_point: ResumePoint,
     process: Mapping[str, Any],
-    dataset: Rows,
+    dataset: Dataset,
     step: int,
     pending: tuple[str, ...],
 ) -> dict[str, Any]:

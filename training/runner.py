@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from data.pipeline import Rows, train_batches
+from data.pipeline import Dataset, train_batches
 from parallel.cluster.process_group import ProcessGroup
 from training.clock import StepClock
 from training.config import TrainingConfig
@@ -22,7 +22,7 @@ class StepRunner:
     def __init__(
         self,
         program: Program,
-        dataset: Rows,
+        dataset: Dataset,
         config: TrainingConfig,
         *,
         resume_point: ResumePoint,

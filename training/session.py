@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from training.agreement import StepCoordinator
@@ -42,7 +42,7 @@ from training.writers.registry import MetricsWriter, NullMetrics, WriterContext,
 @contextlib.contextmanager
 def open_run(
     program: Program,
-    dataset: Rows,
+    dataset: Dataset,
     settings: RunSettings,
     *,
     generate: GenerateText,

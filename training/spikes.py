@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from data.schedule import batch_number
+from data.batch_schedule import batch_number
 from training.goodput import Goodput
 from training.guard import GuardConfig
 from training.logs import log

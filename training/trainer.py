@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from parallel.cluster.process_group import ProcessGroup
 from training.agreement import StepAgreement, StepCoordinator
 from training.checkpointing import Checkpointing
@@ -38,7 +38,7 @@ class Trainer:
     """A run between its first and its last step; `training.session.open_run` builds it."""
 
     program: Program
-    dataset: Rows
+    dataset: Dataset
     config: TrainingConfig
     resume_point: ResumePoint
     """Where this process, or the latest rollback, begins."""

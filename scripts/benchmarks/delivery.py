@@ -23,10 +23,11 @@ import jax
 import numpy as np
 
 from data.config import DataConfig, Packing
-from data.pipeline import Rows, train_batches
-from data.source import find_files
+from data.files import find_files
+from data.pipeline import Dataset, train_batches
+from data.tokenizers.byte_level import ByteTokenizer
+from data.tokenizers.training import train_tokenizer
 from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
-from data.tokenizer import ByteTokenizer, train_tokenizer
 
 SCRIPTS = _clone.ROOT / "scripts"
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
@@ -101,7 +102,7 @@ def _bench_delivery(folder: Path, repeats: int) -> dict[str, float]:
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     found, stop = {}, WARMUP + NUM_BATCHES
     for packing in get_args(Packing):
-        rows = Rows(
+        rows = Dataset(
             DataConfig(
                 tokenizer=str(folder / "tokenizer.json"),
                 packing=packing,
@@ -111,11 +112,11 @@ def _bench_delivery(folder: Path, repeats: int) -> dict[str, float]:
             )
         )
 
-        def on_device(rows: Rows = rows) -> Iterator[Any]:
+        def on_device(rows: Dataset = rows) -> Iterator[Any]:
             batches = train_batches(rows, sharding, start=0, stop=stop, accumulation=1)
             return map(jax.block_until_ready, batches)
 
-        def read(rows: Rows = rows) -> Iterator[Any]:
+        def read(rows: Dataset = rows) -> Iterator[Any]:
             return (rows.read_train(step, range(BATCH)) for step in range(stop))
 
         for what, batches in (("on a device", on_device), ("read alone", read)):
@@ -197,12 +198,12 @@ def measure_start_up(folder: Path, packing: Packing) -> dict[str, float]:
     )
     result = {f"{key}_mb_before": value for key, value in _resident().items()}
     begin = time.perf_counter()
-    rows = Rows(config)
+    rows = Dataset(config)
     result["open_seconds"] = time.perf_counter() - begin
     rows.read_train(0, range(BATCH))
     result["first_batch_seconds"] = time.perf_counter() - begin
     result |= {f"{key}_mb_open": value for key, value in _resident().items()}
-    last = rows.sources[0].packs.train.num_rows // BATCH
+    last = rows.sources[0].packed.train.num_rows // BATCH
     steps = np.random.default_rng(0).integers(0, last, NUM_RANDOM_BATCHES).tolist()
     begin = time.perf_counter()
     for step in steps:

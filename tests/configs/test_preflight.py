@@ -10,7 +10,7 @@ from runs import write_config
 from configs import preflight
 from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, load_config
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from training.resume import flatten
 
 
@@ -88,12 +88,12 @@ def test_flatten_names_leaves_by_their_path():
 
 
 def test_machine_facts_are_devices_and_data(config, tmp_path):
-    facts = describe_machine(Rows(config.data), jax.local_devices())
+    facts = describe_machine(Dataset(config.data), jax.local_devices())
     assert facts["devices"] == "8 x cpu"
-    other = describe_machine(Rows(config.data), jax.local_devices()[:4])
+    other = describe_machine(Dataset(config.data), jax.local_devices()[:4])
     assert {key for key in facts if facts[key] != other[key]} == {"devices"}
     (tmp_path / "a.txt").write_text("def g(x): return x\n" * 300)
-    other = describe_machine(Rows(config.data), jax.local_devices())
+    other = describe_machine(Dataset(config.data), jax.local_devices())
     assert {key for key in facts if facts[key] != other[key]} == {
         "text of source text",
         "order of the data",

@@ -1,26 +1,26 @@
-"""Batches of changing shape take the tokens of the run in order, none twice and none left out."""
+"""Batches of changing shape take every token of the run once, in order."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data.batch_schedule import BatchSchedule
 from data.config import DataConfig
-from data.schedule import BatchPlan
 
 ROW = 12
 
 
-def plan_of(lengths, sizes) -> BatchPlan:
-    return BatchPlan(DataConfig(sequence_length=lengths, global_batch_size=sizes))
+def schedule_of(lengths, sizes) -> BatchSchedule:
+    return BatchSchedule(DataConfig(sequence_length=lengths, global_batch_size=sizes))
 
 
-def places_of(plan: BatchPlan, step: int) -> list[tuple[int, int]]:
-    return plan.places(step, range(plan.at(step).batch_size))
+def places_of(schedule: BatchSchedule, step: int) -> list[tuple[int, int]]:
+    return schedule.locate_rows(step, range(schedule.at(step).batch_size))
 
 
-def first_tokens(plan: BatchPlan, step: int) -> list[int]:
-    return [row * plan.row_length + first for row, first in places_of(plan, step)]
+def first_tokens(schedule: BatchSchedule, step: int) -> list[int]:
+    return [row * schedule.row_length + first for row, first in places_of(schedule, step)]
 
 
 @given(
@@ -28,32 +28,32 @@ def first_tokens(plan: BatchPlan, step: int) -> list[int]:
     sizes=st.lists(st.integers(1, 4).map(lambda n: 12 * n), min_size=1, max_size=4),
     gaps=st.lists(st.integers(1, 3), min_size=8, max_size=8),
 )
-def test_steps_take_consecutive_tokens_whatever_changes(lengths, sizes, gaps):
+def test_steps_take_consecutive_tokens_through_any_changes(lengths, sizes, gaps):
     at = [0, *np.cumsum(gaps).tolist()]
     lengths = dict(zip(at, [*lengths, ROW], strict=False))
     sizes = dict(zip(at[::2], sizes, strict=False))
-    plan = plan_of(lengths, sizes)
+    schedule = schedule_of(lengths, sizes)
     token = 0
     for step in range(15):
-        phase = plan.at(step)
+        phase = schedule.at(step)
         assert phase.length == lengths[max(s for s in lengths if s <= step)]
         assert phase.batch_size == sizes[max(s for s in sizes if s <= step)]
-        assert plan.tokens_before(step) == token
-        assert plan.first_row(step) == -(-token // plan.row_length)
+        assert schedule.tokens_before(step) == token
+        assert schedule.first_row(step) == -(-token // schedule.row_length)
         wanted = [token + b * phase.length for b in range(phase.batch_size)]
-        assert first_tokens(plan, step) == wanted
+        assert first_tokens(schedule, step) == wanted
         token += phase.batch_size * phase.length
 
 
 def test_a_row_never_reaches_over_the_end_of_a_long_one():
-    plan = plan_of({0: 4, 3: 12}, {0: 3, 5: 6})
+    schedule = schedule_of({0: 4, 3: 12}, {0: 3, 5: 6})
     for step in range(9):
-        length = plan.at(step).length
-        assert all(first + length <= ROW for _, first in places_of(plan, step))
+        length = schedule.at(step).length
+        assert all(first + length <= ROW for _, first in places_of(schedule, step))
 
 
 def test_without_changes_a_batch_is_whole_rows_one_after_another():
-    assert plan_of(ROW, 3).places(5, [0, 1, 2]) == [(15, 0), (16, 0), (17, 0)]
+    assert schedule_of(ROW, 3).locate_rows(5, [0, 1, 2]) == [(15, 0), (16, 0), (17, 0)]
 
 
 @pytest.mark.parametrize(
@@ -62,12 +62,12 @@ def test_without_changes_a_batch_is_whole_rows_one_after_another():
         (
             {0: 8, 10: 12},
             12,
-            r"data.sequence_length=8 does not divide the longest rows of 12, .*; use a divisor",
+            r"data.sequence_length=8 does not divide the largest value, 12; use a divisor",
         ),
         (
             {0: 4, 1: 12},
             5,
-            r"becomes 12 at step 1, after 20 tokens, which are no whole number of such rows; "
+            r"becomes 12 at step 1, after 20 tokens, not a multiple of that length; "
             r"change it at step 3, or with another data.global_batch_size before",
         ),
         (
@@ -79,8 +79,8 @@ def test_without_changes_a_batch_is_whole_rows_one_after_another():
 )
 def test_rows_that_cannot_be_cut_are_refused_with_a_remedy(lengths, sizes, law):
     with pytest.raises(ValueError, match=law):
-        plan_of(lengths, sizes)
+        schedule_of(lengths, sizes)
 
 
 def test_the_step_that_a_refusal_names_is_accepted():
-    assert plan_of({0: 4, 3: 12}, 5).tokens_before(4) == 3 * 20 + 60
+    assert schedule_of({0: 4, 3: 12}, 5).tokens_before(4) == 3 * 20 + 60

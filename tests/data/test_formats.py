@@ -1,4 +1,4 @@
-"""From bytes to documents: every format alike, every cut alike, and every kind of damage named."""
+"""Every format and every cut yields the same documents, and every kind of damage is reported."""
 
 import bz2
 import gzip
@@ -19,9 +19,16 @@ from datasets import Dataset, disable_progress_bars
 from hypothesis import given, settings
 from pyarrow import parquet
 
-from data import formats
-from data.formats import Document, Fault, read_documents
-from data.source import UNIT_BYTES, Damaged, Entry, find_files, plan_units
+from data.files import DamagedFileError, find_files
+from data.formats import text
+from data.formats.base import (
+    SHARD_BYTES,
+    Document,
+    DocumentError,
+    FileRange,
+    plan_shards,
+    read_documents,
+)
 
 disable_progress_bars()
 
@@ -34,23 +41,23 @@ COMPRESS = {
 }
 
 
-def read(path, unit_bytes=UNIT_BYTES, field="text") -> list[Document | Fault]:
-    """All that a path gives, unit after unit."""
-    units = plan_units(find_files(str(path)), unit_bytes)
+def read(path, shard_bytes=SHARD_BYTES, field="text") -> list[Document | DocumentError]:
+    """Documents of a path, shard by shard."""
+    shards = plan_shards(find_files(str(path)), shard_bytes)
     return [
         document
-        for unit in units
-        for entry in unit.entries
+        for shard in shards
+        for entry in shard.ranges
         for document in read_documents(entry, field)
     ]
 
 
-def faults(path, **options) -> list[tuple[str, str, str]]:
-    """Place (without the folder), kind and detail of each fault."""
+def errors(path, **options) -> list[tuple[str, str, str]]:
+    """Location (without the folder), kind and detail of each error."""
     return [
-        (fault.where.removeprefix(f"{Path(path).parent}/"), fault.kind, fault.detail)
+        (fault.location.removeprefix(f"{Path(path).parent}/"), fault.kind, fault.detail)
         for fault in read(path, **options)
-        if isinstance(fault, Fault)
+        if isinstance(fault, DocumentError)
     ]
 
 
@@ -105,12 +112,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("unit_bytes", [1, 1000, UNIT_BYTES])
+@pytest.mark.parametrize("shard_bytes", [1, 1000, SHARD_BYTES])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_every_format_gives_the_same_documents(tmp_path, write, unit_bytes):
+def test_every_format_gives_the_same_documents(tmp_path, write, shard_bytes):
     path = write(tmp_path, TEXTS)
-    assert texts(path, unit_bytes=unit_bytes) == TEXTS
-    assert not faults(path, unit_bytes=unit_bytes)
+    assert texts(path, shard_bytes=shard_bytes) == TEXTS
+    assert not errors(path, shard_bytes=shard_bytes)
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_datasets])
@@ -121,7 +128,7 @@ def test_messages_are_pairs_of_role_and_content(tmp_path, write):
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_an_empty_document_is_a_fault_of_its_own_kind(tmp_path, write):
+def test_an_empty_document_is_an_error_of_its_own_kind(tmp_path, write):
     found = read(write(tmp_path, ["a", "", "b"]))
     assert [getattr(one, "text", None) or one.kind for one in found] == ["a", "empty", "b"]
 
@@ -138,9 +145,9 @@ def test_places_are_lines_from_1_and_rows_and_records_from_0(tmp_path):
     for name, expected in places.items():
         (tmp_path / name).mkdir()
         path = WRITERS[name](tmp_path / name, ["a", "b", "c"])
-        for unit_bytes in [1, UNIT_BYTES]:
+        for shard_bytes in [1, SHARD_BYTES]:
             assert [
-                one.where.removeprefix(f"{tmp_path / name}/") for one in read(path, unit_bytes)
+                one.location.removeprefix(f"{tmp_path / name}/") for one in read(path, shard_bytes)
             ] == expected
 
 
@@ -155,13 +162,13 @@ LINE = st.one_of(
 @settings(max_examples=60)
 @given(st.lists(LINE, min_size=1, max_size=12), st.booleans(), st.integers(1, 200), st.data())
 def test_any_cut_of_json_lines_gives_the_documents_of_the_whole_file(
-    tmp_path_factory, content, closed, unit_bytes, data
+    tmp_path_factory, content, closed, shard_bytes, data
 ):
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(content) + b"\n" * closed + b"\n{")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "_BLOCK", data.draw(st.integers(1, 40)))
-        found = read(path, unit_bytes)
+        patch.setattr(text, "_BLOCK", data.draw(st.integers(1, 40)))
+        found = read(path, shard_bytes)
     expected = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
@@ -169,17 +176,17 @@ def test_any_cut_of_json_lines_gives_the_documents_of_the_whole_file(
                 expected.append((f"{path}:{number}", json.loads(line)["text"]))
             except (ValueError, TypeError, KeyError):
                 expected.append((f"{path}:{number}", ""))
-    assert [(one.where, getattr(one, "text", "")) for one in found] == expected
+    assert [(one.location, getattr(one, "text", "")) for one in found] == expected
 
 
-def test_a_line_longer_than_units_is_read_once(tmp_path):
+def test_a_line_longer_than_shards_is_read_once(tmp_path):
     values = ["a", "b" * 500_000, "c"]
     path = write_jsonl(tmp_path, values)
-    units = plan_units([str(path)], 1000)
-    assert len(units) > 400 and texts(path, unit_bytes=1000) == values
+    shards = plan_shards([str(path)], 1000)
+    assert len(shards) > 400 and texts(path, shard_bytes=1000) == values
 
 
-def test_files_elsewhere_are_read_like_those_here(tmp_path):
+def test_remote_files_are_read_like_local_ones(tmp_path):
     system = fsspec.filesystem("memory")
     values = [f"{n} " * n for n in range(1, 40)]
     system.pipe("/formats/a.jsonl", lines(values) + b"{\n")
@@ -187,7 +194,7 @@ def test_files_elsewhere_are_read_like_those_here(tmp_path):
     system.pipe("/formats/c.parquet", write_parquet(tmp_path, values).read_bytes())
     found = read("memory://formats/*", 100)
     assert [one.text for one in found if isinstance(one, Document)] == values * 3
-    assert [one.where for one in found if isinstance(one, Fault)] == [
+    assert [one.location for one in found if isinstance(one, DocumentError)] == [
         "memory:///formats/a.jsonl:40"
     ]
     system.rm("/formats", recursive=True)
@@ -198,41 +205,41 @@ def test_a_byte_order_mark_at_the_start_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines(["text"]))
     assert texts(tmp_path / "a.txt") == texts(tmp_path / "a.jsonl") == ["text"]
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf")
-    assert [kind for _, kind, _ in faults(tmp_path / "a.txt")] == ["empty"]
+    assert [kind for _, kind, _ in errors(tmp_path / "a.txt")] == ["empty"]
 
 
-def test_documents_and_faults_cross_processes(tmp_path):
+def test_documents_and_errors_cross_processes(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines(["a"]) + b"{\n")
     found = read(tmp_path / "a.jsonl", 4)
     assert pickle.loads(pickle.dumps(found)) == found and len(found) == 2
 
 
-def test_broken_utf8_is_a_fault_with_the_byte(tmp_path):
+def test_broken_utf8_is_an_error_with_the_byte(tmp_path):
     broken = b"\xef\xbb\xbfabc\xffdef"
     (tmp_path / "a.txt").write_bytes(broken)
     expected = ("a.txt", "invalid UTF-8", "byte 0xff at offset 6")
-    assert faults(tmp_path / "a.txt") == [expected]
+    assert errors(tmp_path / "a.txt") == [expected]
     (tmp_path / "b.jsonl").write_bytes(lines(["a"]) + b'{"text": "\xc3"}\n' + lines(["b"]))
     expected = ("b.jsonl:2", "invalid UTF-8", "byte 0xc3 at column 11")
-    assert faults(tmp_path / "b.jsonl", unit_bytes=20) == [expected]
+    assert errors(tmp_path / "b.jsonl", shard_bytes=20) == [expected]
     assert texts(tmp_path / "b.jsonl") == ["a", "b"]
     path = write_array_record(tmp_path, [b"a", b"bc\xff"])
     expected = ("a.array_record, record 1", "invalid UTF-8", "byte 0xff at offset 2")
-    assert faults(path) == [expected]
+    assert errors(path) == [expected]
 
 
-def test_broken_utf8_in_a_table_is_a_fault_of_its_row(tmp_path):
+def test_broken_utf8_in_a_table_is_an_error_of_its_row(tmp_path):
     column = pyarrow.array([b"a", b"b\xff", b"c"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
     expected = ("a.parquet, row 1", "invalid UTF-8", "byte 0xff at offset 1")
-    assert faults(tmp_path / "a.parquet") == [expected]
+    assert errors(tmp_path / "a.parquet") == [expected]
     assert texts(tmp_path / "a.parquet") == ["a", "c"]
 
 
-def test_half_of_a_surrogate_pair_is_a_fault_and_a_whole_one_is_a_character(tmp_path):
+def test_half_of_a_surrogate_pair_is_an_error_and_a_whole_one_is_a_character(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "\\ud83d\\udc0e"}\n{"text": "a\\ud83d"}\n')
-    expected = ("a.jsonl:2", "invalid UTF-8", "\\ud83d is half of a pair, without it")
-    assert faults(tmp_path / "a.jsonl") == [expected]
+    expected = ("a.jsonl:2", "invalid UTF-8", "\\ud83d is one half of a surrogate pair")
+    assert errors(tmp_path / "a.jsonl") == [expected]
     assert texts(tmp_path / "a.jsonl") == ["\U0001f40e"]
 
 
@@ -243,8 +250,8 @@ BAD_LINES = {
     "[" * 100_000: ("invalid JSON", ""),  # deeper than Python
     "7" * 5000: ("invalid JSON", "Exceeds the limit"),
     "[1]": ("wrong type", "the line is a list, not an object"),
-    '{"id": 1, "body": "a"}': ("missing field", "no field 'text'; there is id, body"),
-    "{}": ("missing field", "no field 'text'; there is none"),
+    '{"id": 1, "body": "a"}': ("missing field", "no field 'text'; the fields are id, body"),
+    "{}": ("missing field", "no field 'text'; the fields are none"),
     json.dumps(dict.fromkeys("abcdefghijkl")): (
         "missing field",
         "a, b, c, d, e, f, g, h, i, j and 2",
@@ -254,7 +261,7 @@ BAD_LINES = {
     '{"text": ["a"]}': ("wrong type", "message 0 is a string, not role and content"),
     json.dumps({"text": [USER]}): (
         "missing field",
-        "message 0 has no field 'content'; there is role",
+        "message 0 has no field 'content'; the fields are role",
     ),
     json.dumps({"text": [USER | {"content": None}]}): (
         "wrong type",
@@ -266,26 +273,26 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize(("line", "expected"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_a_fault_with_its_number_and_the_next_is_read(tmp_path, line, expected):
+def test_an_invalid_line_is_an_error_with_its_number_and_the_next_is_read(tmp_path, line, expected):
     good = lines(["good"])
     (tmp_path / "a.jsonl").write_bytes(good + b"\n \r\n" + line.encode() + b"\n" + good)
-    for unit_bytes in [max(len(good), len(line) // 2), UNIT_BYTES]:
-        ((where, kind, detail),) = faults(tmp_path / "a.jsonl", unit_bytes=unit_bytes)
+    for shard_bytes in [max(len(good), len(line) // 2), SHARD_BYTES]:
+        ((where, kind, detail),) = errors(tmp_path / "a.jsonl", shard_bytes=shard_bytes)
         assert (where, kind) == ("a.jsonl:4", expected[0]) and expected[1] in detail
-        assert texts(tmp_path / "a.jsonl", unit_bytes=unit_bytes) == ["good"] * 2
+        assert texts(tmp_path / "a.jsonl", shard_bytes=shard_bytes) == ["good"] * 2
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_datasets])
-def test_a_field_that_a_table_lacks_is_one_fault(tmp_path, write):
+def test_a_field_missing_in_a_table_is_one_error(tmp_path, write):
     path = write(tmp_path, ["a", "b"])
-    expected = (path.name, "missing field", "no field 'body'; there is id, text")
-    assert faults(path, field="body") == [expected]
+    expected = (path.name, "missing field", "no field 'body'; the fields are id, text")
+    assert errors(path, field="body") == [expected]
 
 
-def test_a_null_and_a_number_in_a_table_are_faults_of_their_rows(tmp_path):
-    ((where, kind, detail),) = faults(write_parquet(tmp_path, ["a", "b", None]))
+def test_a_null_and_a_number_in_a_table_are_errors_of_their_rows(tmp_path):
+    ((where, kind, detail),) = errors(write_parquet(tmp_path, ["a", "b", None]))
     assert (where, kind) == ("a.parquet, row 2", "wrong type") and "'text' is null" in detail
-    assert {kind for _, kind, _ in faults(tmp_path / "a.parquet", field="id")} == {"wrong type"}
+    assert {kind for _, kind, _ in errors(tmp_path / "a.parquet", field="id")} == {"wrong type"}
 
 
 def random_texts(count: int) -> list[str]:
@@ -294,18 +301,18 @@ def random_texts(count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_truncated_stream_keeps_the_lines_before_the_cut_and_is_one_fault(tmp_path, suffix):
+def test_a_truncated_stream_keeps_the_lines_before_the_cut_and_is_one_error(tmp_path, suffix):
     values = random_texts(2000)
     path = write_jsonl(tmp_path, values, suffix)
     data = path.read_bytes()
     for cut in [len(data) - 1, len(data) * 9 // 10, 3, 0]:
         path.write_bytes(data[:cut])
         # find_files refuses a lone empty file.
-        entry = Entry(str(path), "jsonl", 0, cut)
+        entry = FileRange(str(path), "jsonl", 0, cut)
         *kept, fault = read_documents(entry, "text")
         assert [document.text for document in kept] == values[: len(kept)]
         assert len(kept) > 500 or cut < 4
-        assert (fault.where, fault.kind) == (str(path), "truncated file")
+        assert (fault.location, fault.kind) == (str(path), "truncated file")
         assert fault.detail == f"the {suffix} stream has no end after {len(kept)} lines"
 
 
@@ -313,7 +320,7 @@ def test_a_truncated_stream_keeps_the_lines_before_the_cut_and_is_one_fault(tmp_
 def test_a_truncated_text_is_no_document(tmp_path, suffix):
     path = tmp_path / f"a.txt{suffix}"
     path.write_bytes(COMPRESS[suffix](b"text" * 1000)[:-1])
-    ((where, kind, detail),) = faults(path)
+    ((where, kind, detail),) = errors(path)
     assert (where, kind) == (path.name, "truncated file") and "bytes of text" in detail
 
 
@@ -323,20 +330,20 @@ def test_a_cut_between_members_and_zeros_at_the_end_are_legal(tmp_path, suffix):
     members = [COMPRESS[suffix](lines([value])) for value in ["a", "b"]]
     for end in [b"", b"\0" * 2**18]:
         path.write_bytes(b"".join(members) + end)
-        assert texts(path) == ["a", "b"] and not faults(path)
+        assert texts(path) == ["a", "b"] and not errors(path)
     path.write_bytes(b"\0" * 100)
-    assert [kind for _, kind, _ in faults(path)] == ["corrupt file"]
+    assert [kind for _, kind, _ in errors(path)] == ["corrupt file"]
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_a_flipped_byte_in_a_stream_is_one_fault(tmp_path, suffix):
+def test_a_flipped_byte_in_a_stream_is_one_error(tmp_path, suffix):
     if suffix == ".zst":  # its checksum is an option
         data = zstandard.ZstdCompressor(write_checksum=True).compress(lines(random_texts(300)))
     else:
         data = COMPRESS[suffix](lines(random_texts(300)))
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(data[:2000] + bytes([data[2000] ^ 255]) + data[2001:])
-    *_, last = faults(path)
+    *_, last = errors(path)
     assert last[:2] == (path.name, "corrupt file") and "\n" not in last[2]
 
 
@@ -361,7 +368,7 @@ def damages(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nonsense"])
-def test_a_damaged_table_is_a_fault_that_names_it_and_the_rows_before_are_kept(tmp_path, damage):
+def test_a_damaged_table_is_an_error_that_names_it_and_the_rows_before_are_kept(tmp_path, damage):
     values = random_texts(400)
     table = pyarrow.table({"text": values})
     for name, options in {
@@ -373,57 +380,59 @@ def test_a_damaged_table_is_a_fault_that_names_it_and_the_rows_before_are_kept(t
         path.write_bytes(damages(path)[damage])
         *kept, fault = read(path)
         assert [document.text for document in kept] == values[: len(kept)]
-        assert (fault.where, fault.kind) == (str(path), "corrupt file")
+        assert (fault.location, fault.kind) == (str(path), "corrupt file")
         assert damage != "flipped" or (kept and f"after row {len(kept)}" in fault.detail)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nonsense"])
-def test_damaged_records_are_a_fault_that_names_them_and_those_before_are_kept(tmp_path, damage):
+def test_damaged_records_are_an_error_that_names_them_and_those_before_are_kept(tmp_path, damage):
     values = random_texts(400)
     path = write_array_record(tmp_path, values, "group_size:10")
     path.write_bytes(damages(path)[damage])
     *kept, fault = read(path)
     assert [document.text for document in kept] == values[: len(kept)]
-    assert (fault.where, fault.kind) == (str(path), "corrupt file")
-    assert damage != "flipped" or (kept and f"at record {len(kept)}, and so to" in fault.detail)
+    assert (fault.location, fault.kind) == (str(path), "corrupt file")
+    assert damage != "flipped" or (kept and f"at record {len(kept)}; records to" in fault.detail)
 
 
 @pytest.mark.parametrize("broken", ["data-00000-of-00001.arrow", "state.json"])
 @pytest.mark.parametrize("content", [b"", b"nonsense", None])
-def test_a_damaged_datasets_folder_is_a_fault_that_names_it(tmp_path, broken, content):
+def test_a_damaged_datasets_folder_is_an_error_that_names_it(tmp_path, broken, content):
     path = write_datasets(tmp_path, ["a"])
-    entry = Entry(str(path), "datasets", 0, 1)
+    entry = FileRange(str(path), "datasets", 0, 1)
     (path / broken).unlink()
     if content is not None:
         (path / broken).write_bytes(content)
-    ((where, kind),) = [(fault.where, fault.kind) for fault in read_documents(entry, "text")]
+    ((where, kind),) = [(fault.location, fault.kind) for fault in read_documents(entry, "text")]
     assert (where, kind) == (str(path), "corrupt file")
 
 
 def test_rows_of_a_shuffled_dataset_are_in_its_order(tmp_path):
     dataset = Dataset.from_dict({"text": list("abcdef")}).select([4, 2, 0])
     dataset.save_to_disk(tmp_path / "saved")
-    assert texts(tmp_path / "saved", unit_bytes=300) == ["e", "c", "a"]
+    assert texts(tmp_path / "saved", shard_bytes=300) == ["e", "c", "a"]
 
 
-def test_a_file_that_went_away_is_no_fault(tmp_path):
+def test_a_deleted_file_raises_file_not_found(tmp_path):
     for format in ["text", "jsonl", "parquet", "array_record"]:
         with pytest.raises(FileNotFoundError):
-            list(read_documents(Entry(str(tmp_path / "gone"), format, 1, 2), "text"))
+            list(read_documents(FileRange(str(tmp_path / "gone"), format, 1, 2), "text"))
 
 
 def test_the_report_of_damage_is_one_short_line():
-    damage = Damaged("corrupt file", "first\n  second " + "x" * 1000)
+    damage = DamagedFileError("corrupt file", "first\n  second " + "x" * 1000)
     assert damage.detail.startswith("first second x") and len(damage.detail) == 300
 
 
 def test_lines_are_read_in_bounded_memory(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path, ["x" * 1000] * 1000)
     reads = []
-    blocks = formats._blocks
+    blocks = text._read_blocks
     monkeypatch.setattr(
-        formats, "_blocks", lambda *args: (reads.append(block) or block for block in blocks(*args))
+        text,
+        "_read_blocks",
+        lambda *args: (reads.append(block) or block for block in blocks(*args)),
     )
-    entry = Entry(str(path), "jsonl", 0, path.stat().st_size)
+    entry = FileRange(str(path), "jsonl", 0, path.stat().st_size)
     list(itertools.islice(read_documents(entry, "text"), 10))
     assert len(reads) == 1 and len(reads[0]) < path.stat().st_size

@@ -1,4 +1,4 @@
-"""The order over sources: a bijection, even at every place, and a function of the weights alone."""
+"""The order over sources is a bijection, evenly spaced, and depends on the weights alone."""
 
 import hypothesis.strategies as st
 import pytest

@@ -1,4 +1,4 @@
-"""Rows against per-token references: nothing lost, nothing doubled, none seen across a border."""
+"""Packed rows equal per-token references: each token once, documents separated."""
 
 from itertools import pairwise
 
@@ -6,15 +6,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, given
-from token_rows import PACKERS, inputs, learned_pairs, read, read_all, store_of
+from token_rows import PACKERS, inputs, loss_pairs, read, read_all, store_of
 
-from data.packing import FIELDS, PackedRows, Pieces, pack_best_fit, pack_split, split_documents
-from data.source import DataError
+from data.batch import FIELDS
+from data.files import DataError
+from data.packing import PackedRows, TokenSpans, pack_best_fit, pack_split, split_documents
 
 
-def pieces_of(lengths) -> Pieces:
+def pieces_of(lengths) -> TokenSpans:
     lengths = np.asarray(lengths, np.int64)
-    return Pieces(np.cumsum(lengths) - lengths, lengths)
+    return TokenSpans(np.cumsum(lengths) - lengths, lengths)
 
 
 @st.composite
@@ -42,23 +43,23 @@ def test_every_token_is_an_input_exactly_once_per_epoch(case):
 
 
 @given(packed())
-def test_every_token_is_learned_from_its_predecessor_exactly_once(case):
+def test_every_token_is_a_target_of_its_predecessor_exactly_once(case):
     store, train, held_out, length = case
-    train_rows, held_rows = read_all(store, train, length), read_all(store, held_out, length)
-    held = set(inputs(held_rows))
+    train_rows, local_rows = read_all(store, train, length), read_all(store, held_out, length)
+    held = set(inputs(local_rows))
     owner = np.repeat(np.arange(len(store.ends)), np.diff(store.ends, prepend=0))
     expected = [
         (i - 1, i)
         for i in range(1, len(owner))
         if owner[i - 1] == owner[i]
         and (i - 1 in held) == (i in held)
-        and (store.learned is None or store.learned[i])
+        and (store.loss_mask is None or store.loss_mask[i])
     ]
-    assert sorted(learned_pairs(train_rows + held_rows)) == expected
+    assert sorted(loss_pairs(train_rows + local_rows)) == expected
 
 
 @given(packed())
-def test_no_row_holds_a_token_of_the_other_split_even_where_nothing_is_learned(case):
+def test_no_row_holds_a_token_of_the_other_split_even_where_the_loss_mask_is_0(case):
     store, train, held_out, length = case
     for rows in read_all(store, train, length), read_all(store, held_out, length):
         assert {t for row in rows for t in row["targets"]} <= {*inputs(rows), store.ends[-1]}
@@ -100,7 +101,7 @@ def test_an_end_of_text_inside_a_document_ends_nothing():
 
 def test_fields_are_int32_and_the_mask_float32():
     row = read(store_of([5, 4]), pack_split(pieces_of([5, 4]), 4), 0, 4)
-    assert tuple(row) == FIELDS and all(values.shape == (4,) for values in row.values())
+    assert tuple(row) == tuple(FIELDS) and all(values.shape == (4,) for values in row.values())
     assert row.pop("loss_mask").dtype == np.float32
     assert {values.dtype for values in row.values()} == {np.dtype(np.int32)}
 
@@ -130,7 +131,7 @@ def test_an_id_outside_the_vocabulary_is_refused_by_its_place(row, place):
 # What is held out
 
 
-def places(pieces: Pieces) -> list[int]:
+def places(pieces: TokenSpans) -> list[int]:
     spans = zip(pieces.start, pieces.length, strict=True)
     return [place for start, length in spans for place in range(start, start + length)]
 

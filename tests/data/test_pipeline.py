@@ -1,4 +1,4 @@
-"""A batch is a pure function of text, weights, seed and step: on any hosts, after any resume."""
+"""A batch is a function of text, weights, seed and step, on any hosts and after any resume."""
 
 import dataclasses
 import hashlib
@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from data.batch import FIELDS
 from data.config import DataConfig
-from data.packing import FIELDS
 from data.pipeline import (
-    Rows,
-    _Reader,
+    Dataset,
+    _ReadLocalRows,
     eval_batches,
     explain_change,
-    held_rows,
-    place_batch,
+    local_rows,
+    make_global_batch,
     train_batches,
 )
 
@@ -38,7 +38,7 @@ LENGTH, BATCH = 8, 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two sources, their rows told apart by their letters and digits."""
+    """Two sources: one of letters, one of digits."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "a.txt").write_text("".join(f"{n:07d} " for n in range(61)))
     lines = [json.dumps({"text": "abcdefgh"[n % 8] * (1 + n * 7 % 23)}) for n in range(90)]
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def rows_in(folder, **changes) -> Rows:
+def rows_in(folder, **changes) -> Dataset:
     values = {
         "sources": {
             "digits": {"files": str(folder / "a.txt"), "weight": {0: 3.0, 5: 1.0}},
@@ -57,10 +57,10 @@ def rows_in(folder, **changes) -> Rows:
         "eval_fraction": 0.1,
         "cache_dir": str(folder / "cache"),
     }
-    return Rows(DataConfig(**{**values, **changes}))
+    return Dataset(DataConfig(**{**values, **changes}))
 
 
-def single(folder, **changes) -> Rows:
+def single(folder, **changes) -> Dataset:
     return rows_in(folder, **{"sources": {}, "files": str(folder / "a.txt"), **changes})
 
 
@@ -93,7 +93,7 @@ class OfHost:
         return {device: every[device] for device in own}
 
 
-def steps(rows: Rows, start: int, stop: int, accumulation: int = 1) -> list[dict]:
+def steps(rows: Dataset, start: int, stop: int, accumulation: int = 1) -> list[dict]:
     batches = train_batches(rows, one_device(), start=start, stop=stop, accumulation=accumulation)
     return [{name: np.asarray(field) for name, field in batch.items()} for batch in batches]
 
@@ -127,13 +127,13 @@ def test_hosts_together_hold_the_bytes_of_the_batch(folder, packing, num_hosts):
     rows = rows_in(folder, packing=packing, **CHANGING)
     whole = steps(rows, 0, 201)
     for step, batch in enumerate(whole):
-        phase = rows.plan.at(step)
+        phase = rows.schedule.at(step)
         shape = (1, phase.batch_size, phase.length)
         found = {}
         for host in range(num_hosts):
-            held = held_rows(OfHost(rows_over_eight(), host, num_hosts), shape)
+            held = local_rows(OfHost(rows_over_eight(), host, num_hosts), shape)
             assert len(held) == phase.batch_size // num_hosts
-            _, fields = _Reader(rows, {phase.batch_size: held})(step)
+            _, fields = _ReadLocalRows(rows, {phase.batch_size: held})(step)
             found |= {
                 int(row): {name: fields[name][n] for name in FIELDS} for n, row in enumerate(held)
             }
@@ -211,7 +211,9 @@ def test_real_processes_together_hold_the_bytes_of_the_batch(folder, tmp_path, n
         port = free.getsockname()[1]
     hosts = [python(HOST, tmp_path, folder, port, host, num_hosts) for host in range(num_hosts)]
     with ThreadPoolExecutor(num_hosts) as pool:
-        told = {line for lines in pool.map(lines_of, hosts) for line in lines if "/" in line}
+        expected_text = {
+            line for lines in pool.map(lines_of, hosts) for line in lines if "/" in line
+        }
     wanted = {
         f"{step}/{name}/{place}/{batch[name][:, place : place + size].tobytes().hex()}"
         for step, batch in enumerate(steps(rows_in(folder, **CHANGING), 0, 201))
@@ -219,7 +221,7 @@ def test_real_processes_together_hold_the_bytes_of_the_batch(folder, tmp_path, n
         for size in [batch[name].shape[1] // 8]
         for place in range(0, batch[name].shape[1], size)
     }
-    assert told == wanted
+    assert expected_text == wanted
 
 
 def test_batches_are_the_rows_that_the_mixture_names_one_after_another(folder):
@@ -232,7 +234,7 @@ def test_batches_are_the_rows_that_the_mixture_names_one_after_another(folder):
                 np.testing.assert_array_equal(batch[name][0, b], wanted[name])
 
 
-def test_shorter_rows_are_the_pieces_of_longer_ones(folder):
+def test_shorter_rows_are_parts_of_longer_ones(folder):
     """Tokens, targets and masks in order; documents begin anew at a cut."""
     long, short = (
         steps(single(folder), 0, 3),
@@ -267,14 +269,14 @@ def test_progress_counts_the_tokens_and_epochs_of_every_source(folder):
     # But for padding, of which only the last row of an epoch has some.
     assert progress["data/letters/tokens"] == pytest.approx(30 * LENGTH, rel=0.02)
     assert progress["data/digits/tokens"] == pytest.approx(50 * LENGTH, rel=0.02)
-    num_rows = rows.sources[0].packs.train.num_rows
+    num_rows = rows.sources[0].packed.train.num_rows
     assert progress["data/digits/epoch"] == pytest.approx(50 / num_rows)
     assert set(rows.progress(0).values()) == {0}
 
 
 def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
     source = single(folder).sources[0]
-    count = source.packs.train.num_rows
+    count = source.packed.train.num_rows
     epochs = [
         [source.train_row(e * count + n)["tokens"].tobytes() for n in range(count)]
         for e in range(3)
@@ -285,7 +287,7 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
 
 def test_another_seed_gives_another_order_of_the_same_rows(folder):
     one, two = single(folder, seed=1).sources[0], single(folder, seed=2).sources[0]
-    count = one.packs.train.num_rows
+    count = one.packed.train.num_rows
     first, second = ([s.train_row(n)["tokens"].tobytes() for n in range(count)] for s in (one, two))
     assert first != second and sorted(first) == sorted(second)
 
@@ -295,7 +297,7 @@ def test_training_and_held_out_rows_are_disjoint_and_together_all(folder):
     tokens = [
         row["tokens"][row["segment_ids"] >= 0]
         for read, count in (
-            (source.train_row, source.packs.train.num_rows),
+            (source.train_row, source.packed.train.num_rows),
             (source.eval_row, source.num_eval),
         )
         for row in map(read, range(count))
@@ -328,8 +330,8 @@ def test_a_batch_holds_the_same_numbers_on_many_devices_as_on_one(shape):
         for n, name in enumerate(FIELDS)
     }
     for sharding in (eight_devices(), one_device()):
-        held = held_rows(sharding, shape)
-        placed = place_batch(fields, held, shape, sharding)
+        held = local_rows(sharding, shape)
+        placed = make_global_batch(fields, held, shape, sharding)
         for name in FIELDS:
             assert placed[name].sharding == sharding
             np.testing.assert_array_equal(placed[name], fields[name].reshape(shape))
@@ -337,7 +339,7 @@ def test_a_batch_holds_the_same_numbers_on_many_devices_as_on_one(shape):
 
 @pytest.mark.parametrize("host", range(4))
 def test_a_host_reads_only_the_rows_that_its_devices_hold(host):
-    held = held_rows(OfHost(eight_devices(), host, 4), (2, 8, LENGTH))
+    held = local_rows(OfHost(eight_devices(), host, 4), (2, 8, LENGTH))
     assert held.tolist() == [2 * host, 2 * host + 1, 8 + 2 * host, 8 + 2 * host + 1]
 
 
@@ -366,26 +368,26 @@ def test_without_held_out_rows_there_is_no_evaluation_batch(folder):
     assert list(eval_batches(source, one_device(), batch_size=2, limit=4)) == []
 
 
-def test_equal_orders_have_equal_hashes_wherever_the_text_lies(folder, tmp_path):
+def test_equal_orders_have_equal_hashes_for_any_folder_of_the_text(folder, tmp_path):
     (tmp_path / "a.txt").write_text((folder / "a.txt").read_text())
     assert single(folder).order_hash(7) == single(tmp_path).order_hash(7)
     assert_equal(steps(single(folder), 0, 9), steps(single(tmp_path), 0, 9))
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected_text"),
     [
-        ({"seed": 1}, "data.seed was 0, is 1"),
-        ({"packing": "best_fit"}, "data.packing was 'split', is 'best_fit'"),
-        ({"eval_fraction": 0.2}, "data.eval_fraction was 0.1, is 0.2"),
-        ({"global_batch_size": 16}, "data.global_batch_size was [[0, 8]], is [[0, 16]]"),
-        ({"sequence_length": 4}, "the greatest data.sequence_length was 8, is 4"),
+        ({"seed": 1}, "data.seed was 0, is now 1"),
+        ({"packing": "best_fit"}, "data.packing was 'split', is now 'best_fit'"),
+        ({"eval_fraction": 0.2}, "data.eval_fraction was 0.1, is now 0.2"),
+        ({"global_batch_size": 16}, "data.global_batch_size was [[0, 8]], is now [[0, 16]]"),
+        ({"sequence_length": 4}, "the largest data.sequence_length was 8, is now 4"),
     ],
 )
-def test_another_order_has_another_hash_and_says_what_changed(folder, changes, told):
+def test_another_order_has_another_hash_and_says_what_changed(folder, changes, expected_text):
     before, now = rows_in(folder), rows_in(folder, **changes)
     assert before.order_hash(3) != now.order_hash(3)
-    assert told in explain_change(before.order(3), now.order(3))
+    assert expected_text in explain_change(before.order(3), now.order(3))
     assert explain_change(before.order(3), before.order(3)) == ""
 
 
@@ -398,10 +400,10 @@ def test_the_source_that_changed_is_named(folder, tmp_path):
     changed = {"files": str(tmp_path / "a.txt")}
     base = order(one=text, two=lines)
     assert explain_change(base, order(one=changed, two=lines)) == (
-        "the text of source 'one' is another"
+        "the text of source 'one' has changed"
     )
-    assert explain_change(base, order(one=text)) == "source 'two' is gone"
-    assert explain_change(order(one=text), base) == "source 'two' is new"
+    assert explain_change(base, order(one=text)) == "source 'two' was removed"
+    assert explain_change(order(one=text), base) == "source 'two' was added"
     heavier = order(one={**text, "weight": 2.0}, two=lines)
     assert explain_change(base, heavier).startswith("weight of data.sources was [[0, {'one': '1/2'")
     doubled = {"one": {**text, "weight": 2.0}, "two": {**lines, "weight": {0: 2.0, 1: 2.0}}}
@@ -420,7 +422,7 @@ def test_the_order_in_which_sources_are_written_means_nothing(folder):
 
 def test_progress_does_not_count_padding(folder):
     rows = single(folder, files=str(folder / "b.jsonl"), packing="best_fit")
-    num_rows = rows.sources[0].packs.train.num_rows
+    num_rows = rows.sources[0].packed.train.num_rows
     rows = single(
         folder, files=str(folder / "b.jsonl"), packing="best_fit", global_batch_size=num_rows
     )

@@ -1,4 +1,4 @@
-"""A store is a function of its input: workers, kills and other processes leave no trace."""
+"""A store depends on its input alone, not on workers, kills or concurrent processes."""
 
 import itertools
 import json
@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 from data import prepare as module
 from data.config import SourceConfig
-from data.prepare import prepare
-from data.source import DataError, plan_units
+from data.files import DataError
+from data.formats.base import plan_shards
+from data.prepare import StoreJob, prepare
 from data.store import Store
-from data.tokenizer import ByteTokenizer
+from data.tokenizers.base import Tokenizer
+from data.tokenizers.byte_level import ByteTokenizer
 
 EOS = 256
 PLAIN = "first line\n"
@@ -49,18 +51,24 @@ def source(tmp_path) -> SourceConfig:
     return write_input(tmp_path / "input")
 
 
-def make(source: SourceConfig, cache: Path, **options) -> Store:
-    return prepare(
-        "text", source, ByteTokenizer(), cache=cache, **({"on_error": "raise"} | options)
-    )
+def make(
+    source: SourceConfig,
+    cache: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    on_error="raise",
+    **options,
+) -> Store:
+    job = StoreJob("text", source, tokenizer or ByteTokenizer(), on_error)
+    return prepare(job, cache=cache, **options)
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def in_units_of(monkeypatch, unit_bytes: int) -> None:
-    monkeypatch.setattr(module, "plan_units", partial(plan_units, unit_bytes=unit_bytes))
+def in_shards_of(monkeypatch, shard_bytes: int) -> None:
+    monkeypatch.setattr(module, "plan_shards", partial(plan_shards, shard_bytes=shard_bytes))
 
 
 def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> None:
@@ -76,7 +84,7 @@ def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> 
     begin = len((chat[0] + "<|im_start|>assistant\n").encode())
     end = begin + len("Jó.<|im_end|>".encode())
     learned[6][begin:end] = [1] * (end - begin)
-    assert store.learned.tolist() == [*itertools.chain(*learned)]
+    assert store.loss_mask.tolist() == [*itertools.chain(*learned)]
     sizes = [len(text.encode()) for text in texts] + [len("Jó.".encode()), 2 * len(PLAIN)]
     assert store.num_bytes.tolist() == sizes
     assert [(Path(file.path).name, file.size) for file in store.info.files] == [
@@ -86,37 +94,37 @@ def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> 
     assert store.info.skipped["empty"].examples[0].startswith(str(tmp_path / "input" / "b.txt: "))
 
 
-def test_the_end_of_a_chat_is_learned_only_after_the_assistant(tmp_path) -> None:
+def test_the_end_of_a_chat_is_in_the_loss_only_after_the_assistant(tmp_path) -> None:
     for role, learned in (("assistant", 1), ("user", 0)):
         roles = ("user", "assistant", role)
         messages = [{"role": said, "content": "x"} for said in roles]
         path = tmp_path / f"{role}.jsonl"
         path.write_text(json.dumps({"text": messages}))
         store = make(SourceConfig(files=str(path)), tmp_path / "cache")
-        assert (store.tokens[-1], store.learned[-1]) == (EOS, learned)
+        assert (store.tokens[-1], store.loss_mask[-1]) == (EOS, learned)
 
 
-@given(unit_bytes=st.integers(1, 700))
+@given(shard_bytes=st.integers(1, 700))
 @settings(max_examples=20)
-def test_units_leave_no_trace_in_the_bytes(tmp_path_factory, unit_bytes) -> None:
+def test_the_size_of_shards_does_not_change_the_bytes(tmp_path_factory, shard_bytes) -> None:
     folder = tmp_path_factory.mktemp("units")
     source = write_input(folder / "input")
     whole = make(source, folder / "whole")
     with pytest.MonkeyPatch.context() as patch:
-        in_units_of(patch, unit_bytes)
+        in_shards_of(patch, shard_bytes)
         cut = make(source, folder / "cut")
     assert content(cut.folder) == content(whole.folder)
 
 
-def test_workers_leave_no_trace_in_the_bytes(source, tmp_path, monkeypatch) -> None:
-    in_units_of(monkeypatch, 64)
+def test_workers_do_not_change_the_bytes(source, tmp_path, monkeypatch) -> None:
+    in_shards_of(monkeypatch, 64)
     alone = make(source, tmp_path / "alone")
     together = make(source, tmp_path / "together", workers=2)
     assert content(together.folder) == content(alone.folder)
     # Their errors are those of one process.
     (tmp_path / "input" / "c.jsonl").write_text('{"text": "a"}\n{"text": \n')
     for workers in (0, 2):
-        law = r"c\.jsonl:2: invalid JSON: .*; mend it, or use data\.on_error=skip$"
+        law = r"c\.jsonl:2: invalid JSON: .*; correct the file, or use data\.on_error=skip$"
         with pytest.raises(DataError, match=law):
             make(source, tmp_path / "broken", workers=workers)
 
@@ -127,19 +135,19 @@ from functools import partial
 from pathlib import Path
 from data import prepare as module
 from data.config import SourceConfig
-from data.source import plan_units
-from data.tokenizer import ByteTokenizer
+from data.formats.base import plan_shards
+from data.tokenizers.byte_level import ByteTokenizer
 
-def show(done, total, tokens):
+def report(done, total, tokens):
     if done > total / 2:
         print(*[child.pid for child in multiprocessing.active_children()], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    module.plan_units = partial(plan_units, unit_bytes=64)
+    module.plan_shards = partial(plan_shards, shard_bytes=64)
     source = SourceConfig(files=sys.argv[1])
-    module.prepare("text", source, ByteTokenizer(), cache=Path(sys.argv[2]), on_error="raise",
-                   workers=2, show=show)
+    job = module.StoreJob("text", source, ByteTokenizer(), "raise")
+    module.prepare(job, cache=Path(sys.argv[2]), workers=2, report=report)
 """
 
 
@@ -164,9 +172,9 @@ def test_a_killed_preparation_continues_to_the_same_bytes(source, tmp_path, monk
         ".building",
         ".lock",
     ]
-    in_units_of(monkeypatch, 64)
+    in_shards_of(monkeypatch, 64)
     shown = []
-    store = make(source, tmp_path / "cache", show=lambda *counts: shown.append(counts))
+    store = make(source, tmp_path / "cache", report=lambda *counts: shown.append(counts))
     assert shown[0][0] > shown[0][1] / 2  # what was done was not done again
     assert content(store.folder) == content(make(source, tmp_path / "undisturbed").folder)
 
@@ -184,7 +192,7 @@ def test_two_processes_at_once_make_one_store(source, tmp_path, monkeypatch) -> 
     monkeypatch.setattr(module.log, "warning", lambda *_: waits.set())
 
     def second() -> None:
-        stores["second"] = make(source, tmp_path / "cache", show=lambda *_: pytest.fail("again"))
+        stores["second"] = make(source, tmp_path / "cache", report=lambda *_: pytest.fail("again"))
 
     thread = threading.Thread(target=second)
 
@@ -193,28 +201,28 @@ def test_two_processes_at_once_make_one_store(source, tmp_path, monkeypatch) -> 
             thread.start()
         assert waits.wait(20)
 
-    stores["first"] = make(source, tmp_path / "cache", show=show)
+    stores["first"] = make(source, tmp_path / "cache", report=show)
     thread.join(20)
     assert stores["second"].folder == stores["first"].folder
 
 
-def test_what_is_there_is_opened_and_not_made_again(source, tmp_path) -> None:
+def test_an_existing_store_is_opened_and_not_made_again(source, tmp_path) -> None:
     first = make(source, tmp_path / "cache")
     inode = (first.folder / "tokens.bin").stat().st_ino
     (first.folder / "journal.jsonl").touch()  # of a kill after the renaming
-    again = make(source, tmp_path / "cache", limit=1, show=lambda *_: pytest.fail("made again"))
+    again = make(source, tmp_path / "cache", limit=1, report=lambda *_: pytest.fail("made again"))
     assert (again.folder / "tokens.bin").stat().st_ino == inode
     assert not (again.folder / "journal.jsonl").exists()
 
 
-def test_whatever_decides_the_content_decides_the_folder(source, tmp_path) -> None:
+def test_everything_that_decides_the_content_decides_the_folder(source, tmp_path) -> None:
     cache = tmp_path / "cache"
 
     class Other(ByteTokenizer):
         digest = "other"
 
     def folder(source: SourceConfig, tokenizer=ByteTokenizer, on_error="raise") -> Path:
-        return prepare("text", source, tokenizer(), cache=cache, on_error=on_error).folder
+        return make(source, cache, tokenizer=tokenizer(), on_error=on_error).folder
 
     first = folder(source)
     assert first.parent == cache and first.name.startswith("text-")
@@ -230,27 +238,25 @@ def test_whatever_decides_the_content_decides_the_folder(source, tmp_path) -> No
 def test_what_was_skipped_is_refused_by_a_run_that_does_not_skip(tmp_path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{\n')
     source = SourceConfig(files=str(tmp_path / "a.jsonl"))
-    options = {"cache": tmp_path / "cache"}
-    assert prepare("text", source, ByteTokenizer(), **options, on_error="skip").info.skipped
-    with pytest.raises(DataError, match=r"a\.jsonl:2: .* \(invalid JSON, 1 in all\); mend it, or"):
-        prepare("text", source, ByteTokenizer(), **options, on_error="raise")
+    assert make(source, tmp_path / "cache", on_error="skip").info.skipped
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: .* \(invalid JSON, 1 in all\); correct the file, or"
+    ):
+        make(source, tmp_path / "cache")
 
 
 def test_work_before_a_broken_document_is_kept_for_a_run_that_skips(tmp_path, monkeypatch) -> None:
-    in_units_of(monkeypatch, 16)
+    in_shards_of(monkeypatch, 16)
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 5 + "{\n")
     source = SourceConfig(files=str(tmp_path / "a.jsonl"))
-    options = {"cache": tmp_path / "cache"}
     with pytest.raises(DataError, match=r"a\.jsonl:6: invalid JSON"):
-        prepare("text", source, ByteTokenizer(), **options, on_error="raise")
+        make(source, tmp_path / "cache")
     shown = []
-    store = prepare(
-        "text",
+    store = make(
         source,
-        ByteTokenizer(),
-        **options,
+        tmp_path / "cache",
         on_error="skip",
-        show=lambda done, total, tokens: shown.append(done),
+        report=lambda done, total, tokens: shown.append(done),
     )
     assert shown[0] > 0 and store.info.num_documents == 5
 
@@ -293,10 +299,34 @@ def test_broken_documents_are_skipped_and_counted(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("record", "remedy"),
+    [
+        ({"id": 1, "content": "x"}, "field=content, or"),
+        ({"title": "a long title", "body": "x"}, "field=body, or"),
+        ({"id": "7", "prose": "longer"}, "field=prose, or"),
+        ({"id": 1}, r"field=\.\.\., or"),
+    ],
+)
+def test_a_missing_field_is_answered_with_the_field_that_may_hold_the_text(
+    tmp_path, record, remedy
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    source = SourceConfig(files=str(tmp_path / "a.jsonl"))
+    for name, start in (("docs", "; set "), ("text", r"text\.files and set ")):
+        job = StoreJob(name, source, ByteTokenizer(), "raise")
+        with pytest.raises(DataError, match=rf"{start}data\.sources\.{name}\.{remedy} use data\."):
+            prepare(job, cache=tmp_path / "cache")
+    skipping = StoreJob("docs", source, ByteTokenizer(), "skip")
+    law = r"skipped: 1 missing field \(first: .*\); set data\.sources\.docs\.field to a field with"
+    with pytest.raises(DataError, match=law):
+        prepare(skipping, cache=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
     ("line", "law"),
     [
         (1, "invalid JSON: "),
-        (2, "missing field: no field 'text'; there is other"),
+        (2, "missing field: no field 'text'; the fields are other"),
         (4, "wrong type: "),
         (5, "invalid UTF-8: "),
     ],
@@ -304,23 +334,23 @@ def test_broken_documents_are_skipped_and_counted(tmp_path) -> None:
 def test_a_broken_document_stops_the_work_with_its_place(tmp_path, line, law) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(BROKEN[0] + BROKEN[line])
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: {law}.*; mend it, or use data\.on_error"):
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: {law}.*, or use data\.on_error"):
         make(SourceConfig(files=str(path)), tmp_path / "cache")
     left = [entry.suffix for entry in (tmp_path / "cache").iterdir()]
     assert left == [".lock"]  # nothing could continue the rest: mending changes the key
 
 
-def test_messages_are_one_printable_line_whatever_documents_hold(tmp_path) -> None:
+def test_messages_are_one_printable_line_for_any_document(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n{"a\\nb\\ud800": 1}\n')
     store = make(SourceConfig(files=str(path)), tmp_path / "cache", on_error="skip")
-    assert store.info.skipped["missing field"].examples[0].endswith("there is a b\\ud800")
+    assert store.info.skipped["missing field"].examples[0].endswith("the fields are a b\\ud800")
 
 
 def test_a_source_of_empty_documents_is_refused(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(BROKEN[3])
-    with pytest.raises(DataError, match=r"a\.jsonl: no document has a token \(1 empty\)"):
+    with pytest.raises(DataError, match=r"a\.jsonl: no document has a token; skipped: 1 empty"):
         make(SourceConfig(files=str(path)), tmp_path / "cache")
 
 
@@ -342,7 +372,7 @@ def test_a_prepared_store_is_a_source(source, tmp_path) -> None:
 
     law = rf"data\.files=.* tokenizer bytes \({ByteTokenizer.digest[:16]}\), but data\.tokenizer "
     with pytest.raises(DataError, match=law + r"is other\.json \(0123456789abcdef\); use the same"):
-        prepare("text", named, Other(), cache=tmp_path, on_error="raise")
+        make(named, tmp_path, tokenizer=Other())
 
 
 def test_a_damaged_store_in_the_cache_is_an_error(source, tmp_path) -> None:
@@ -364,7 +394,7 @@ class WideTokenizer(ByteTokenizer):
 def test_a_large_vocabulary_makes_wide_tokens(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("ab")
     source = SourceConfig(files=str(tmp_path / "a.txt"))
-    store = prepare("text", source, WideTokenizer(), cache=tmp_path, on_error="raise")
+    store = make(source, tmp_path, tokenizer=WideTokenizer())
     assert store.tokens.dtype == np.uint32
     assert store.tokens.tolist() == [70_097, 70_098, 100_000]
 
@@ -379,14 +409,16 @@ class DeadlyTokenizer(ByteTokenizer):
 
 
 def test_a_worker_that_dies_is_reported_and_not_waited_for(source, tmp_path) -> None:
-    with pytest.raises(RuntimeError, match="died, perhaps of too little memory; run again"):
-        prepare("x", source, DeadlyTokenizer(), cache=tmp_path, on_error="raise", workers=1)
+    with pytest.raises(
+        RuntimeError, match="worker process died, perhaps for lack of memory; run again"
+    ):
+        make(source, tmp_path, tokenizer=DeadlyTokenizer(), workers=1)
 
 
 def test_progress_goes_from_nothing_to_all_bytes(source, tmp_path, monkeypatch) -> None:
-    in_units_of(monkeypatch, 64)
+    in_shards_of(monkeypatch, 64)
     shown: list[tuple[int, int, int]] = []
-    store = make(source, tmp_path / "cache", show=lambda *counts: shown.append(counts))
+    store = make(source, tmp_path / "cache", report=lambda *counts: shown.append(counts))
     done, totals, tokens = zip(*shown, strict=True)
     size = sum(path.stat().st_size for path in (tmp_path / "input").iterdir())
     assert set(totals) == {size} and (done[0], done[-1]) == (0, size)
@@ -405,5 +437,5 @@ def test_files_that_change_while_they_are_read_are_not_stored(tmp_path) -> None:
 
     source, cache = SourceConfig(files=str(path)), tmp_path / "cache"
     with pytest.raises(DataError, match=r"data\.files: files changed while they were read; run"):
-        prepare("text", source, Changing(), cache=cache, on_error="skip")
+        make(source, cache, tokenizer=Changing(), on_error="skip")
     assert not list(cache.glob("*/tokens.bin"))

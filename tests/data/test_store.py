@@ -1,4 +1,4 @@
-"""A store holds what was appended, whatever the units and kills; damage to any file is found."""
+"""A store holds what was appended, for any shards and kills; damage to any file is found."""
 
 import hashlib
 import itertools
@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import store as module
-from data.source import DataError
-from data.store import InputFile, Part, Skipped, Store, StorePlan, StoreWriter
+from data import store_writer as module
+from data.files import DataError
+from data.store import InputFile, Skipped, Store, StorePlan
+from data.store_writer import StoreWriter, TokenizedDocuments, remove_journal
 
 PATHS = ("a.txt", "b.txt", "c.txt")
 
@@ -33,14 +34,14 @@ def plan(vocab_size: int = 257, key: str = "key") -> StorePlan:
     )
 
 
-def document(path: str, ids: list[int], learned: list[bool] | None = None) -> Part:
+def document(path: str, ids: list[int], learned: list[bool] | None = None) -> TokenizedDocuments:
     """One document, closed by the end of text."""
-    return Part(
+    return TokenizedDocuments(
         path=path,
         tokens=np.array([*ids, 256], "<u2"),
         lengths=np.array([len(ids) + 1]),
         num_bytes=np.array([len(ids)]),
-        learned=None if learned is None else np.array([*learned, True]),
+        loss_mask=None if learned is None else np.array([*learned, True]),
     )
 
 
@@ -52,20 +53,20 @@ DOCUMENTS = [
     document("c.txt", [7, 8, 9], [True, True, True]),
 ]
 # The same tokens and masks with one border elsewhere.
-REGROUPED = Part(
+REGROUPED = TokenizedDocuments(
     path="a.txt",
     tokens=np.concatenate([part.tokens for part in DOCUMENTS]),
     lengths=np.array([4, 1, 4, 1, 4]),
     num_bytes=np.array([3, 1, 2, 0, 3]),
-    learned=np.array([True] * 6 + [False] + [True] * 7),
+    loss_mask=np.array([True] * 6 + [False] + [True] * 7),
 )
 SKIPPED = {"empty": Skipped(count=2, examples=("a.txt: nothing", "a.txt: too"))}
 
 
-def write(folder: Path, units: list[list[Part]], vocab_size: int = 257) -> Store:
-    """Writes, or continues, a store of these units; each skips two empty documents."""
+def write(folder: Path, units: list[list[TokenizedDocuments]], vocab_size: int = 257) -> Store:
+    """Write or continue a store of these shards; each skips two empty documents."""
     with StoreWriter(folder, plan(vocab_size)) as writer:
-        for index in range(len(writer.units), len(units)):
+        for index in range(len(writer.shards), len(units)):
             writer.append(str(index), units[index], SKIPPED)
         return writer.finish()
 
@@ -83,16 +84,14 @@ def test_a_store_holds_what_was_appended(stored) -> None:
     assert stored.tokens.tolist() == [1, 2, 3, 256, 4, 256, 5, 6, 256, 256, 7, 8, 9, 256]
     assert stored.ends.tolist() == [4, 6, 9, 10, 14]
     assert stored.num_bytes.tolist() == [3, 1, 2, 0, 3]
-    assert stored.learned.tolist() == [1] * 6 + [0, 1, 1, 1, 1, 1, 1, 1]
+    assert stored.loss_mask.tolist() == [1] * 6 + [0, 1, 1, 1, 1, 1, 1, 1]
     assert not stored.tokens.flags.writeable
     counts = [(file.path, file.num_tokens, file.num_documents) for file in stored.info.files]
     assert counts == [("a.txt", 6, 2), ("b.txt", 0, 0), ("c.txt", 8, 3)]
     assert stored.info.skipped["empty"].count == 4
     assert len(stored.info.skipped["empty"].examples) == 4
-    line = (
-        "5 documents, 14 tokens, 9 bytes of learned text; skipped: 4 empty (first: a.txt: nothing)"
-    )
-    assert stored.summary() == line
+    size = "5 documents, 14 tokens, 9 bytes of text in the loss"
+    assert stored.summary() == f"{size}; skipped: 4 empty (first: a.txt: nothing)"
     stored.verify()
 
 
@@ -104,10 +103,10 @@ def test_only_the_first_examples_of_what_is_skipped_are_kept(tmp_path) -> None:
 @pytest.mark.parametrize(("size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
 def test_the_vocabulary_decides_the_width_of_tokens(tmp_path, size, dtype) -> None:
     tokens = np.array([1, size - 1], dtype)
-    part = Part("a.txt", tokens, np.array([2]), np.array([1]))
+    part = TokenizedDocuments("a.txt", tokens, np.array([2]), np.array([1]))
     stored = write(tmp_path / "s", [[part]], size)
     assert stored.tokens.dtype == dtype and stored.tokens.tolist() == [1, size - 1]
-    assert stored.learned is None and not (stored.folder / "learned.bin").exists()
+    assert stored.loss_mask is None and not (stored.folder / "learned.bin").exists()
 
 
 @given(
@@ -115,23 +114,23 @@ def test_the_vocabulary_decides_the_width_of_tokens(tmp_path, size, dtype) -> No
     kills=st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=9)), max_size=3),
 )
 @settings(max_examples=60, deadline=None)
-def test_units_and_kills_leave_no_trace_in_the_bytes(tmp_path_factory, cuts, kills) -> None:
-    """kills: after how many more units, and what was written beyond them, to every file."""
+def test_shards_and_kills_do_not_change_the_bytes(tmp_path_factory, cuts, kills) -> None:
+    """kills: further shards before each kill, and partial bytes appended to every file."""
     folder = tmp_path_factory.mktemp("stores")
     borders = [0, *sorted(cuts), len(DOCUMENTS)]
     units = [DOCUMENTS[a:b] for a, b in itertools.pairwise(borders)]
     done = 0
     for count, tail in kills:
         with StoreWriter(folder / "killed", plan()) as writer:
-            assert writer.units == [str(index) for index in range(done)]
+            assert writer.shards == [str(index) for index in range(done)]
             for index in range(done, min(done + count, len(units))):
                 writer.append(str(index), units[index], {})
-            done = len(writer.units)
+            done = len(writer.shards)
         for path in writer.building.iterdir():
             with open(path, "ab") as file:
                 file.write(tail.replace(b"\n", b" ") if path.name == "journal.jsonl" else tail)
     with StoreWriter(folder / "killed", plan()) as writer:
-        for index in range(len(writer.units), len(units)):
+        for index in range(len(writer.shards), len(units)):
             writer.append(str(index), units[index], {})
         writer.finish()
     with StoreWriter(folder / "whole", plan()) as writer:
@@ -168,7 +167,7 @@ def test_a_failure_at_any_moment_leaves_no_half_store(tmp_path, monkeypatch) -> 
                 Store(folder).verify()
             else:
                 write(folder, units)
-        module.remove_journal(folder)
+        remove_journal(folder)
         assert content(folder) == whole
         if calls < failing:
             break
@@ -176,14 +175,16 @@ def test_a_failure_at_any_moment_leaves_no_half_store(tmp_path, monkeypatch) -> 
 
 
 def test_a_store_without_a_token_is_refused(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"3 files of a\.txt \.\.\.: no document has a token \(2 "):
+    with pytest.raises(
+        DataError, match=r"3 files of a\.txt \.\.\.: no document has a token; skipped: 2 empty"
+    ):
         write(tmp_path / "s", [[]])
     assert not (tmp_path / "s").exists()
 
 
 def test_the_beginning_of_another_store_is_not_continued(tmp_path) -> None:
     StoreWriter(tmp_path / "s", plan(key="other")).__exit__()
-    with pytest.raises(DataError, match=r"s\.building is the beginning of a store of other files"):
+    with pytest.raises(DataError, match=r"s\.building was begun with other files"):
         StoreWriter(tmp_path / "s", plan())
 
 
@@ -194,7 +195,7 @@ def test_a_damaged_beginning_is_not_continued(tmp_path, name) -> None:
     path = writer.building / name
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
-    with pytest.raises(DataError, match=r"s\.building does not hold what its journal says; delete"):
+    with pytest.raises(DataError, match=r"s\.building: its files do not match its journal; delete"):
         StoreWriter(tmp_path / "s", plan())
     path.write_bytes(whole[:-1])
     law = f"{name} has {len(whole) - 1} bytes, expected {len(whole)} bytes; delete"
@@ -230,10 +231,10 @@ def test_a_flipped_byte_of_description_or_index_is_found_at_opening(stored) -> N
 @pytest.mark.parametrize(
     ("name", "place", "law"),
     [
-        ("tokens.bin", 0, "tokens 0 to 6 of a.txt are not those that were written"),
-        ("tokens.bin", 11, "tokens 0 to 6 of a.txt are not those that were written"),
-        ("tokens.bin", 12, "tokens 6 to 14 of c.txt are not those that were written"),
-        ("learned.bin", 13, "learned.bin: its sha256 .* of what was written"),
+        ("tokens.bin", 0, "tokens 0 to 6 of a.txt differ from what was written"),
+        ("tokens.bin", 11, "tokens 0 to 6 of a.txt differ from what was written"),
+        ("tokens.bin", 12, "tokens 6 to 14 of c.txt differ from what was written"),
+        ("learned.bin", 13, "learned.bin: its SHA-256 is .*, expected"),
     ],
 )
 def test_verify_names_the_input_file_whose_tokens_changed(stored, name, place, law) -> None:
@@ -269,7 +270,7 @@ def test_a_folder_that_is_no_store_of_this_version_is_refused(stored, tmp_path) 
         path.write_text(text)
         with pytest.raises(DataError, match=r"store\.json is damaged; delete"):
             Store(stored.folder)
-    with pytest.raises(DataError, match=r"holds no store\.json, so it is no whole store"):
+    with pytest.raises(DataError, match=r"has no store\.json, so it is not a complete store"):
         Store(tmp_path)
 
 
@@ -282,14 +283,14 @@ def test_the_digest_is_of_the_content_and_not_of_the_place(stored, tmp_path) -> 
     shutil.copytree(stored.folder, tmp_path / "copy")
     assert Store(tmp_path / "copy").digest == stored.digest
     # Other files, key and units, the same documents.
-    renamed = [Part("b.txt", *(getattr(p, f) for f in FIELDS)) for p in DOCUMENTS]
+    renamed = [TokenizedDocuments("b.txt", *(getattr(p, f) for f in FIELDS)) for p in DOCUMENTS]
     with StoreWriter(tmp_path / "renamed", plan(key="other")) as writer:
         for index, part in enumerate(renamed):
             writer.append(str(index), [part], {})
         assert writer.finish().digest == stored.digest
 
 
-FIELDS = ("tokens", "lengths", "num_bytes", "learned")
+FIELDS = ("tokens", "lengths", "num_bytes", "loss_mask")
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ FIELDS = ("tokens", "lengths", "num_bytes", "learned")
     ],
     ids=["token", "mask", "border"],
 )
-def test_a_changed_token_mask_or_border_changes_the_digest(stored, tmp_path, changed) -> None:
+def test_a_changed_token_mask_or_document_end_changes_the_digest(stored, tmp_path, changed) -> None:
     assert write(tmp_path / "changed", [changed]).digest != stored.digest
 
 

@@ -327,7 +327,7 @@ def test_diff_prints_what_differs_and_by_how_much(written, output, tmp_path, mon
     assert lines[0] == f"{written} step 4 -> {other} step 9"
     assert lines[1:3] == ["config:", "  optimizer.learning_rate: 0.001 -> 0.002"]
     assert lines[3:5] == ["versions: the same", "mesh: the same"]
-    assert lines[5] == "order: the text of source 'text' is another"
+    assert lines[5] == "order: the text of source 'text' has changed"
     assert lines[6] == "2 of 4 arrays of params are bit-equal"
     assert sorted(set(reads)) == ["params.half", "params.layer.changes"], "equal ones are not read"
     rows = {line[0]: line[1:] for line in map(cells, lines[8:])}

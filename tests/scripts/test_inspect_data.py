@@ -1,4 +1,4 @@
-"""`scripts/inspect_data.py` shows exactly what a batch holds, and numbers that add up."""
+"""`scripts/inspect_data.py` shows the rows of a batch and correct statistics."""
 
 import json
 import re
@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from data import inspection
+from data.batch import FIELDS
 from data.config import DataConfig
-from data.packing import FIELDS
-from data.pipeline import Rows
-from data.tokenizer import ByteTokenizer, open_tokenizer, train_tokenizer
+from data.pipeline import Dataset
+from data.tokenizers.base import open_tokenizer
+from data.tokenizers.byte_level import ByteTokenizer
+from data.tokenizers.training import train_tokenizer
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import inspect_data as script
@@ -62,7 +65,7 @@ def show(capsys, folder: Path, *arguments: str) -> str:
 
 
 def make_fields(documents: list[tuple[str, str]], padding: int) -> dict[str, np.ndarray]:
-    """A row of documents, of each a text that is not learned, one that is, and the end."""
+    """Fields of documents, each a text without loss, a text in the loss, and the end."""
     columns: dict[str, list[float]] = {field: [] for field in FIELDS}
     for number, (prompt, answer) in enumerate(documents):
         ids = [*(prompt + answer).encode(), ByteTokenizer.eos_id]
@@ -83,20 +86,20 @@ ascii_text = st.text(st.sampled_from("abc \n[]"), min_size=2, max_size=9)
     documents=st.lists(st.tuples(st.just("") | ascii_text, ascii_text), min_size=1, max_size=5),
     padding=st.integers(0, 3),
 )
-def test_borders_and_masks_are_where_documents_have_them(documents, padding) -> None:
-    text = script.row_text(make_fields(documents, padding), ByteTokenizer())
+def test_document_ends_and_masks_are_shown_in_their_places(documents, padding) -> None:
+    text = inspection.row_text(make_fields(documents, padding), ByteTokenizer())
     shown = [(f"⟦{prompt}⟧" if prompt else "") + f"{answer}⏎" for prompt, answer in documents]
     end = f"┃ {padding} padding" if padding else ""
     assert text.plain == "┃".join(shown) + end
     dim = [text.plain[s.start : s.end] for s in text.spans if "dim" in str(s.style)]
     assert dim == [f"⟦{prompt}⟧" for prompt, _ in documents if prompt]
     colours = [str(s.style).split()[-1] for s in text.spans if text.plain[s.end - 1] == "⏎"]
-    assert colours == [script.COLOURS[n % 2] for n in range(len(documents))]
+    assert colours == [inspection.COLOURS[n % 2] for n in range(len(documents))]
 
 
 @given(text=st.text(max_size=20))
 def test_nothing_in_a_text_moves_the_terminal(text) -> None:
-    shown = script.row_text(make_fields([("", text)], 0), ByteTokenizer()).plain
+    shown = inspection.row_text(make_fields([("", text)], 0), ByteTokenizer()).plain
     codes = {ord(character) for character in shown} - {ord("\n"), ord("\t")}
     assert not codes & {*range(32), *range(0x7F, 0xA0)}
 
@@ -109,7 +112,7 @@ def test_single_tokens_are_shown_with_their_ids(tmp_path) -> None:
     fields["tokens"] = np.array([*tokenizer.encode("the\ncat"), tokenizer.eos_id])
     fields["segment_ids"] = np.zeros(len(fields["tokens"]), int)
     fields["loss_mask"] = np.ones(len(fields["tokens"]))
-    shown = script.row_text(fields, tokenizer, by_token=True).plain
+    shown = inspection.row_text(fields, tokenizer, by_token=True).plain
     assert re.sub(r"\d+:", "", shown) == " 'the' '\\n' 'cat' ⏎"
     assert [int(number) for number in re.findall(r"(\d+):", shown)] == fields["tokens"].tolist()
 
@@ -118,7 +121,7 @@ def test_single_tokens_are_shown_with_their_ids(tmp_path) -> None:
 def test_the_rows_are_those_of_the_batch(folder, capsys, step) -> None:
     out = show(capsys, folder, "--step", str(step), "--rows", "99")
     config = script.load_data_config(str(folder / "config.yaml"), [])
-    batch = Rows(config).read_train(step, range(8))
+    batch = Dataset(config).read_train(step, range(8))
     length = batch["tokens"].shape[1]
     assert length == (32 if step < 2 else 64)
     titles = re.findall(rf"^row (\d) of 8 of step {step} · source (\w+), row", out, re.MULTILINE)
@@ -134,9 +137,9 @@ def test_the_rows_are_those_of_the_batch(folder, capsys, step) -> None:
 
 def test_rows_of_a_source_are_those_it_gives_from_the_step_on(folder, capsys) -> None:
     out = show(capsys, folder, "--source", "chat", "--step", "5", "--rows", "3")
-    rows = Rows(script.load_data_config(str(folder / "config.yaml"), []))
-    (first, _) = rows.mixture.counts(rows.plan.first_row(5))
-    epochs = [divmod(first + n, rows.sources[0].packs.train.num_rows) for n in range(3)]
+    rows = Dataset(script.load_data_config(str(folder / "config.yaml"), []))
+    (first, _) = rows.mixture.counts(rows.schedule.first_row(5))
+    epochs = [divmod(first + n, rows.sources[0].packed.train.num_rows) for n in range(3)]
     titles = re.findall(r"^source chat, row (\d+) of epoch (\d+)$", out, re.MULTILINE)
     assert [(int(epoch), int(row)) for row, epoch in titles] == epochs
     assert "⟧A0" in out and "words" not in out
@@ -144,7 +147,7 @@ def test_rows_of_a_source_are_those_it_gives_from_the_step_on(folder, capsys) ->
 
 def test_held_out_rows_are_shown_of_every_source(folder, capsys) -> None:
     out = show(capsys, folder, "--held-out", "--rows", "99")
-    for source in Rows(script.load_data_config(str(folder / "config.yaml"), [])).sources:
+    for source in Dataset(script.load_data_config(str(folder / "config.yaml"), [])).sources:
         shown = re.findall(
             rf"^held-out row (\d+) of {source.num_eval} · source {source.name}$", out, re.MULTILINE
         )
@@ -160,35 +163,37 @@ def test_numbers_are_those_of_the_text(folder, capsys) -> None:
     assert chat["documents"] == str(QUESTIONS) and words["documents"] == str(len(WORDS))
     assert words["tokens"] == f"{sum(WORDS) + len(WORDS):,}"
     # The answer, <|im_end|> in plain bytes, and the end of the document.
-    assert chat["learned tokens"] == str(QUESTIONS * (len("A000<|im_end|>") + 1))
+    assert chat["tokens in the loss"] == str(QUESTIONS * (len("A000<|im_end|>") + 1))
     assert words["skipped: invalid JSON"] == "1" and f"{folder}/words.jsonl:41" in out
     assert out.count("weight at step 4 1 (50.0% of rows)") == 2
     lengths = [count + 1 for count in WORDS]
-    assert f"least {min(lengths)}, median {np.median(lengths):,.0f}" in out
+    assert f"shortest {min(lengths)}, median {np.median(lengths):,.0f}" in out
     assert f"longest {max(lengths)}" in out
 
 
 @given(st.lists(st.integers(1, 2**50), min_size=1))
 def test_bins_are_powers_of_two(lengths) -> None:
     expected = Counter(length.bit_length() - 1 for length in lengths)
-    found = {n: count for n, count in enumerate(script.bins_of(np.array(lengths))) if count}
+    found = {
+        n: count for n, count in enumerate(inspection.length_histogram(np.array(lengths))) if count
+    }
     assert found == expected
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1).filter(any))
 def test_every_bin_with_a_document_has_a_bar(counts) -> None:
-    lines = list(script.bars(np.array(counts)))
+    lines = list(inspection.histogram_lines(np.array(counts)))
     used = counts[next(n for n, count in enumerate(counts) if count) :]
     assert [
         int(re.findall(r" ([\d,]+)(?: █+)?$", line)[0].replace(",", "")) for line in lines
     ] == used
     assert [("█" in line) for line in lines] == [count > 0 for count in used]
-    assert max(line.count("█") for line in lines) == script.BAR_WIDTH
+    assert max(line.count("█") for line in lines) == inspection.BAR_WIDTH
 
 
 @given(st.integers(2, 10**12))
 def test_an_axis_has_three_to_six_round_ticks(most) -> None:
-    ticks = script._ticks(most)
+    ticks = inspection._ticks(most)
     assert ticks[0] == 0 and 3 <= len(ticks) <= 6 and most - ticks[-1] < ticks.step
     assert str(ticks.step).rstrip("0") in ("1", "2", "5")
 
@@ -200,11 +205,11 @@ def test_the_plot_has_a_panel_per_source_with_its_bars(folder, capsys, tmp_path)
     with Image.open(path) as image:
         assert image.format == "PNG" and image.size == (900, 500)
         pixels = np.array(image.convert("RGB"))
-    bar = np.all(pixels == [int(script.BAR[n : n + 2], 16) for n in (1, 3, 5)], axis=-1)
+    bar = np.all(pixels == [int(inspection.BAR[n : n + 2], 16) for n in (1, 3, 5)], axis=-1)
     # Chats are 64 to 127 bytes, words 2 to 101, so the axis has bins from 2 to 64.
-    step = (900 - script.MARGIN[0] - script.MARGIN[2]) / 6
+    step = (900 - inspection.MARGIN[0] - inspection.MARGIN[2]) / 6
     bins = [
-        [bool(half[:, round(script.MARGIN[0] + (n + 0.5) * step)].any()) for n in range(6)]
+        [bool(half[:, round(inspection.MARGIN[0] + (n + 0.5) * step)].any()) for n in range(6)]
         for half in (bar[:260], bar[260:])
     ]
     assert bins == [[False] * 5 + [True], [True] * 6]
@@ -213,10 +218,12 @@ def test_the_plot_has_a_panel_per_source_with_its_bars(folder, capsys, tmp_path)
 def test_a_picture_grows_with_the_number_of_sources(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("a" * 999)
     sources = {f"s{n}": {"files": str(tmp_path / "a.txt")} for n in range(6)}
-    rows = Rows(DataConfig(sources=sources, cache_dir=str(tmp_path / "cache"), sequence_length=8))
-    script.plot_lengths(rows.sources, tmp_path / "a.png")
+    rows = Dataset(
+        DataConfig(sources=sources, cache_dir=str(tmp_path / "cache"), sequence_length=8)
+    )
+    inspection.plot_lengths(rows.sources, tmp_path / "a.png")
     with Image.open(tmp_path / "a.png") as image:
-        assert image.size[1] >= 6 * script.PANEL_HEIGHT
+        assert image.size[1] >= 6 * inspection.PANEL_HEIGHT
 
 
 @pytest.mark.parametrize(
@@ -225,8 +232,11 @@ def test_a_picture_grows_with_the_number_of_sources(tmp_path) -> None:
         (("--rows", "-1"), "--rows -1: use at least 0"),
         (("--step", "-1"), "--step -1: use at least 0"),
         (("--source", "x"), "--source x is not in the configuration; use one of chat, words"),
-        (("--held-out", "--step", "1"), "--step means nothing with --held-out"),
-        (("--held-out", "data.eval_fraction=0"), "data.eval_fraction=0 holds nothing out"),
+        (("--held-out", "--step", "1"), "--step has no meaning with --held-out"),
+        (
+            ("--held-out", "data.eval_fraction=0"),
+            "data.eval_fraction=0 leaves the held-out split empty",
+        ),
         (("model.hidden_size=1",), "override 'model.hidden_size=1'"),
         (("data.packng=split",), "data.packng: unknown key; did you mean data.packing?"),
         (("--config", "nowhere.yaml"), "--config nowhere.yaml: No such file"),

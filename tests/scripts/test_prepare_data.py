@@ -1,4 +1,4 @@
-"""`scripts/prepare_data.py`: stores that train.py finds, one line for what a user can mend."""
+"""`scripts/prepare_data.py` makes stores that train.py finds; invalid input is one line."""
 
 import json
 import os
@@ -14,11 +14,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import prepare_data as script
 
 from data.config import DataConfig
-from data.formats import read_documents
-from data.prepare import prepare
-from data.source import Entry, Unit
+from data.formats.base import FileRange, InputShard, read_documents
+from data.prepare import StoreJob, prepare
 from data.store import Store
-from data.tokenizer import open_tokenizer
+from data.tokenizers import training
+from data.tokenizers.base import open_tokenizer
 
 TEXT = "".join(f"def f{n}(x): return x * {n}\n" for n in range(300))
 
@@ -85,21 +85,21 @@ def test_the_script_trains_a_tokenizer_and_prepares_what_training_opens(folder) 
     assert tokenizer.vocab_size == 300
     for line, (name, source) in zip((code, prose), data.named_sources.items(), strict=True):
         cache = Path(data.cache_dir)
-        store = prepare(name, source, tokenizer, cache=cache, on_error="raise", limit=0)
+        store = prepare(StoreJob(name, source, tokenizer, "raise"), cache=cache, limit=0)
         assert str(store.folder) == line.rpartition("; ")[2]
     code_store = Store(code.rpartition("; ")[2])
     assert tokenizer.decode(code_store.tokens) == TEXT
     # Again: nothing is made.
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert "is there with 300 tokens: kept, not trained again" in again.stdout
-    assert again.stdout.count("; was there; ") == 2
+    assert "exists with 300 tokens: kept, not trained again" in again.stdout
+    assert again.stdout.count("; already prepared; ") == 2
 
 
 def test_a_tokenizer_of_another_size_is_not_overwritten(folder, capsys) -> None:
     arguments = one(folder, f"data.tokenizer={folder}/t.json")
     assert script.main([*arguments, "--train-tokenizer", "280"]) == 0
     before = (folder / "t.json").read_bytes()
-    law = r"--train-tokenizer 270: data\.tokenizer=.*t\.json is there and has 280 tokens; use"
+    law = r"--train-tokenizer 270: data\.tokenizer=.*t\.json exists and has 280 tokens; use"
     assert re.match(law, refusal(capsys, *arguments, "--train-tokenizer", "270"))
     assert (folder / "t.json").read_bytes() == before
 
@@ -109,29 +109,33 @@ def test_a_text_too_small_for_the_vocabulary_is_said(folder, capsys) -> None:
     arguments = one(folder, f"data.tokenizer={folder}/t.json", "--train-tokenizer")
     assert script.main([*arguments, "5000"]) == 0
     size = open_tokenizer(f"{folder}/t.json").vocab_size
-    assert f"it has only {size} tokens" in capsys.readouterr().out
+    assert f"the tokenizer has only {size} tokens" in capsys.readouterr().out
     assert script.main([*arguments, "5000"]) == 0
     assert "kept, not trained again" in capsys.readouterr().out
 
 
-def test_the_sample_is_bounded_and_lies_evenly(folder, monkeypatch) -> None:
+def test_the_sample_is_bounded_and_evenly_spaced(folder, monkeypatch) -> None:
     paths = [folder / f"{n}.txt" for n in range(10)]
     for n, path in enumerate(paths):
         path.write_text(f"{n}ž" * 100)
-    units = [(Unit((Entry(str(path), "text", 0, 300),)), "text") for path in paths]
-    assert len(list(script.sample_texts(units, "raise"))) == 10
-    monkeypatch.setattr(script, "SAMPLE_UNITS", 5)
-    monkeypatch.setattr(script, "SAMPLE_BYTES", 50)
-    sample = list(script.sample_texts(units, "raise"))
+    units = [
+        (InputShard((FileRange(str(path), "text", 0, 300),)), "name", "text") for path in paths
+    ]
+    assert len(list(training.sample_texts(units, "raise"))) == 10
+    monkeypatch.setattr(training, "SAMPLE_SHARDS", 5)
+    monkeypatch.setattr(training, "SAMPLE_BYTES", 50)
+    sample = list(training.sample_texts(units, "raise"))
     assert sample == [f"{n}ž{n}ž{n}ž{n}" for n in (0, 2, 4, 6, 8)]  # ten bytes of each
     chat = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
     (folder / "chat.jsonl").write_text("{\n" + json.dumps({"text": chat}))
-    entry = Entry(str(folder / "chat.jsonl"), "jsonl", 0, (folder / "chat.jsonl").stat().st_size)
+    entry = FileRange(
+        str(folder / "chat.jsonl"), "jsonl", 0, (folder / "chat.jsonl").stat().st_size
+    )
     assert len(list(read_documents(entry, "text"))) == 2
-    units = [(Unit((entry,)), "text")]
-    assert list(script.sample_texts(units, "skip")) == ["ab", "cd"]
+    units = [(InputShard((entry,)), "name", "text")]
+    assert list(training.sample_texts(units, "skip")) == ["ab", "cd"]
     with pytest.raises(ValueError, match=r"chat\.jsonl:1: invalid JSON"):
-        list(script.sample_texts(units, "raise"))
+        list(training.sample_texts(units, "raise"))
 
 
 def test_out_names_the_folder_of_the_only_source(folder, capsys) -> None:
@@ -139,7 +143,7 @@ def test_out_names_the_folder_of_the_only_source(folder, capsys) -> None:
     store = Store(folder / "store")
     assert not list((folder / "cache").glob("*/tokens.bin"))
     assert script.main(one(folder, "--out", f"{folder}/store")) == 0
-    assert "; was there; " in capsys.readouterr().out
+    assert "; already prepared; " in capsys.readouterr().out
     # The store is a source of its own.
     cache = f"data.cache_dir={folder}/cache"
     prepared = [f"data.files={folder}/store", cache, "--workers=0"]
@@ -155,24 +159,27 @@ def test_out_names_the_folder_of_the_only_source(folder, capsys) -> None:
 
 
 def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:
-    assert "holds no store.json" in refusal(capsys, *one(folder, "--verify"))
+    assert "has no store.json" in refusal(capsys, *one(folder, "--verify"))
     assert not (folder / "cache").exists()
     assert script.main(one(folder)) == 0
     assert script.main(one(folder, "--verify")) == 0
     (path,) = (folder / "cache").glob("text-*/tokens.bin")
-    assert f"; whole, digest {Store(path.parent).digest[:16]}; " in capsys.readouterr().out
+    assert f"; verified, digest {Store(path.parent).digest[:16]}; " in capsys.readouterr().out
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert "a.txt are not those that were written" in refusal(capsys, *one(folder, "--verify"))
+    assert "a.txt differ from what was written" in refusal(capsys, *one(folder, "--verify"))
 
 
 @pytest.mark.parametrize(
     ("arguments", "law"),
     [
-        (["model.hidden_size=3"], "override 'model.hidden_size=3': this script reads data.key="),
+        (
+            ["model.hidden_size=3"],
+            "override 'model.hidden_size=3': this script accepts only data.key=value",
+        ),
         (["data.filse=x"], "data.filse: unknown key; did you mean data.files?"),
-        (["data=3"], "override 'data=3': this script reads data.key=value alone"),
+        (["data=3"], "override 'data=3': this script accepts only data.key=value"),
         (["data.files=x", "data.sources.a.files=y"], "data.files and data.sources are both given"),
         (["data.on_error=never"], "data.on_error='never': "),
         (["--config", "nothing.yaml"], "--config nothing.yaml: No such file"),

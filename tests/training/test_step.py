@@ -12,7 +12,8 @@ from conftest import MESHES, ONE_DEVICE, ROOT
 
 from configs.build import build_program
 from configs.schema import load_config
-from data.packing import Pieces, pack_split, read_row
+from data.batch import read_row
+from data.packing import TokenSpans, pack_split
 from parallel.sharding.mesh import MeshConfig
 from training.optimizers.registry import OptimizerConfig, decays
 from training.step import Program, TrainState, init_ema, update_ema
@@ -57,8 +58,8 @@ def fields() -> dict[str, np.ndarray]:
     stream = rng.integers(0, 256, ROWS * LENGTH).astype(np.uint16)
     ends = np.sort(rng.choice(np.arange(1, len(stream)), 20, replace=False))
     starts = np.concatenate([[0], ends])
-    packed = pack_split(Pieces(starts, np.diff(starts, append=len(stream))), LENGTH)
-    store = SimpleNamespace(tokens=stream, learned=None)
+    packed = pack_split(TokenSpans(starts, np.diff(starts, append=len(stream))), LENGTH)
+    store = SimpleNamespace(tokens=stream, loss_mask=None)
     rows = [
         read_row(store, packed, row, row_length=LENGTH, eos_id=256, vocab_size=257)
         for row in range(ROWS)

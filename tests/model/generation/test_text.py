@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.tokenizer import ByteTokenizer
+from data.tokenizers.byte_level import ByteTokenizer
 from model.generation.text import stream_text
 
 

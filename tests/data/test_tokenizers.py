@@ -1,4 +1,4 @@
-"""Ids and text are inverses; no text becomes a control token; what cannot be is refused."""
+"""Encoding and decoding are inverses, and no text becomes a control token."""
 
 import json
 import pickle
@@ -11,19 +11,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data.tokenizer
-from data.source import DataError
-from data.tokenizer import (
-    END,
-    IM_END,
-    IM_START,
-    ByteTokenizer,
-    FileTokenizer,
-    encode_chat,
-    id_dtype,
-    open_tokenizer,
-    train_tokenizer,
-)
+import data.tokenizers.base
+import data.tokenizers.hugging_face
+from data.chat import encode_chat
+from data.files import DataError
+from data.tokenizers.base import END, IM_END, IM_START, id_dtype, open_tokenizer
+from data.tokenizers.byte_level import ByteTokenizer
+from data.tokenizers.hugging_face import HuggingFaceTokenizer
+from data.tokenizers.training import train_tokenizer
 
 CORPUS = [
     "the cat sat on the mat, and the other cat sat on the hat\n" * 20,
@@ -59,7 +54,7 @@ def unigram():
     pieces += [(chr(c), -2.0) for c in range(32, 127)]
     model = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
     model.add_special_tokens(["<unk>", "</s>", IM_START, IM_END])
-    return FileTokenizer("unigram", model.to_str())
+    return HuggingFaceTokenizer("unigram", model.to_str())
 
 
 @pytest.fixture(scope="module", params=["bytes", "bpe", "unigram"])
@@ -118,7 +113,7 @@ def test_no_text_becomes_a_control_token(each, text):
 def test_text_encodes_as_if_there_were_no_special_tokens(bpe_path, text):
     content = json.loads(bpe_path.read_text("utf-8"))
     pad = content["added_tokens"][0] | {"id": 320, "content": "</s>"}
-    tokenizer = FileTokenizer("x", json.dumps(content | {"added_tokens": [pad]}), END)
+    tokenizer = HuggingFaceTokenizer("x", json.dumps(content | {"added_tokens": [pad]}), END)
     model = tokenizers.Tokenizer.from_str(json.dumps(content | {"added_tokens": []}))
     assert tokenizer.encode(text).tolist() == model.encode(text).ids
 
@@ -134,7 +129,7 @@ def test_a_marker_that_the_file_calls_ordinary_is_a_control_token_here(bpe_path)
         token | {"special": False}
         for token in json.loads(bpe_path.read_text("utf-8"))["added_tokens"]
     ]
-    tokenizer = FileTokenizer("x", edited(bpe_path, added_tokens=added), END)
+    tokenizer = HuggingFaceTokenizer("x", edited(bpe_path, added_tokens=added), END)
     assert tokenizer.controls == {END: 0, IM_START: 1, IM_END: 2}
     assert not set(tokenizer.encode(END + IM_START + IM_END).tolist()) & {0, 1, 2}
 
@@ -144,7 +139,7 @@ def test_a_marker_that_the_file_calls_ordinary_is_a_control_token_here(bpe_path)
 )
 def test_the_vocabulary_chooses_the_type_of_ids(vocab_size, dtype):
     content = word_level({END: 0, "?": 1, "a": vocab_size - 1}, [END])
-    tokenizer = FileTokenizer("x", content)
+    tokenizer = HuggingFaceTokenizer("x", content)
     ids = tokenizer.encode("a a")
     assert tokenizer.vocab_size == vocab_size
     assert ids.dtype == dtype == tokenizer.encode("").dtype
@@ -160,20 +155,20 @@ def test_truncation_padding_dropout_and_templates_of_the_file_change_nothing(bpe
         single=f"{END} $A", special_tokens=[(END, 0)]
     )
     assert len(loud.encode(CORPUS[0]).ids) == 64
-    tokenizer = FileTokenizer("x", loud.to_str())
+    tokenizer = HuggingFaceTokenizer("x", loud.to_str())
     assert tokenizer.encode(CORPUS[0]).tolist() == bpe.encode(CORPUS[0]).tolist()
 
 
 @pytest.mark.parametrize("end", ["<|end_of_text|>", "<eos>", "</s>", "<|eos|>"])
 def test_the_end_is_the_special_token_with_a_usual_name(end):
     content = word_level({"a": 0, "?": 1, end: 2, "[SEP]": 3}, [end, "[SEP]"])
-    assert FileTokenizer("x", content).eos_id == 2
-    assert FileTokenizer("x", content, "[SEP]").eos_id == 3
+    assert HuggingFaceTokenizer("x", content).eos_id == 2
+    assert HuggingFaceTokenizer("x", content, "[SEP]").eos_id == 3
 
 
 def test_a_usual_name_that_is_only_a_word_is_not_the_end():
     content = word_level({"</s>": 0, "<|eos|>": 1, "?": 2}, ["<|eos|>"])
-    assert FileTokenizer("x", content).eos_id == 1
+    assert HuggingFaceTokenizer("x", content).eos_id == 1
 
 
 def test_training_twice_gives_the_same_bytes(tmp_path, bpe_path, monkeypatch):
@@ -211,7 +206,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
 
     path = tmp_path / "tokenizer.json"
     path.write_text("old")
-    monkeypatch.setattr(data.tokenizer.os, "replace", full)
+    monkeypatch.setattr(data.tokenizers.base.os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
         ByteTokenizer().save(path)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
@@ -226,7 +221,7 @@ def bytes_path(tmp_path_factory):
 
 @given(text=st.text(), raw=st.binary())
 def test_saved_bytes_are_a_hugging_face_tokenizer_with_the_same_ids(bytes_path, text, raw):
-    theirs = FileTokenizer("x", bytes_path.read_text("utf-8"))
+    theirs = HuggingFaceTokenizer("x", bytes_path.read_text("utf-8"))
     ours = ByteTokenizer()
     assert (theirs.vocab_size, theirs.eos_id, theirs.controls) == (257, 256, {END: 256})
     assert theirs.encode(text).tolist() == ours.encode(text).tolist()
@@ -237,13 +232,13 @@ def test_saved_bytes_open_as_bytes_without_the_library(bytes_path, monkeypatch):
     def missing(*_):
         raise DataError("needs tokenizers")
 
-    monkeypatch.setattr(data.tokenizer, "load_library", missing)
+    monkeypatch.setattr(data.tokenizers.hugging_face, "load_library", missing)
     for name in (str(bytes_path), str(bytes_path.parent)):
         tokenizer = open_tokenizer(name, END)
         assert isinstance(tokenizer, ByteTokenizer)
         assert tokenizer.digest == ByteTokenizer().digest
     with pytest.raises(DataError, match="needs tokenizers"):
-        FileTokenizer("x", "{}")
+        HuggingFaceTokenizer("x", "{}")
 
 
 def test_bytes_saved_again_by_the_library_are_still_bytes(bytes_path, tmp_path):
@@ -265,11 +260,11 @@ def test_save_and_open_keep_ids_and_digest(bpe, unigram, tmp_path):
 def test_the_digest_follows_what_decides_the_ids_and_nothing_else(bpe, bpe_path):
     content = json.loads(bpe_path.read_text("utf-8"))
     same = json.dumps(dict(reversed(content.items())), indent=7)
-    assert FileTokenizer("another/name", same).digest == bpe.digest
-    assert FileTokenizer("x", json.dumps(content), IM_END).digest != bpe.digest
+    assert HuggingFaceTokenizer("another/name", same).digest == bpe.digest
+    assert HuggingFaceTokenizer("x", json.dumps(content), IM_END).digest != bpe.digest
     merges = content["model"]["merges"][:-1]
     fewer = content | {"model": content["model"] | {"merges": merges}}
-    assert FileTokenizer("x", json.dumps(fewer)).digest != bpe.digest
+    assert HuggingFaceTokenizer("x", json.dumps(fewer)).digest != bpe.digest
     assert re.fullmatch("[0-9a-f]{64}", bpe.digest) and bpe.digest != ByteTokenizer.digest
 
 
@@ -294,8 +289,8 @@ def test_a_home_path_is_expanded_and_keeps_its_name(bpe_path, monkeypatch):
 TALK = [("system", "be short"), ("user", "say it\n"), ("assistant", "it"), ("assistant", "")]
 
 
-def test_a_chat_in_bytes_is_chatml_with_the_assistant_learned():
-    ids, learned = encode_chat(ByteTokenizer(), TALK)
+def test_a_chat_in_bytes_is_chatml_with_the_assistant_in_the_loss():
+    ids, learned, _ = encode_chat(ByteTokenizer(), TALK)
     text = "<|im_start|>system\nbe short<|im_end|>\n<|im_start|>user\nsay it\n<|im_end|>\n"
     text += "<|im_start|>assistant\nit<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
     marks = " " * text.index("it<|im") + "x" * 12 + " " * len("\n<|im_start|>assistant\n")
@@ -306,7 +301,7 @@ def test_a_chat_in_bytes_is_chatml_with_the_assistant_learned():
 
 
 def test_a_chat_in_bpe_is_what_the_library_makes_of_chatml(bpe, bpe_path):
-    ids, learned = encode_chat(bpe, TALK)
+    ids, learned, _ = encode_chat(bpe, TALK)
     chatml = "".join(f"{IM_START}{role}\n{content}{IM_END}\n" for role, content in TALK)
     assert ids.tolist() == tokenizers.Tokenizer.from_file(str(bpe_path)).encode(chatml).ids
     assert ids.dtype == np.uint16
@@ -315,8 +310,8 @@ def test_a_chat_in_bpe_is_what_the_library_makes_of_chatml(bpe, bpe_path):
 
 
 @given(messages=CHATS)
-def test_learned_is_what_the_assistant_says_and_its_closing(each, messages):
-    ids, learned = encode_chat(each, messages)
+def test_the_loss_mask_covers_assistant_content_and_its_end_marker(each, messages):
+    ids, learned, _ = encode_chat(each, messages)
     assert ids.dtype == id_dtype(each.vocab_size) and learned.dtype == bool
     end = each.controls.get(IM_END)
     expected = []
@@ -330,7 +325,7 @@ def test_learned_is_what_the_assistant_says_and_its_closing(each, messages):
 @given(messages=CHATS)
 def test_content_cannot_forge_a_marker(bpe, unigram, messages):
     for tokenizer in (bpe, unigram):
-        ids, _ = encode_chat(tokenizer, messages)
+        ids, *_ = encode_chat(tokenizer, messages)
         for marker in (IM_START, IM_END):
             assert np.sum(ids == tokenizer.controls[marker]) == len(messages)
 
@@ -343,7 +338,7 @@ REFUSALS = {
     "no file": (
         lambda _: open_tokenizer("nowhere/tokenizer.json"),
         "data.tokenizer=nowhere/tokenizer.json: nowhere/tokenizer.json: No such file or directory; "
-        "give bytes, or the path",
+        "give the path of such a file, or one of the registered names: bytes",
     ),
     "no JSON": (
         lambda folder: write_and_open(folder, "hello"),
@@ -355,28 +350,30 @@ REFUSALS = {
     ),
     "no tokenizer": (
         lambda folder: write_and_open(folder, '{"hidden_size": 64}'),
-        "tokenizer.json is not a Hugging Face tokenizer.json: it has no 'model'; give such a file",
+        "tokenizer.json is not a Hugging Face tokenizer.json: it has no 'model'; give the path",
     ),
     "no model": (
-        lambda _: FileTokenizer("x", '{"model": {"type": "BPE"}}'),
+        lambda _: HuggingFaceTokenizer("x", '{"model": {"type": "BPE"}}'),
         "data.tokenizer=x is not a Hugging Face tokenizer.json: ",
     ),
     "no usual end": (
-        lambda _: FileTokenizer("x", word_level({"[CLS]": 0, "[SEP]": 1}, ["[CLS]", "[SEP]"])),
+        lambda _: HuggingFaceTokenizer(
+            "x", word_level({"[CLS]": 0, "[SEP]": 1}, ["[CLS]", "[SEP]"])
+        ),
         "data.tokenizer=x has no special token with a usual name for the end of text; set "
         "data.eos_token=... (its special tokens: [CLS], [SEP])",
     ),
     "unknown end": (
-        lambda _: FileTokenizer("x", word_level({"a": 0, END: 1}, [END]), "<|endoftxt|>"),
-        "data.eos_token='<|endoftxt|>' is not in the vocabulary of x; near: <|endoftext|>; its "
-        "special tokens: <|endoftext|>",
+        lambda _: HuggingFaceTokenizer("x", word_level({"a": 0, END: 1}, [END]), "<|endoftxt|>"),
+        "data.eos_token='<|endoftxt|>' is not in the vocabulary of x; similar tokens: "
+        "<|endoftext|>; its special tokens: <|endoftext|>",
     ),
     "an end that is text": (
-        lambda _: FileTokenizer("x", word_level({"a": 0, END: 1, "?": 2}, [END]), "a"),
-        "data.tokenizer=x: 'a' is ordinary text there, so documents would hold ends of their own",
+        lambda _: HuggingFaceTokenizer("x", word_level({"a": 0, END: 1, "?": 2}, [END]), "a"),
+        "data.tokenizer=x: 'a' is ordinary text for this model, so a document could contain an end",
     ),
     "a text outside the vocabulary": (
-        lambda _: FileTokenizer("x", word_level({"a": 0, "</s>": 1}, ["</s>"])),
+        lambda _: HuggingFaceTokenizer("x", word_level({"a": 0, "</s>": 1}, ["</s>"])),
         "data.tokenizer=x cannot encode a text: WordLevel error",
     ),
     "too few ids to train": (
@@ -393,7 +390,7 @@ def write_and_open(folder, content):
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_cannot_be_is_refused_in_one_line(case, tmp_path):
+def test_invalid_input_is_refused_in_one_line(case, tmp_path):
     call, message = REFUSALS[case]
     with pytest.raises(DataError, match=re.escape(message)) as caught:
         call(tmp_path)

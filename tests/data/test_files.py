@@ -1,4 +1,4 @@
-"""What is found, what identifies it, and how it is cut into units of work."""
+"""Find input files, fingerprint them and cut them into shards."""
 
 import importlib
 import os
@@ -15,8 +15,9 @@ from datasets import Dataset, disable_progress_bars
 from hypothesis import given
 from pyarrow import parquet
 
-from data import source
-from data.source import DataError, Entry, find_files, fingerprint, input_bytes, plan_units
+from data import files as module
+from data.files import DataError, find_files, fingerprint, input_bytes
+from data.formats.base import FileRange, plan_shards
 
 disable_progress_bars()
 
@@ -40,8 +41,8 @@ def write(folder: Path, **sizes: int) -> list[str]:
     return sorted(paths)
 
 
-def entries(paths, unit_bytes) -> list[Entry]:
-    return [entry for unit in plan_units(paths, unit_bytes) for entry in unit.entries]
+def entries(paths, shard_bytes) -> list[FileRange]:
+    return [entry for shard in plan_shards(paths, shard_bytes) for entry in shard.ranges]
 
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
@@ -100,7 +101,7 @@ def test_local_paths_become_plain_and_absolute(tmp_path, monkeypatch):
         assert find_files(pattern) == paths
 
 
-def test_paths_elsewhere_keep_their_protocol(memory):
+def test_remote_paths_keep_their_protocol(memory):
     for name in ["b.txt", "a.txt", "deep/c.txt"]:
         memory.pipe(f"/top/{name}", b"text")
     assert find_files("memory://top/*.txt") == ["memory:///top/a.txt", "memory:///top/b.txt"]
@@ -120,6 +121,11 @@ def test_a_glob_that_matches_nothing_is_refused_with_a_remedy(tmp_path, memory, 
         assert f"data.sources.code.files={pattern!r}" in str(error.value)
 
 
+def test_the_name_of_a_dataset_on_the_hub_is_answered_with_how_to_save_it():
+    with pytest.raises(DataError, match=r"load_dataset\('user/stories', split='train'\)\.save_to"):
+        find_files("user/stories")
+
+
 def test_no_glob_at_all_is_refused():
     with pytest.raises(DataError, match=r"data.files=\[\] matches no file; give a glob"):
         find_files([])
@@ -134,8 +140,14 @@ def test_files_without_a_byte_are_refused_with_a_remedy(tmp_path):
 
 def test_a_folder_is_refused_unless_datasets_saved_it(tmp_path, memory):
     write(tmp_path, a_txt=1)
-    with pytest.raises(DataError, match=r"is a folder; name the files in it, for example"):
-        find_files(str(tmp_path))
+    for suffixes, remedy in (
+        (["txt"], f"data.files='{tmp_path}/**/*.txt'"),
+        (["md"], f'data.files="[{tmp_path}/**/*.md, {tmp_path}/**/*.txt]"'),
+    ):
+        write(tmp_path, **{f"a_{suffix}": 1 for suffix in suffixes})
+        with pytest.raises(DataError, match=r"is a folder; name the files in it: ") as error:
+            find_files(str(tmp_path))
+        assert str(error.value).endswith(remedy)
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
     assert find_files(str(tmp_path / "saved")) == [str(tmp_path / "saved")]
     for path in (tmp_path / "saved").iterdir():
@@ -153,7 +165,7 @@ def test_a_folder_of_several_datasets_is_refused_with_their_names(tmp_path):
 
 
 def test_an_unknown_protocol_is_refused():
-    with pytest.raises(DataError, match=r"nope://a: ValueError: Protocol not known: nope; mend"):
+    with pytest.raises(DataError, match=r"nope://a: ValueError: Protocol not known: nope; correct"):
         find_files("nope://a")
 
 
@@ -164,7 +176,7 @@ def test_a_missing_file_system_is_named_with_its_extra(monkeypatch, protocol, li
     def missing(path):
         raise ImportError(f"Install {library}")
 
-    monkeypatch.setattr(source, "url_to_fs", missing)
+    monkeypatch.setattr(module, "url_to_fs", missing)
     message = rf"{protocol}://b/\*\.txt needs a library \(Install {library}\); pip install -e .\.\["
     with pytest.raises(DataError, match=rf"{message}{extra}\]"):
         find_files(f"{protocol}://b/*.txt")
@@ -178,7 +190,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(DataError, match=r"needs the library pyarrow .*; pip install -e .\.\[data"):
-        plan_units(paths)
+        plan_shards(paths)
 
 
 def test_the_fingerprint_changes_with_path_size_and_time_and_with_nothing_else(tmp_path):
@@ -195,7 +207,7 @@ def test_the_fingerprint_changes_with_path_size_and_time_and_with_nothing_else(t
     assert fingerprint([one, two]) == fingerprint([one, two]) != base
 
 
-def test_the_fingerprint_elsewhere_changes_with_a_new_version(memory):
+def test_the_fingerprint_of_a_remote_file_changes_with_a_new_version(memory):
     memory.pipe("/a.txt", b"text")
     before = fingerprint(["memory://a.txt"])
     assert fingerprint(["memory://a.txt"]) == before
@@ -235,36 +247,36 @@ def test_formats_follow_from_the_suffix_under_a_compression_too(tmp_path):
 
 def test_a_table_inside_a_compression_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"is \.parquet inside \.gz; decompress it first"):
-        plan_units(write(tmp_path, **{"a_parquet.gz": 9}))
+        plan_shards(write(tmp_path, **{"a_parquet.gz": 9}))
 
 
-def test_records_elsewhere_are_refused(memory):
+def test_remote_array_records_are_refused(memory):
     memory.pipe("/a.array_record", b"x")
     with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
-        plan_units(["memory://a.array_record"])
+        plan_shards(["memory://a.array_record"])
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50))
-def test_units_hold_every_byte_once_in_order_and_no_more_than_asked(
-    tmp_path_factory, sizes, unit_bytes
+def test_shards_hold_every_byte_once_in_order_and_no_more_than_asked(
+    tmp_path_factory, sizes, shard_bytes
 ):
     folder = tmp_path_factory.mktemp("sizes")
     paths = write(folder, **{f"{n}_jsonl": size for n, size in enumerate(sizes)})
-    units = plan_units(paths, unit_bytes)
-    assert units == plan_units(paths, unit_bytes)
-    held = [sum(entry.end - entry.begin for entry in unit.entries) for unit in units]
-    assert sum(held) == sum(sizes) and all(0 < size <= unit_bytes for size in held)
-    assert len(held) <= 2 * sum(sizes) / unit_bytes + 1  # two neighbours are more than one unit
-    parts = [entry for unit in units for entry in unit.entries]
+    shards = plan_shards(paths, shard_bytes)
+    assert shards == plan_shards(paths, shard_bytes)
+    held = [sum(entry.end - entry.begin for entry in shard.ranges) for shard in shards]
+    assert sum(held) == sum(sizes) and all(0 < size <= shard_bytes for size in held)
+    assert len(held) <= 2 * sum(sizes) / shard_bytes + 1  # two neighbours are more than one unit
+    parts = [entry for shard in shards for entry in shard.ranges]
     assert [entry.path for entry in parts] == sorted(entry.path for entry in parts)
     for a, b in pairwise(parts):
         assert b.begin == (a.end if a.path == b.path else 0)
 
 
-def test_small_files_share_a_unit_and_large_texts_are_whole(tmp_path):
+def test_small_files_share_a_shard_and_large_texts_are_whole(tmp_path):
     paths = write(tmp_path, a_txt=3, b_txt=3, c_txt=30, d_txt=0, e_txt=3)
-    units = plan_units(paths, 10)
-    held = [[(Path(e.path).name, e.begin, e.end) for e in unit.entries] for unit in units]
+    shards = plan_shards(paths, 10)
+    held = [[(Path(e.path).name, e.begin, e.end) for e in shard.ranges] for shard in shards]
     assert held == [
         [("a.txt", 0, 3), ("b.txt", 0, 3)],
         [("c.txt", 0, 30)],
@@ -291,7 +303,7 @@ def test_tables_are_cut_at_row_groups_records_and_rows(tmp_path):
         assert {entry.format for entry in cut} == {format} and len(cut) == 3
         assert cut[0].begin == 0 and cut[-1].end == count
         assert all(a.end == b.begin for a, b in pairwise(cut))
-        assert entries(paths, 2**30) == [Entry(paths[0], format, 0, count)]
+        assert entries(paths, 2**30) == [FileRange(paths[0], format, 0, count)]
 
 
 def test_two_colons_are_part_of_a_name(tmp_path):

@@ -1,8 +1,7 @@
-"""The rows of a store, kept on disk: made once, proved and opened again by every run after.
+"""Packed rows of a store, cached on disk: made once, then verified and opened by every run.
 
-A pack is a folder under `cache`, of one array per file and an index with their sizes and digests.
-Its name says what it was made of, so that nothing made in another way is ever opened for it.
-Refuses to decide what a row holds: that is packing's.
+A packed store is a folder under `cache_dir/packs` with one file per array and an index with their
+sizes and digests. Its name is a hash of everything that decides its content.
 """
 
 import hashlib
@@ -16,93 +15,95 @@ from typing import Any
 import numpy as np
 
 from data.config import Packing
+from data.files import DataError
 from data.packing import (
     PACK_VERSION,
     PACKERS,
     PackedRows,
-    Pieces,
-    count_learned,
+    TokenSpans,
+    count_loss_tokens,
     split_documents,
 )
-from data.source import DataError
 from data.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackInfo:
-    """What a pack holds, in numbers."""
+class PackingInfo:
+    """Counts of a packed store; the names are keys of pack.json."""
 
     train_rows: int
     train_tokens: int
     padding: int
-    """Places of training rows that hold no token."""
+    """Places of training rows without a token."""
     cut_documents: int
-    """Training documents that go on in another row."""
+    """Training documents that continue in another row."""
     held_out_rows: int
     held_out_tokens: int
     held_out_learned: int
-    """Targets with loss_mask 1 in all held-out rows."""
+    """Targets with loss_mask 1 in the held-out rows."""
 
     @property
     def efficiency(self) -> float:
-        """Share of the places of training rows that hold a token."""
+        """Share of the places of training rows with a token."""
         return self.train_tokens / (self.train_tokens + self.padding)
 
 
 @dataclass(frozen=True)
-class Packs:
-    """The rows of a store, memory-mapped. Pickles as its folder, which is opened again."""
+class PackedStore:
+    """Training and held-out rows of a store, memory-mapped; pickles as its folder."""
 
     folder: Path
     train: PackedRows
     held_out: PackedRows
-    info: PackInfo
+    info: PackingInfo
 
-    def __reduce__(self) -> tuple[Callable[[Path], "Packs"], tuple[Path]]:
+    def __reduce__(self) -> tuple[Callable[[Path], "PackedStore"], tuple[Path]]:
         return _open_folder, (self.folder,)
 
 
-def open_packs(
+def open_packed_store(
     store: Store, *, row_length: int, packing: Packing, eval_fraction: float, cache: Path
-) -> Packs:
-    """The rows of a store, from `cache`, made on first use.
+) -> PackedStore:
+    """Open the packed rows of a store, or pack them on first use.
 
-    Raises: DataError when the store is too small to be split, or the files in `cache` are damaged.
+    Raises: DataError when the store is too small to be split, or the cached files are damaged.
     """
     identity = store.digest, row_length, packing, eval_fraction, PACK_VERSION
     name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = cache / "packs" / name
     if not folder.exists():
-        train_pieces, held_pieces = split_documents(store.ends, eval_fraction)
+        train_spans, held_spans = split_documents(store.ends, eval_fraction)
         pack = PACKERS[packing]
-        train, held_out = pack(train_pieces, row_length), pack(held_pieces, row_length)
-        info = _describe(store, train, held_out, held_pieces, row_length)
+        train, held_out = pack(train_spans, row_length), pack(held_spans, row_length)
+        info = _describe(store, train, held_out, held_spans, row_length)
         if eval_fraction and not info.held_out_learned:
             raise DataError(
-                f"none of the {info.held_out_tokens} held-out tokens is learned; give more text, "
-                f"or change data.eval_fraction={eval_fraction:g}"
+                f"none of the {info.held_out_tokens} held-out tokens contributes to the loss; give "
+                f"more text, or change data.eval_fraction={eval_fraction:g}"
             )
         _write_folder(folder, train, held_out, info)
     return _open_folder(folder)
 
 
 def _describe(
-    store: Store, train: PackedRows, held_out: PackedRows, held: Pieces, row_length: int
-) -> PackInfo:
+    store: Store, train: PackedRows, held_out: PackedRows, held: TokenSpans, row_length: int
+) -> PackingInfo:
     ends = np.asarray(store.ends)
-    if store.learned is None:
+    if store.loss_mask is None:
         held_out_learned = int((held.length - 1).sum())
     else:
-        learned = np.asarray(store.learned)
-        counts = count_learned(learned, held.start + 1, held.start + held.length)
+        mask = np.asarray(store.loss_mask)
+        counts = count_loss_tokens(mask, held.start + 1, held.start + held.length)
         held_out_learned = int(counts.sum())
     train_tokens = int(train.length.sum(dtype=np.int64))
     cut = np.searchsorted(ends, train.start[train.row_begin[1:][train.goes_on] - 1], side="right")
-    return PackInfo(
+    return PackingInfo(
         train_rows=train.num_rows,
         train_tokens=train_tokens,
         padding=train.num_rows * row_length - train_tokens,
-        cut_documents=int(np.count_nonzero(np.diff(cut, prepend=-1))),  # full rows ascend
+        cut_documents=int(
+            np.count_nonzero(np.diff(cut, prepend=-1))
+        ),  # rows filled by one document ascend
         held_out_rows=held_out.num_rows,
         held_out_tokens=int(held.length.sum()),
         held_out_learned=held_out_learned,
@@ -122,8 +123,8 @@ def _digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackInfo) -> None:
-    """Makes the folder whole, then gives it its name: none is ever seen half written."""
+def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackingInfo) -> None:
+    """Write the folder under a temporary name, then rename it, so that it appears whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     splits = {"train": train, "held_out": held_out}
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as building:
@@ -140,36 +141,36 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
         try:
             made.rename(folder)
         except OSError:
-            if not folder.exists():  # else another process was first; both made the same bytes
+            if not folder.exists():  # else another process was first, with the same content
                 raise
 
 
-def _open_folder(folder: Path) -> Packs:
+def _open_folder(folder: Path) -> PackedStore:
     def damaged(path: Path, what: str) -> DataError:
-        return DataError(f"{path}: {what}; delete the folder {folder}, it will be made again")
+        return DataError(f"{path}: {what}; delete the folder {folder}, the next run makes it again")
 
     index = folder / "pack.json"
     try:
         record = json.loads(index.read_text())
         digest = record.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(index, f"not a pack's index: {error}") from error
+        raise damaged(index, f"not the index of a packed store: {error}") from error
     if digest != _digest_of(record):
-        raise damaged(index, "its bytes are not those that were written")
+        raise damaged(index, "its content differs from what was written")
     arrays: dict[str, dict[str, np.ndarray]] = {"train": {}, "held_out": {}}
     for split, name in _array_names():
         path = folder / f"{split}_{name}.npy"
         written = record["files"][path.name]
         size = path.stat().st_size if path.exists() else 0
         if size != written["size"]:
-            raise damaged(path, f"holds {size} bytes, not the {written['size']} written")
+            raise damaged(path, f"has {size} bytes, expected {written['size']}")
         if _digest(path) != written["sha256"]:
-            raise damaged(path, "its bytes are not those that were written")
-        # A plain view: every slice of a memmap costs a microsecond.
+            raise damaged(path, "its content differs from what was written")
+        # A plain view, since every slice of a memmap costs a microsecond.
         arrays[split][name] = np.load(path, mmap_mode="r").view(np.ndarray)
     train, held_out = (PackedRows(**arrays[split]) for split in ("train", "held_out"))
     try:
-        info = PackInfo(**record["info"])
+        info = PackingInfo(**record["info"])
     except TypeError as error:
-        raise damaged(index, "it is of another version of this program") from error
-    return Packs(folder, train, held_out, info)
+        raise damaged(index, "another version of this program wrote it") from error
+    return PackedStore(folder, train, held_out, info)

@@ -1,4 +1,4 @@
-"""Packs on disk: what is opened is what was packed, and damage is told; the numbers of a pack."""
+"""Packed rows on disk equal the packed ones, damage is reported, and the counts are right."""
 
 import pickle
 import threading
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from token_rows import PACKERS, inputs, learned_pairs, read_all, store_of
+from token_rows import PACKERS, inputs, loss_pairs, read_all, store_of
 
+from data.files import DataError
+from data.packed_store import PackedStore, open_packed_store
 from data.packing import count_bytes, split_documents
-from data.packs import Packs, open_packs
-from data.source import DataError
 
 OPTIONS = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
 
 
-def arrays_of(packs: Packs) -> list[list]:
+def arrays_of(packs: PackedStore) -> list[list]:
     return [
         getattr(rows, name).tolist()
         for rows in (packs.train, packs.held_out)
@@ -25,7 +25,7 @@ def arrays_of(packs: Packs) -> list[list]:
     ]
 
 
-def assert_equal(left: Packs, right: Packs) -> None:
+def assert_equal(left: PackedStore, right: PackedStore) -> None:
     assert arrays_of(left) == arrays_of(right)
     assert (left.folder, left.info) == (right.folder, right.info)
 
@@ -33,7 +33,7 @@ def assert_equal(left: Packs, right: Packs) -> None:
 @pytest.mark.parametrize("packing", PACKERS)
 def test_opened_rows_are_the_packed_ones_and_lie_on_disk(packing, tmp_path):
     store = store_of(range(1, 30))
-    packs = open_packs(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
+    packs = open_packed_store(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
     train, held_out = (PACKERS[packing](p, 8) for p in split_documents(store.ends, 0.2))
     assert arrays_of(packs) == arrays_of(replace(packs, train=train, held_out=held_out))
     assert isinstance(packs.train.start.base, np.memmap)
@@ -42,9 +42,9 @@ def test_opened_rows_are_the_packed_ones_and_lie_on_disk(packing, tmp_path):
 
 def test_a_second_opening_makes_nothing(tmp_path):
     store = store_of(range(1, 30))
-    first = open_packs(store, **OPTIONS, cache=tmp_path)
+    first = open_packed_store(store, **OPTIONS, cache=tmp_path)
     store.ends = None  # would be needed
-    assert_equal(open_packs(store, **OPTIONS, cache=tmp_path), first)
+    assert_equal(open_packed_store(store, **OPTIONS, cache=tmp_path), first)
 
 
 @pytest.mark.parametrize(
@@ -52,25 +52,25 @@ def test_a_second_opening_makes_nothing(tmp_path):
 )
 def test_other_options_or_another_store_are_another_folder(change, tmp_path):
     store = store_of(range(1, 30))
-    first = open_packs(store, **OPTIONS, cache=tmp_path)
+    first = open_packed_store(store, **OPTIONS, cache=tmp_path)
     store.digest = change.pop("digest", store.digest)
-    assert open_packs(store, **OPTIONS | change, cache=tmp_path).folder != first.folder
+    assert open_packed_store(store, **OPTIONS | change, cache=tmp_path).folder != first.folder
 
 
 def test_another_way_to_pack_is_another_folder(tmp_path, monkeypatch):
     store = store_of(range(1, 30))
-    first = open_packs(store, **OPTIONS, cache=tmp_path)
-    monkeypatch.setattr("data.packs.PACK_VERSION", 0)
-    assert open_packs(store, **OPTIONS, cache=tmp_path).folder != first.folder
+    first = open_packed_store(store, **OPTIONS, cache=tmp_path)
+    monkeypatch.setattr("data.packed_store.PACK_VERSION", 0)
+    assert open_packed_store(store, **OPTIONS, cache=tmp_path).folder != first.folder
 
 
 def test_threads_that_make_the_same_pack_at_once_all_have_it(tmp_path):
     store = store_of(range(1, 30))
     ready = threading.Barrier(6)
 
-    def make(_: int) -> Packs:
+    def make(_: int) -> PackedStore:
         ready.wait()
-        return open_packs(store, **OPTIONS, cache=tmp_path)
+        return open_packed_store(store, **OPTIONS, cache=tmp_path)
 
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(make, range(6)))
@@ -80,7 +80,7 @@ def test_threads_that_make_the_same_pack_at_once_all_have_it(tmp_path):
 
 
 def test_a_pickle_holds_the_folder_only(tmp_path):
-    packs = open_packs(store_of([2] * 20_000), **OPTIONS, cache=tmp_path)
+    packs = open_packed_store(store_of([2] * 20_000), **OPTIONS, cache=tmp_path)
     pickled = pickle.dumps(packs)
     assert len(pickled) < 1000
     assert_equal(pickle.loads(pickled), packs)
@@ -104,26 +104,26 @@ FILES = ["pack.json", "train_row_begin.npy", "train_length.npy", "held_out_start
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_with_the_remedy(name, damage, tmp_path):
     store = store_of(range(1, 30))
-    folder = open_packs(store, **OPTIONS, cache=tmp_path).folder
+    folder = open_packed_store(store, **OPTIONS, cache=tmp_path).folder
     damage(folder / name)
-    with pytest.raises(DataError, match=rf"{folder / name}: .*; delete the folder {folder}, it"):
-        open_packs(store, **OPTIONS, cache=tmp_path)
+    with pytest.raises(DataError, match=rf"{folder / name}: .*; delete the folder {folder}, the"):
+        open_packed_store(store, **OPTIONS, cache=tmp_path)
 
 
 def test_an_index_that_says_something_else_is_damaged(tmp_path):
     store = store_of(range(1, 30))
-    index = open_packs(store, **OPTIONS, cache=tmp_path).folder / "pack.json"
-    lie = index.read_text().replace('"train_rows": ', '"train_rows": 1')
-    no_index = "not a pack's index"
+    index = open_packed_store(store, **OPTIONS, cache=tmp_path).folder / "pack.json"
+    changed = index.read_text().replace('"train_rows": ', '"train_rows": 1')
+    no_index = "not the index of a packed store"
     for content, what in (
-        (lie, "its bytes are"),
+        (changed, "its content differs"),
         ("[]", no_index),
         ("{}", no_index),
         ("1", no_index),
     ):
         index.write_text(content)
         with pytest.raises(DataError, match=f"pack.json: {what}"):
-            open_packs(store, **OPTIONS, cache=tmp_path)
+            open_packed_store(store, **OPTIONS, cache=tmp_path)
 
 
 @pytest.mark.parametrize("packing", PACKERS)
@@ -132,7 +132,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
     lengths = [3, 40, 1, 7, 90, 8, 16, 5, 2, 30]
     mask = (np.arange(sum(lengths)) % 3 > 0).astype(np.uint8) if masked else None
     store = store_of(lengths, mask)
-    packs = open_packs(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
+    packs = open_packed_store(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
     train, held_out = read_all(store, packs.train, 8), read_all(store, packs.held_out, 8)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     continued = [row["tokens"][-1] for row in train if row["tokens"][-1] + 1 == row["targets"][-1]]
@@ -144,7 +144,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
         "cut_documents": len({owner[token] for token in continued}),
         "held_out_rows": len(held_out),
         "held_out_tokens": held,
-        "held_out_learned": len(learned_pairs(held_out)),
+        "held_out_learned": len(loss_pairs(held_out)),
     }
     assert packs.info.efficiency == len(inputs(train)) / (8 * len(train))
 
@@ -152,7 +152,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
 def test_a_document_held_out_in_part_gives_its_bytes_in_proportion(tmp_path):
     store = store_of([100, 60])
     store.num_bytes = np.array([700, 0])
-    rows = open_packs(store, **OPTIONS, cache=tmp_path).held_out
+    rows = open_packed_store(store, **OPTIONS, cache=tmp_path).held_out
     tokens = inputs(read_all(store, rows, 8))
     count = count_bytes(store, rows, range(rows.num_rows))
     assert 0 < count < 700 and count == pytest.approx(7 * sum(token < 100 for token in tokens))
@@ -163,16 +163,18 @@ def test_the_bytes_of_all_rows_are_those_of_all_documents(packing, tmp_path):
     store = store_of([5, 3, 17, 1, 40, 8])
     store.num_bytes = np.array([11, 0, 50, 2, 90, 16])
     options = OPTIONS | {"packing": packing, "eval_fraction": 0}
-    rows = open_packs(store, **options, cache=tmp_path).train
+    rows = open_packed_store(store, **options, cache=tmp_path).train
     assert count_bytes(store, rows, range(rows.num_rows)) == pytest.approx(169)
     assert count_bytes(store, rows, []) == 0
 
 
-def test_a_held_out_part_without_a_learned_token_is_refused(tmp_path):
+def test_a_held_out_part_without_a_token_in_the_loss_is_refused(tmp_path):
     store = store_of([9] * 30, np.zeros(270, np.uint8))
-    with pytest.raises(DataError, match="none of the 54 held-out tokens is learned"):
-        open_packs(store, **OPTIONS, cache=tmp_path)
-    assert not open_packs(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).held_out.num_rows
+    with pytest.raises(DataError, match="none of the 54 held-out tokens contributes to"):
+        open_packed_store(store, **OPTIONS, cache=tmp_path)
+    assert not open_packed_store(
+        store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path
+    ).held_out.num_rows
 
 
 def test_of_a_chat_in_parts_every_part_has_the_bytes_of_its_answers(tmp_path):
@@ -180,7 +182,7 @@ def test_of_a_chat_in_parts_every_part_has_the_bytes_of_its_answers(tmp_path):
     learned[60:] = 1
     store = store_of([100], learned)
     store.num_bytes = np.array([80])
-    rows = open_packs(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).train
+    rows = open_packed_store(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).train
     for row in range(rows.num_rows):
         tokens = inputs(read_all(store, rows, 8)[row : row + 1])
         wanted = 2 * sum(token >= 60 for token in tokens)

@@ -1,0 +1,203 @@
+"""Input files of a source: find, open and fingerprint them, on local disks and object stores.
+
+Paths go through fsspec: a local path becomes absolute, any other keeps its protocol (gs://, s3://).
+Nothing here reads the content of a file.
+"""
+
+import glob
+import hashlib
+import importlib
+import os
+import posixpath
+import re
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+_LOCAL = LocalFileSystem()
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+_TEST_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3"}
+
+
+class DataError(ValueError):
+    """Data error that the user can correct; one line with place, rule and remedy."""
+
+
+class DamagedFileError(Exception):
+    """File whose rest cannot be read; `read_documents` turns it into a `DocumentError`."""
+
+    def __init__(self, kind: str, detail: object):
+        super().__init__(kind, detail)
+        self.kind = kind
+        # Libraries raise messages of several lines; a report has one line.
+        self.detail = " ".join(str(detail).split())[:300]
+
+
+def load_library(module: str, extra: str = "data") -> ModuleType:
+    """Import an optional library. Raises: DataError when it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"this data needs the library {module.split('.')[0]} ({error}); "
+            f'pip install -e ".[{extra}]"'
+        ) from error
+
+
+def compression_of(path: str) -> str:
+    """Return `.gz`, `.bz2`, `.xz` or `.zst`, or an empty string for a plain file."""
+    suffix = posixpath.splitext(path.lower())[1]
+    return suffix if suffix in _COMPRESSIONS else ""
+
+
+def find_files(files: str | Sequence[str] | None, key: str = "data.files") -> list[str]:
+    """Return the files of a source, sorted, each once.
+
+    files: one or several globs (`**` descends into folders; hidden files match only when named), a
+        folder written by `datasets.Dataset.save_to_disk`, or None for the `.py` files of the
+        running interpreter's standard library without its tests, about 12 MB of text.
+    key: configuration key, for error messages.
+    Raises: DataError when a glob matches nothing or all files are empty.
+    """
+    if files is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        what = f"the standard library at {root}"
+        found = [
+            str(path)
+            for path in root.rglob("*.py")
+            if not _TEST_FOLDERS.intersection(path.relative_to(root).parts[:-1])
+        ]
+    else:
+        what = f"{key}={files!r}"
+        patterns = [files] if isinstance(files, str) else files
+        found = [path for pattern in patterns for path in _match(pattern, key)]
+    if not found:
+        raise _no_match(what)
+    found = sorted(set(found))
+    if not input_bytes(found):
+        raise DataError(f"{what} matches {len(found)} file(s), all empty; give files with text")
+    return found
+
+
+def _no_match(what: str, pattern: str = "") -> DataError:
+    remedy = "give a glob such as 'texts/*.txt', or null for the standard library's source"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", pattern):
+        remedy += (
+            "; a dataset of the Hugging Face hub must be saved first: "
+            f"datasets.load_dataset({pattern!r}, split='train').save_to_disk(FOLDER)"
+        )
+    return DataError(f"{what} matches no file; {remedy}")
+
+
+def _match(pattern: str, key: str) -> list[str]:
+    """Return the files of one glob, or the folder of a saved dataset that it names."""
+    place = f"{key}={pattern!r}"
+    system, path = open_file_system(os.path.expanduser(pattern))
+    try:
+        if system.isdir(path):
+            return [_saved_dataset(system, path, key, place)]
+        if isinstance(system, LocalFileSystem):
+            found = _match_local(path)
+        else:
+            literal = {path: system.info(path)} if system.isfile(path) else None
+            infos = literal or system.glob(path, detail=True)
+            found = [
+                system.unstrip_protocol(name)
+                for name, info in infos.items()
+                if info["type"] == "file" and name.count("/.") == path.count("/.")
+            ]
+    except (OSError, DataError):
+        raise
+    except Exception as error:  # each library behind fsspec has exceptions of its own
+        raise DataError(f"{place}: {type(error).__name__}: {error}; correct the glob") from error
+    if not found:
+        raise _no_match(place, pattern)
+    return found
+
+
+def _match_local(path: str) -> list[str]:
+    # glob, because fsspec's glob reports a symbolic link as neither file nor folder.
+    names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    found = [name for name in names if os.path.isfile(name) or _is_saved_dataset(name)]
+    datasets = {name for name in found if os.path.isdir(name)}
+    return [name for name in found if os.path.dirname(name) not in datasets]
+
+
+def _is_saved_dataset(folder: str) -> bool:
+    parts = ("dataset_info.json", "state.json")
+    return all(os.path.isfile(os.path.join(folder, part)) for part in parts)
+
+
+def _saved_dataset(system: Any, path: str, key: str, place: str) -> str:
+    """Return `path` if `datasets.Dataset.save_to_disk` wrote it. Raises: DataError."""
+    inside = {posixpath.basename(name.rstrip("/")) for name in system.ls(path, detail=False)}
+    if "dataset_dict.json" in inside:
+        splits = sorted(name for name in inside if system.isdir(posixpath.join(path, name)))
+        raise DataError(f"{place} holds several datasets; add the name of one: {', '.join(splits)}")
+    if not {"dataset_info.json", "state.json"} <= inside:
+        suffixes = sorted({posixpath.splitext(name)[1] for name in inside} - {""}) or [".txt"]
+        globs = [f"{path}/**/*{suffix}" for suffix in suffixes[:3]]
+        remedy = f"{key}={globs[0]!r}" if len(globs) == 1 else f'{key}="[{", ".join(globs)}]"'
+        raise DataError(f"{place} is a folder; name the files in it: {remedy}")
+    if not isinstance(system, LocalFileSystem):
+        raise DataError(
+            f"{place} is a saved dataset, which must be on a local disk; copy it and name the copy"
+        )
+    return path
+
+
+def open_file_system(path: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a path, and the path's name there."""
+    if "://" not in path:  # "::" may be part of a name; and url_to_fs is slow for many files
+        return _LOCAL, LocalFileSystem._strip_protocol(path)
+    try:
+        return url_to_fs(path)
+    except ImportError as error:
+        extra = _EXTRAS.get(path.split("://")[0])
+        remedy = f'pip install -e ".[{extra}]"' if extra else "install it"
+        raise DataError(f"{path} needs a library ({error}); {remedy}") from error
+    except OSError:
+        raise
+    except Exception as error:  # each library behind fsspec has exceptions of its own
+        raise DataError(f"{path}: {type(error).__name__}: {error}; correct the path") from error
+
+
+def open_bytes(path: str) -> Any:
+    """Open a file for reading, without decompressing it."""
+    system, name = open_file_system(path)
+    return system.open(name, "rb")
+
+
+def fingerprint(paths: Iterable[str]) -> str:
+    """Return the SHA-256 (hex) of path, size and version of each file, without reading it."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for part in _stat(path):
+            digest.update(repr(part).encode())
+    return digest.hexdigest()
+
+
+def input_bytes(paths: Iterable[str]) -> int:
+    """Return the bytes of all files as stored, compressed or not."""
+    return sum(size for path in paths for _, size, _ in _stat(path))
+
+
+def _stat(path: str) -> list[tuple[str, int, str]]:
+    """Return name, size and version of a file, or of each file of a saved dataset."""
+    system, name = open_file_system(path)
+    if isinstance(system, LocalFileSystem):
+        names = sorted(entry.path for entry in os.scandir(name)) if os.path.isdir(name) else [name]
+        stats = [(name, os.stat(name)) for name in names]
+        return [(name, stat.st_size, str(stat.st_mtime_ns)) for name, stat in stats]
+    info = system.info(name)
+    if info["size"] is None:
+        raise DataError(f"{path}: its server does not report the size; copy it to a local disk")
+    # Other entries of `info` may differ between listing a folder and asking for one file.
+    known = (info.get(tag) for tag in ("ETag", "etag", "generation"))
+    return [(path, info["size"], str(next(filter(None, known), None) or system.ukey(name)))]

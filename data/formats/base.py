@@ -1,0 +1,314 @@
+"""What a text format is, the registry of formats, and the documents that they yield.
+
+A new format is one file: a function with `@register_format` that yields the documents of a range of
+a file. The module of that function must be imported: by `data/formats/__init__.py`, or by `plugins`
+of the configuration.
+"""
+
+import os
+import posixpath
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from data.files import DamagedFileError, DataError, compression_of, input_bytes
+from data.registry import Registry
+
+SHARD_BYTES = 16 * 2**20
+"""Input of one task: about a second of tokenization, small beside the memory of a machine."""
+
+# Fields that usually hold the text of a document, in order of preference.
+_USUAL_FIELDS = ("text", "content", "body", "messages", "document", "markdown")
+_JSON_TYPES = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Part of one file: begin <= position < end.
+
+    Positions are bytes of a plain JSON lines file (its lines start in the range), row groups of
+    Parquet, records of ArrayRecord and rows of a saved dataset. The range of a text or compressed
+    file is the whole file.
+    """
+
+    path: str
+    format: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class InputShard:
+    """Ranges of files that one task tokenizes, in order."""
+
+    ranges: tuple[FileRange, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: a text, or the (role, content) messages of a chat.
+
+    number: line of the range from 1, row or record of the file from 0, None for a whole file.
+    """
+
+    file_range: FileRange
+    number: int | None
+    text: str | None
+    messages: tuple[tuple[str, str], ...] | None
+
+    @property
+    def location(self) -> str:
+        """`path:line`, `path, row n` or `path`.
+
+        A line number may cost a pass over the beginning of the file.
+        """
+        return _location(self.file_range, self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentError:
+    """Document, or rest of a file, that cannot be read, and the reason.
+
+    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, truncated file or corrupt
+        file. The last two, and a missing field of a table, end the range.
+    suggested_field: field that may hold the text, when the configured one is missing.
+    """
+
+    file_range: FileRange
+    number: int | None
+    kind: str
+    detail: str
+    suggested_field: str | None = None
+
+    @property
+    def location(self) -> str:
+        """Place of the document; see `Document.location`."""
+        return _location(self.file_range, self.number)
+
+
+ReadDocuments = Callable[[FileRange, str], Iterator[Document | DocumentError]]
+
+
+def _locate_row(file_range: FileRange, number: int) -> str:
+    return f"{file_range.path}, row {number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How files of one format are recognised, cut into ranges and read; see `register_format`."""
+
+    name: str
+    read: ReadDocuments
+    suffixes: tuple[str, ...] = ()
+    count: Callable[[str], int] | None = None
+    splittable: bool = True
+    compressible: bool = False
+    locate: Callable[[FileRange, int], str] = _locate_row
+
+
+FORMATS: Registry[Format] = Registry("text format")
+
+
+def register_format(
+    name: str,
+    *,
+    suffixes: Sequence[str] = (),
+    count: Callable[[str], int] | None = None,
+    splittable: bool = True,
+    compressible: bool = False,
+    locate: Callable[[FileRange, int], str] = _locate_row,
+) -> Callable[[ReadDocuments], ReadDocuments]:
+    """Register the decorated function as the reader of a text format.
+
+    The reader takes a `FileRange` and the name of the field that holds the text, and yields
+    documents in order. It may raise `DamagedFileError`. All functions must be module-level, since
+    worker processes receive them by pickle.
+
+    suffixes: of the file names, lowercase, such as ".jsonl".
+    count: positions at which a file can be cut; None: bytes.
+    splittable: False when a range is always a whole file.
+    compressible: whether the reader decompresses .gz, .bz2, .xz and .zst.
+    locate: place of a document for a person, from its range and number.
+    Raises: ValueError when the name or a suffix is taken.
+    """
+
+    def register(read: ReadDocuments) -> ReadDocuments:
+        for suffix in suffixes:
+            if (owner := _format_of_suffix(suffix)) is not None:
+                raise ValueError(f"text format {name!r}: {owner.name} already reads {suffix} files")
+        entry = Format(
+            name=name,
+            read=read,
+            suffixes=tuple(suffixes),
+            count=count,
+            splittable=splittable,
+            compressible=compressible,
+            locate=locate,
+        )
+        FORMATS.register(name, entry)
+        return read
+
+    return register
+
+
+def _format_of_suffix(suffix: str) -> Format | None:
+    formats = map(FORMATS.get, FORMATS.names())
+    return next((entry for entry in formats if suffix in entry.suffixes), None)
+
+
+def read_documents(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+    """Yield the documents of a range in order, and an error in the place of each unreadable one.
+
+    field: field of JSON lines, Parquet and saved datasets that holds a text, or a list of messages
+        with role and content; other fields are not read. A record of ArrayRecord is a text.
+    Raises: DataError without the format's library, OSError when the file is gone.
+    """
+    try:
+        yield from FORMATS.get(file_range.format).read(file_range, field)
+    except DamagedFileError as damage:
+        yield DocumentError(file_range, None, damage.kind, damage.detail)
+
+
+def _location(file_range: FileRange, number: int | None) -> str:
+    if number is None:
+        return file_range.path
+    return FORMATS.get(file_range.format).locate(file_range, number)
+
+
+def plan_shards(paths: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[InputShard]:
+    """Group the files into shards of about `shard_bytes`, in order, without reading documents.
+
+    What cannot be cut (a text, a compressed file, a row group) is one range of any size.
+    Raises: DataError when a format cannot be read where it is, or its library is missing.
+    """
+    shards: list[InputShard] = []
+    ranges: list[FileRange] = []
+    filled = 0
+    for path in paths:
+        for part, size in _cut_file(path, shard_bytes):
+            if ranges and filled + size > shard_bytes:
+                shards.append(InputShard(tuple(ranges)))
+                ranges, filled = [], 0
+            if ranges and ranges[-1] == replace(part, begin=ranges[-1].begin, end=part.begin):
+                ranges[-1] = replace(part, begin=ranges[-1].begin)
+            else:
+                ranges.append(part)
+            filled += size
+    return [*shards, InputShard(tuple(ranges))] if ranges else shards
+
+
+def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
+    """Yield the ranges of one file, and approximately how many bytes each has."""
+    size = input_bytes([path])
+    compression = compression_of(path)
+    suffix = posixpath.splitext(path.lower().removesuffix(compression))[1]
+    if os.path.isdir(path):
+        entry = FORMATS.get("datasets")
+    else:
+        entry = _format_of_suffix(suffix) or FORMATS.get("text")
+    if compression and not entry.compressible:
+        raise DataError(f"{path} is {suffix} inside {compression}; decompress it first")
+    try:
+        count = entry.count(path) if entry.count else size
+    except DamagedFileError:  # the reader meets the damage again, and reports it
+        count = 1
+    whole = bool(compression) or not entry.splittable
+    step = max(1, count if whole else count * shard_bytes // max(1, size))
+    for begin in range(0, max(count, whole), step):
+        end = min(begin + step, count)
+        yield FileRange(path, entry.name, begin, end), size * (end - begin) // max(1, count)
+
+
+def decode_utf8(
+    file_range: FileRange, number: int | None, value: bytes, unit: str = "offset", first: int = 0
+) -> str | DocumentError:
+    """Decode the bytes of a document; an error names the first invalid byte.
+
+    unit: what its position is counted in. first: number of the first position.
+    """
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        return invalid_utf8(file_range, number, error, unit, first)
+
+
+def invalid_utf8(
+    file_range: FileRange,
+    number: int | None,
+    error: UnicodeDecodeError,
+    unit: str = "offset",
+    first: int = 0,
+) -> DocumentError:
+    """Return the error of a document whose bytes are not UTF-8."""
+    detail = f"byte 0x{error.object[error.start]:02x} at {unit} {error.start + first}"
+    return DocumentError(file_range, number, "invalid UTF-8", detail)
+
+
+def to_document(
+    file_range: FileRange, number: int | None, value: Any, field: str
+) -> Document | DocumentError:
+    """Make a document of the value of its field: a text (str or UTF-8 bytes), or messages."""
+    if isinstance(value, bytes):
+        value = decode_utf8(file_range, number, value)
+    if isinstance(value, DocumentError):
+        return value
+    if isinstance(value, str):
+        if not value:
+            return DocumentError(file_range, number, "empty", "the document has no character")
+        return Document(file_range, number, value, None)
+    if not isinstance(value, list):
+        detail = f"field {field!r} is {type_name(value)}, neither text nor a list of messages"
+        return DocumentError(file_range, number, "wrong type", detail)
+    return _to_chat(file_range, number, value)
+
+
+def _to_chat(
+    file_range: FileRange, number: int | None, values: list[Any]
+) -> Document | DocumentError:
+    messages = []
+    for index, value in enumerate(values):
+        if not isinstance(value, dict):
+            detail = f"message {index} is {type_name(value)}, not role and content"
+            return DocumentError(file_range, number, "wrong type", detail)
+        for key in ("role", "content"):
+            if key not in value:
+                detail = f"message {index} has {_no_field(key, value)}"
+                return DocumentError(file_range, number, "missing field", detail)
+            if not isinstance(value[key], str):
+                detail = f"{key} of message {index} is {type_name(value[key])}, not text"
+                return DocumentError(file_range, number, "wrong type", detail)
+        messages.append((value["role"], value["content"]))
+    if not any(content for _, content in messages):
+        return DocumentError(file_range, number, "empty", "no message has a character")
+    return Document(file_range, number, None, tuple(messages))
+
+
+def missing_field(
+    file_range: FileRange, number: int | None, field: str, fields: Iterable[str], texts: list[str]
+) -> DocumentError:
+    """Return the error of a record without its field.
+
+    fields: names that the record has. texts: those that may hold a text, the likeliest first.
+    """
+    suggested = next((name for name in _USUAL_FIELDS if name in texts), texts[0] if texts else None)
+    detail = _no_field(field, fields)
+    return DocumentError(file_range, number, "missing field", detail, suggested)
+
+
+def _no_field(field: str, fields: Iterable[Any]) -> str:
+    names = [str(name) for name in fields]
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return f"no field {field!r}; the fields are {', '.join(names[:10]) or 'none'}{more}"
+
+
+def type_name(value: object) -> str:
+    """Return the JSON type of a value, with its article."""
+    return _JSON_TYPES.get(type(value), f"a {type(value).__name__}")

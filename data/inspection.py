@@ -1,0 +1,243 @@
+"""Rows as text, statistics of sources, and histograms of document lengths."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from rich.text import Text
+
+from data.batch import Fields
+from data.config import DataConfig, values_by_step
+from data.pipeline import Dataset, Source
+from data.tokenizers.base import Tokenizer
+
+BORDER, END, OPEN, CLOSE = "┃", "⏎", "⟦", "⟧"
+LEGEND = f"{BORDER} next document   {END} end token   {OPEN}not in the loss{CLOSE}"
+COLOURS = ("green", "cyan")
+BAR_WIDTH = 40
+# Control characters, which could move the cursor or change colours, are shown as symbols.
+_VISIBLE: dict[int, int | str] = {
+    code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
+}
+_VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
+
+
+def choose_rows(
+    dataset: Dataset, *, num_rows: int, step: int, source: str | None, held_out: bool
+) -> Iterator[tuple[str, Fields]]:
+    """Yield (title, fields) of some rows.
+
+    source: name of the source that provides them, from `step` on and at full length; None: the
+        batch of the step.
+    held_out: the first held-out rows of the source, or of every source.
+    """
+    chosen = [s for s in dataset.sources if source in (None, s.name)]
+    if held_out:
+        for one in chosen:
+            for index in range(min(num_rows, one.num_eval)):
+                title = f"held-out row {index} of {one.num_eval:,} · source {one.name}"
+                yield title, one.eval_row(index)
+        return
+    before = dataset.mixture.counts(dataset.schedule.first_row(step))
+    if source is not None:
+        one, first = chosen[0], before[dataset.sources.index(chosen[0])]
+        for index in range(first, first + num_rows):
+            yield _row_title(one, index), one.train_row(index)
+        return
+    phase = dataset.schedule.at(step)
+    batch_size = phase.batch_size
+    shown = range(min(num_rows, batch_size))
+    fields = dataset.read_train(step, shown)
+    for number, (long_row, first_token) in enumerate(dataset.schedule.locate_rows(step, shown)):
+        index, of_source = dataset.mixture.locate(long_row)
+        title = f"row {number} of {batch_size} of step {step} · "
+        title += _row_title(dataset.sources[index], of_source)
+        if phase.length < dataset.schedule.row_length:
+            title += f", from its token {first_token}"
+        yield title, {name: values[number] for name, values in fields.items()}
+
+
+def _row_title(source: Source, index: int) -> str:
+    epoch, row = divmod(index, source.packed.train.num_rows)
+    return f"source {source.name}, row {row:,} of epoch {epoch}"
+
+
+def count_row(fields: Fields) -> str:
+    """Return one line with documents, tokens, padding and targets in the loss of a row."""
+    used = fields["segment_ids"] >= 0
+    tokens, learned = int(used.sum()), int(fields["loss_mask"].sum())
+    return (
+        f"documents {int(fields['segment_ids'].max()) + 1} · tokens {tokens} · "
+        f"padding {len(used) - tokens} · "
+        f"targets in the loss {learned} ({learned / max(1, tokens):.1%})"
+    )
+
+
+def row_text(fields: Fields, tokenizer: Tokenizer, *, by_token: bool = False) -> Text:
+    """Return a row as text: colours alternate by document, brackets enclose what has no loss.
+
+    A token is in the loss if the position before it, which predicts it, has loss_mask 1. The first
+    token of a document, which nothing predicts, is shown like the second one.
+
+    by_token: show id and text of every token.
+    """
+    used = fields["segment_ids"] >= 0
+    ids, segments = fields["tokens"][used], fields["segment_ids"][used]
+    learned = fields["loss_mask"][used] > 0
+    if not len(ids):
+        return Text(f"{BORDER} {len(used)} padding", "bold red")
+    learned[1:] = np.where(np.diff(segments) == 0, learned[:-1], learned[1:])
+    changes = (np.diff(segments) != 0) | (np.diff(learned) != 0)
+    cuts = np.flatnonzero(changes) + 1
+    text, before = Text(), 0
+    for run, is_learned, segment in zip(
+        np.split(ids, cuts), learned[[0, *cuts]], segments[[0, *cuts]].tolist(), strict=True
+    ):
+        if segment != before:
+            text.append(BORDER, "bold red")
+        before, colour = segment, COLOURS[segment % len(COLOURS)]
+        shown = _spell(run, tokenizer, by_token).translate(_VISIBLE)
+        text.append(
+            *((shown, colour) if is_learned else (f"{OPEN}{shown}{CLOSE}", f"dim {colour}"))
+        )
+    if padding := int(np.count_nonzero(~used)):
+        text.append(f"{BORDER} {padding} padding", "bold red")
+    return text
+
+
+def _spell(ids: np.ndarray, tokenizer: Tokenizer, by_token: bool) -> str:
+    end = tokenizer.eos_id
+    if by_token:
+        texts = (END if token == end else repr(tokenizer.decode([token])) for token in ids)
+        return "".join(f" {token}:{text}" for token, text in zip(ids, texts, strict=True))
+    parts = np.split(ids, np.flatnonzero(ids == end) + 1)
+    return END.join(tokenizer.decode(part) for part in parts)
+
+
+def document_lengths(source: Source) -> np.ndarray:
+    """Return the tokens of every document with its end, int64 (D,)."""
+    return np.diff(np.asarray(source.store.ends), prepend=0)
+
+
+def length_histogram(lengths: np.ndarray) -> np.ndarray:
+    """Return the counts of lengths 2^n .. 2^(n + 1) - 1, by n."""
+    return np.bincount(np.frexp(lengths)[1])[1:]
+
+
+def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, str]]:
+    """Return (name, value) of the statistics of a source, with its weight at `step`."""
+    store, info, packed = source.store, source.store.info, source.packed.info
+    num_bytes, num_learned = int(store.num_bytes.sum()), info.num_tokens
+    if store.loss_mask is not None:
+        num_learned = int(np.count_nonzero(store.loss_mask))
+    weights = {
+        name: next(w for s, w in reversed(values_by_step(of.weight).items()) if s <= step)
+        for name, of in config.named_sources.items()
+    }
+    lengths = document_lengths(source)
+    marks = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1])
+    least, median, most_90, most_99, longest = (f"{value:,.0f}" for value in marks)
+    weight = weights[source.name]
+    return [
+        ("documents", f"{info.num_documents:,}"),
+        ("tokens", f"{info.num_tokens:,}"),
+        ("tokens in the loss", f"{num_learned:,} ({num_learned / info.num_tokens:.1%})"),
+        ("bytes per token in loss", f"{num_bytes / max(1, num_learned):.3f}"),
+        ("training rows", f"{packed.train_rows:,} of {source.row_length} tokens"),
+        ("held-out rows", f"{packed.held_out_rows:,}"),
+        ("packing efficiency", f"{packed.efficiency:.2%} ({config.packing})"),
+        ("cut documents", f"{packed.cut_documents:,}"),
+        *(
+            (f"skipped: {kind}", f"{skip.count:,} (first: {skip.examples[0]})")
+            for kind, skip in info.skipped.items()
+        ),
+        (f"weight at step {step}", f"{weight:g} ({weight / sum(weights.values()):.1%} of rows)"),
+        ("lengths", f"shortest {least}, median {median}, mean {lengths.mean():,.0f}"),
+        ("", f"90% {most_90}, 99% {most_99}, longest {longest}"),
+    ]
+
+
+def histogram_lines(counts: np.ndarray) -> Iterator[str]:
+    """Yield the lines of a bar chart of `length_histogram`."""
+    for exponent in range(int(np.flatnonzero(counts)[0]), len(counts)):
+        count = int(counts[exponent])
+        bar = "█" * max(count > 0, round(BAR_WIDTH * count / counts.max()))
+        limits = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
+        yield f"{limits:>26} {count:>11,} {bar}".rstrip()
+
+
+SIZE, MARGIN = (900, 500), (80, 40, 30, 50)  # left, top, right, bottom
+PANEL_HEIGHT, GAP = 110, 30
+INK, BAR, GRID, MARK = "#222222", "#3b6ea5", "#dddddd", "#c0392b"
+
+
+def plot_lengths(sources: Sequence[Source], path: str | Path) -> None:
+    """Write an image with the length histogram of each source, over the same axis.
+
+    Raises: ValueError for a suffix that is no image format; OSError.
+    """
+    counts = [length_histogram(document_lengths(source)) for source in sources]
+    first = min(int(np.flatnonzero(of_source)[0]) for of_source in counts)
+    num_bins = max(len(of_source) for of_source in counts) - first
+    left, top, right, bottom = MARGIN
+    height = max(SIZE[1], top + bottom + len(sources) * (PANEL_HEIGHT + GAP))
+    image = Image.new("RGB", (SIZE[0], height), "white")
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(13)
+    panel = (height - top - bottom) / len(sources)
+    step = (SIZE[0] - left - right) / num_bins
+    draw.text((left, 8), "Documents by length", INK, ImageFont.load_default(17), anchor="la")
+    note = f"red: rows of {sources[0].row_length:,} tokens"
+    draw.text((SIZE[0] - right, 12), note, MARK, font, anchor="ra")
+    for number, (source, of_source) in enumerate(zip(sources, counts, strict=True)):
+        floor, ceiling = top + (number + 1) * panel, top + number * panel + GAP
+        _draw_panel(draw, of_source[first:], (left, ceiling, SIZE[0] - right, floor), step)
+        mark = left + step * (math.log2(source.row_length) - first)
+        if left <= mark <= SIZE[0] - right:
+            draw.line((mark, ceiling, mark, floor), MARK, 2)
+        title = f"{source.name}: {source.store.info.num_documents:,} documents"
+        draw.text((left, ceiling - 8), title, INK, font, anchor="ls")
+    every = -(-num_bins // 16)
+    for edge in range(num_bins + 1):
+        x, floor = left + step * edge, height - bottom
+        draw.line((x, floor, x, floor + (6 if edge % every == 0 else 3)), INK)
+        if edge % every == 0:
+            draw.text((x, floor + 8), _power(first + edge), INK, font, anchor="ma")
+    draw.text((SIZE[0] / 2, height - 20), "tokens of a document", INK, font, anchor="ma")
+    image.save(path)
+
+
+def _draw_panel(
+    draw: Any, counts: np.ndarray, box: tuple[float, float, float, float], step: float
+) -> None:
+    """Draw grid, bars and axis of one source."""
+    left, ceiling, right, floor = box
+    font, most = ImageFont.load_default(13), int(counts.max())
+    scale = (floor - ceiling) / most
+    for value in _ticks(most):
+        y = floor - value * scale
+        draw.line((left, y, right, y), GRID)
+        draw.text((left - 6, y), f"{value:,}", INK, font, anchor="rm")
+    for number, count in enumerate(counts.tolist()):
+        if count:
+            # A bin with one document among millions is still visible.
+            y = min(floor - 1, floor - count * scale)
+            draw.rectangle(
+                (left + number * step + 1, y, left + (number + 1) * step - 1, floor), BAR
+            )
+    draw.line((left, ceiling, left, floor, right, floor), INK)
+
+
+def _ticks(most: int) -> range:
+    """Return round numbers from 0 to `most`, at most six."""
+    sizes = (scale * 10**power for power in itertools.count() for scale in (1, 2, 5))
+    step = next(size for size in sizes if most // size <= 5)
+    return range(0, most + 1, step)
+
+
+def _power(exponent: int) -> str:
+    thousands, rest = divmod(exponent, 10)
+    return f"{2**rest}{['', 'Ki', 'Mi', 'Gi', 'Ti', 'Pi'][thousands]}"

@@ -1,0 +1,315 @@
+"""Writer of a token store, which survives a kill at any moment.
+
+After each shard of input, a journal records what is on disk, with a digest. A new writer verifies
+it and continues. The content of the store does not depend on how often it was interrupted.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from pydantic import BaseModel
+
+from data.files import DataError
+from data.store import (
+    BLOCK_BYTES,
+    ENDS,
+    LOSS_MASK,
+    NUM_BYTES,
+    TOKENS,
+    VERSION,
+    Skipped,
+    Store,
+    StoredFile,
+    StoreInfo,
+    StorePlan,
+    array_sizes,
+    check_size,
+    read_blocks,
+    remedy,
+    write_info,
+)
+
+JOURNAL = "journal.jsonl"
+MAX_EXAMPLES = 5
+
+
+def add_skipped(total: dict[str, Skipped], more: Mapping[str, Skipped]) -> None:
+    """Add `more` to `total` by kind, keeping the first examples of each kind."""
+    for kind, skip in more.items():
+        before = total.get(kind)
+        total[kind] = Skipped(
+            count=skip.count + (before.count if before else 0),
+            examples=((*before.examples, *skip.examples) if before else skip.examples)[
+                :MAX_EXAMPLES
+            ],
+        )
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """Documents of one input file."""
+
+    path: str
+    tokens: np.ndarray
+    """(t,) of the store's dtype."""
+    lengths: np.ndarray
+    """(d,): tokens of each document."""
+    num_bytes: np.ndarray
+    """(d,): UTF-8 bytes of each document that contribute to the loss."""
+    loss_mask: np.ndarray | None = None
+    """(t,) bool; None: every token contributes to the loss."""
+
+
+class _JournalLine(BaseModel, frozen=True, extra="forbid"):
+    """One shard in the journal; the names are keys on disk.
+
+    unit: key of the shard. parts: path, tokens and documents of each file. digest: of the store up
+    to here.
+    """
+
+    unit: str
+    parts: tuple[tuple[str, int, int], ...]
+    masked: bool
+    digest: str
+    skipped: dict[str, Skipped]
+
+
+@dataclass
+class _Written:
+    """Counts and digest of what is written of one input file."""
+
+    num_tokens: int = 0
+    num_documents: int = 0
+    digest: Any = field(default_factory=hashlib.sha256)
+
+
+class StoreWriter:
+    """Writer of a store, shard by shard, into FOLDER.building; after a kill, a new one continues.
+
+    A shard is on disk before its line in the journal is. After an exception from `append`, close
+    the writer. Only one process at a time may write.
+
+    shards: keys of the shards on disk.
+    Raises: DataError when FOLDER.building belongs to another plan, or is damaged.
+    """
+
+    def __init__(self, folder: Path, plan: StorePlan):
+        self.folder, self.plan = folder, plan
+        self.building = folder.with_name(f"{folder.name}.building")
+        self.shards: list[str] = []
+        self.num_tokens = self.num_documents = 0
+        self._skipped: dict[str, Skipped] = {}
+        self._inputs = {file.path: _Written() for file in plan.files}
+        self._digests: dict[str, Any] = {}
+        self._files: dict[str, BinaryIO] = {}
+        self.building.mkdir(parents=True, exist_ok=True)
+        lines, size = self._read_journal()
+        masked = bool(lines) and lines[-1].masked
+        self._restore(lines, masked)
+        with contextlib.ExitStack() as stack:
+            for name, length in self._sizes(masked).items():
+                self._files[name] = stack.enter_context(open(self.building / name, "ab"))
+                os.truncate(self.building / name, length)
+            self._journal = stack.enter_context(open(self.building / JOURNAL, "ab"))
+            os.truncate(self.building / JOURNAL, size)
+            if not size:
+                self._log(json.dumps({"version": VERSION, "key": plan.key}))
+            _sync_folder(self.building)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def append(
+        self, shard: str, parts: Sequence[TokenizedDocuments], skipped: Mapping[str, Skipped]
+    ) -> None:
+        """Write the documents of a shard and count the skipped ones. Raises: OSError."""
+        for part in parts:
+            self._append_documents(part)
+        add_skipped(self._skipped, skipped)
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        line = _JournalLine(
+            unit=shard,
+            parts=tuple((part.path, len(part.tokens), len(part.lengths)) for part in parts),
+            masked=LOSS_MASK in self._files,
+            digest=self._digest(),
+            skipped=dict(skipped),
+        )
+        self._log(line.model_dump_json())
+        self.shards.append(shard)
+
+    def finish(self) -> Store:
+        """Write store.json and rename the folder. Raises: DataError if there is no token."""
+        if not self.num_tokens:
+            raise DataError(self._explain_empty())
+        self._stack.close()
+        plan = self.plan
+        files = [
+            StoredFile(
+                **file.model_dump(),
+                num_tokens=self._inputs[file.path].num_tokens,
+                num_documents=self._inputs[file.path].num_documents,
+                digest=self._inputs[file.path].digest.hexdigest(),
+            )
+            for file in plan.files
+        ]
+        info = StoreInfo(
+            version=VERSION,
+            **plan.model_dump(exclude={"files"}),
+            dtype="uint16" if plan.dtype.itemsize == 2 else "uint32",
+            num_tokens=self.num_tokens,
+            num_documents=self.num_documents,
+            digest=self._digest(),
+            digests={name: digest.hexdigest() for name, digest in self._digests.items()},
+            skipped=self._skipped,
+            files=tuple(files),
+        )
+        write_info(self.building, info)
+        for (
+            name,
+            size,
+        ) in info.sizes().items():  # where locks do not work, two processes may have written
+            check_size(self.building, name, size, exact=True)
+        _sync_folder(self.building)
+        os.rename(self.building, self.folder)
+        _sync_folder(self.folder.parent)
+        remove_journal(self.folder)
+        return Store(self.folder)
+
+    def discard(self) -> None:
+        """Delete what is written, since nothing can continue it."""
+        self._stack.close()
+        for name in (*self._files, JOURNAL):
+            (self.building / name).unlink()
+        self.building.rmdir()
+
+    def _explain_empty(self) -> str:
+        files = self.plan.files
+        what = files[0].path if len(files) == 1 else f"{len(files)} files of {files[0].path} ..."
+        skipped = ", ".join(
+            f"{skip.count} {kind} (first: {skip.examples[0]})"
+            for kind, skip in self._skipped.items()
+        )
+        remedy = "give files with text"
+        if "missing field" in self._skipped:
+            remedy = f"set data.sources.{self.plan.source.get('name')}.field to a field with text"
+        return f"{what}: no document has a token; skipped: {skipped or 'none'}; {remedy}"
+
+    def _append_documents(self, part: TokenizedDocuments) -> None:
+        tokens, lengths, mask = part.tokens, part.lengths, part.loss_mask
+        assert tokens.dtype == self.plan.dtype and lengths.sum() == len(tokens)
+        assert len(part.num_bytes) == len(lengths) and (mask is None or len(mask) == len(tokens))
+        if mask is not None and LOSS_MASK not in self._files and not mask.all():
+            path = self.building / LOSS_MASK
+            self._files[LOSS_MASK] = self._stack.enter_context(open(path, "wb"))
+            self._digests[LOSS_MASK] = hashlib.sha256()
+            for begin in range(0, self.num_tokens, BLOCK_BYTES):
+                count = min(BLOCK_BYTES, self.num_tokens - begin)
+                self._write(LOSS_MASK, np.ones(count, np.uint8))
+        if LOSS_MASK in self._files:
+            mask = np.ones(len(tokens), bool) if mask is None else mask
+            self._write(LOSS_MASK, mask.astype(np.uint8))
+        self._write(TOKENS, tokens)
+        self._write(ENDS, (self.num_tokens + np.cumsum(lengths)).astype("<i8"))
+        self._write(NUM_BYTES, part.num_bytes.astype("<i8"))
+        state = self._inputs[part.path]
+        state.digest.update(np.ascontiguousarray(tokens))
+        self._count(part.path, len(tokens), len(lengths))
+
+    def _write(self, name: str, array: np.ndarray) -> None:
+        array = np.ascontiguousarray(array)
+        self._files[name].write(array.data)
+        self._digests[name].update(array)
+
+    def _count(self, path: str, tokens: int, documents: int) -> None:
+        state = self._inputs[path]
+        state.num_tokens += tokens
+        state.num_documents += documents
+        self.num_tokens += tokens
+        self.num_documents += documents
+
+    def _sizes(self, masked: bool) -> dict[str, int]:
+        return array_sizes(self.num_tokens, self.num_documents, self.plan.dtype, masked)
+
+    def _digest(self) -> str:
+        """Return the SHA-256 of what sha256sum prints for the files."""
+        lines = (f"{digest.hexdigest()}  {name}\n" for name, digest in self._digests.items())
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def _log(self, line: str) -> None:
+        self._journal.write(line.encode() + b"\n")
+        self._journal.flush()
+        os.fsync(self._journal.fileno())
+
+    def _read_journal(self) -> tuple[list[_JournalLine], int]:
+        """Return the complete lines after the first, and the bytes of all complete lines."""
+        path = self.building / JOURNAL
+        *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        if not whole:
+            return [], 0
+        try:
+            header = json.loads(whole[0])
+            lines = [_JournalLine.model_validate_json(line) for line in whole[1:]]
+            is_ours = (header["version"], header["key"]) == (VERSION, self.plan.key)
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{path} is damaged; {remedy(self.building)}") from error
+        if not is_ours:
+            raise DataError(
+                f"{self.building} was begun with other files or settings; delete it, or "
+                "choose another folder"
+            )
+        return lines, sum(len(line) + 1 for line in whole)
+
+    def _restore(self, lines: Sequence[_JournalLine], masked: bool) -> None:
+        """Restore the state after the last line of the journal, and verify what is on disk."""
+        names = [TOKENS, ENDS, NUM_BYTES, *([LOSS_MASK] if masked else [])]
+        self._digests = {name: hashlib.sha256() for name in names}
+        if not lines:
+            return
+        itemsize = self.plan.dtype.itemsize
+        with open(self.building / TOKENS, "rb") as file:
+            for line in lines:
+                self.shards.append(line.unit)
+                for path, tokens, documents in line.parts:
+                    self._count(path, tokens, documents)
+                    for block in read_blocks(file, tokens * itemsize):
+                        self._digests[TOKENS].update(block)
+                        self._inputs[path].digest.update(block)
+                add_skipped(self._skipped, line.skipped)
+        for name, size in self._sizes(masked).items():
+            check_size(self.building, name, size, exact=False)
+            if name != TOKENS:
+                with open(self.building / name, "rb") as file:
+                    for block in read_blocks(file, size):
+                        self._digests[name].update(block)
+        if self._digest() != lines[-1].digest:
+            raise DataError(
+                f"{self.building}: its files do not match its journal; {remedy(self.building)}"
+            )
+
+
+def remove_journal(folder: Path) -> None:
+    """Delete the journal that a kill after the rename may have left in a complete store."""
+    journal = folder / JOURNAL
+    if journal.exists():
+        journal.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,236 @@
+"""Tokenize shards of input files, in this process or in worker processes."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.chat import ChatTemplate, encode_chat
+from data.config import OnError
+from data.files import DataError
+from data.formats.base import (
+    FORMATS,
+    Document,
+    DocumentError,
+    FileRange,
+    Format,
+    InputShard,
+    read_documents,
+)
+from data.store import Skipped
+from data.store_writer import MAX_EXAMPLES, TokenizedDocuments, add_skipped
+from data.tokenizers.base import Tokenizer
+
+_BATCH_CHARACTERS = 2**20
+_PR_SET_PDEATHSIG = 1
+
+TokenizedShard = tuple[list[TokenizedDocuments], dict[str, Skipped]]
+
+
+@dataclass(frozen=True)
+class TokenizeSettings:
+    """What a worker process needs besides its shards. source: name, for error messages."""
+
+    source: str
+    text_field: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    on_error: OnError
+    dtype: np.dtype
+    formats: tuple[Format, ...] = field(
+        default_factory=lambda: tuple(map(FORMATS.get, FORMATS.names()))
+    )
+    """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
+
+
+def tokenize_shards(
+    shards: Sequence[InputShard], settings: TokenizeSettings, workers: int
+) -> Generator[TokenizedShard, None, None]:
+    """Yield the documents of each shard, in order, and what was skipped.
+
+    workers: processes that tokenize; 0: this one.
+    Raises: DataError for the first unreadable document, unless on_error is skip; RuntimeError when
+        a worker dies.
+    """
+    if not workers:
+        for shard in shards:
+            yield tokenize_shard(shard, settings)
+        return
+    pool = ProcessPoolExecutor(
+        min(workers, max(1, len(shards))),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(settings, os.getpid()),
+    )
+    try:
+        window: deque[Future[TokenizedShard]] = deque()
+        for shard in shards:
+            window.append(pool.submit(_tokenize_in_worker, shard))
+            if len(window) == 2 * workers:
+                yield window.popleft().result()
+        while window:
+            yield window.popleft().result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "a worker process died, perhaps for lack of memory; run again with fewer workers to "
+            "continue"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclass
+class _Worker:
+    """State of a worker process: to send a tokenizer with each shard would cost seconds."""
+
+    settings: TokenizeSettings | None = None
+
+
+_worker = _Worker()
+
+
+def bind_to_parent(parent: int) -> None:
+    """Make a worker process die with its parent, even by SIGKILL, and ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent died before the line above
+            os._exit(1)
+
+
+def _start_worker(settings: TokenizeSettings, parent: int) -> None:
+    bind_to_parent(parent)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker.settings = settings
+
+
+def _tokenize_in_worker(shard: InputShard) -> TokenizedShard:
+    assert _worker.settings is not None
+    return tokenize_shard(shard, _worker.settings)
+
+
+def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedShard:
+    """Tokenize one shard. Raises: DataError for an unreadable document, unless on_error is skip."""
+    batch = _TextBatch(settings)
+    outputs: list[_RangeTokens] = []
+    skipped: dict[str, Skipped] = {}
+    for file_range in shard.ranges:
+        output = _RangeTokens(file_range, batch)
+        outputs.append(output)
+        for document in read_documents(file_range, settings.text_field):
+            if isinstance(document, Document):
+                output.add(document)
+                continue
+            if settings.on_error == "raise" and document.kind != "empty":
+                raise unreadable(document, settings.source)
+            before = skipped.get(document.kind)
+            is_shown = before is None or before.count < MAX_EXAMPLES  # a location costs time
+            examples = (_one_line(f"{document.location}: {document.detail}"),) if is_shown else ()
+            add_skipped(skipped, {document.kind: Skipped(count=1, examples=examples)})
+    batch.encode()
+    return [output.documents() for output in outputs], skipped
+
+
+def unreadable(error: DocumentError, source: str) -> DataError:
+    """Return the exception for an unreadable document of a source."""
+    what = _one_line(f"{error.location}: {error.kind}: {error.detail}")
+    return DataError(f"{what}; {document_remedy(error.kind, source, error.suggested_field)}")
+
+
+def document_remedy(kind: str, source: str, suggested_field: str | None = None) -> str:
+    """Return what to do about documents that are unreadable for this reason."""
+    if kind == "missing field":
+        rename = "replace data.files by data.sources.text.files and " if source == "text" else ""
+        key = f"data.sources.{source}.field={suggested_field or '...'}"
+        return f"{rename}set {key}, or use data.on_error=skip"
+    return "correct the file, or use data.on_error=skip"
+
+
+def _one_line(text: str) -> str:
+    """Return a printable line; documents may put anything into messages about them."""
+    return " ".join(text.split())[:500].encode(errors="backslashreplace").decode()
+
+
+@dataclass
+class _TextBatch:
+    """Texts of a shard that are encoded together, since tokenizers are faster on batches."""
+
+    settings: TokenizeSettings
+    texts: list[str] = field(default_factory=list)
+    slots: list[tuple["_RangeTokens", int]] = field(default_factory=list)
+    characters: int = 0
+
+    def add(self, output: "_RangeTokens", text: str) -> None:
+        """Reserve the next document of the output; it is filled when the batch is encoded."""
+        self.slots.append((output, len(output.tokens)))
+        output.append(np.empty(0, self.settings.dtype), None, len(text.encode()))
+        self.texts.append(text)
+        self.characters += len(text)
+        if self.characters >= _BATCH_CHARACTERS:
+            self.encode()
+
+    def encode(self) -> None:
+        """Encode the texts of the batch and fill their slots."""
+        batch = self.settings.tokenizer.encode_batch(self.texts) if self.texts else []
+        for (output, index), ids in zip(self.slots, batch, strict=True):
+            output.tokens[index] = self.with_end(ids)
+        self.texts, self.slots, self.characters = [], [], 0
+
+    def with_end(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of a document followed by the end of text."""
+        tokenizer = self.settings.tokenizer
+        assert not len(ids) or int(ids.max()) < tokenizer.vocab_size
+        return np.append(ids, tokenizer.eos_id).astype(self.settings.dtype)
+
+
+@dataclass
+class _RangeTokens:
+    """Tokenized documents of one range of a file."""
+
+    file_range: FileRange
+    batch: _TextBatch
+    tokens: list[np.ndarray] = field(default_factory=list)
+    loss_masks: list[np.ndarray | None] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+
+    def add(self, document: Document) -> None:
+        """Append a document."""
+        if document.messages is None:
+            assert document.text is not None
+            self.batch.add(self, document.text)
+            return
+        settings = self.batch.settings
+        chat = encode_chat(settings.tokenizer, document.messages, settings.chat_template)
+        # The end of text contributes to the loss only after an assistant message.
+        mask = np.append(chat.loss_mask, document.messages[-1][0] == "assistant")
+        self.append(self.batch.with_end(chat.ids), mask, chat.num_bytes)
+
+    def append(self, ids: np.ndarray, loss_mask: np.ndarray | None, num_bytes: int) -> None:
+        """Append ids that end with the end of text; loss_mask None: all of them count."""
+        self.tokens.append(ids)
+        self.loss_masks.append(loss_mask)
+        self.num_bytes.append(num_bytes)
+
+    def documents(self) -> TokenizedDocuments:
+        """Return all documents as arrays."""
+        loss_mask = None
+        if any(mask is not None for mask in self.loss_masks):
+            pairs = zip(self.loss_masks, self.tokens, strict=True)
+            loss_mask = np.concatenate(
+                [np.ones(len(ids), bool) if mask is None else mask for mask, ids in pairs]
+            )
+        return TokenizedDocuments(
+            path=self.file_range.path,
+            tokens=np.concatenate([np.empty(0, self.batch.settings.dtype), *self.tokens]),
+            lengths=np.array([len(ids) for ids in self.tokens], np.int64),
+            num_bytes=np.array(self.num_bytes, np.int64),
+            loss_mask=loss_mask,
+        )

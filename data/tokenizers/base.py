@@ -1,0 +1,102 @@
+"""What a tokenizer is, and the registry that opens one by name.
+
+Only code writes control tokens (the end of a document, the markers of a chat). Text that spells one
+encodes to ordinary tokens, so that no document can forge a boundary.
+
+A new tokenizer is one file: a class with the members of `Tokenizer`, and a function with
+`@register_tokenizer("name")` that opens `data.tokenizer=name` and `data.tokenizer=name:anything`.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from data.registry import Registry
+
+END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. It is pickled into worker processes; texts hold no surrogates."""
+
+    name: str
+    """Value of `data.tokenizer`."""
+    digest: str
+    """SHA-256 (hex) of everything that decides the ids."""
+    vocab_size: int
+    """1 + the largest id, added tokens included."""
+    eos_id: int
+    """Id that ends a document; no text encodes to it."""
+    controls: Mapping[str, int]
+    """Ids of control tokens by name: the end, and the chat markers that the vocabulary has."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text, of type `id_dtype(vocab_size)`; nothing is added."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode` of each text."""
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Return the text up to the first end, or the first id outside the vocabulary.
+
+        Bytes that are not UTF-8 become U+FFFD, chat markers their names.
+        """
+
+    def save(self, path: Path) -> None:
+        """Write a file that `open_tokenizer(str(path))` opens with the same ids.
+
+        A tokenizer that cannot do this writes nothing; readers of a run then open `data.tokenizer`.
+        """
+
+
+OpenTokenizer = Callable[[str, str | None], Tokenizer]
+TOKENIZERS: Registry[OpenTokenizer] = Registry("tokenizer")
+
+
+def register_tokenizer(name: str) -> Callable[[OpenTokenizer], OpenTokenizer]:
+    """Register the decorated function, which takes data.tokenizer and data.eos_token.
+
+    Raises: ValueError when the name is taken.
+    """
+
+    def register(opener: OpenTokenizer) -> OpenTokenizer:
+        TOKENIZERS.register(name, opener)
+        return opener
+
+    return register
+
+
+def open_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
+    """Open a tokenizer: a registered name, `name:anything`, or the path of a tokenizer.json.
+
+    Raises: DataError with the path and what is wrong.
+    """
+    prefix = name.partition(":")[0]
+    return TOKENIZERS.get(prefix if prefix in TOKENIZERS else TOKENIZER_FILE)(name, eos_token)
+
+
+def id_dtype(vocab_size: int) -> np.dtype:
+    """Return the smallest type of ids: uint16 up to a vocabulary of 65,536, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def write_atomically(path: Path, content: str) -> None:
+    """Write a file so that it appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        partial.write_text(content, "utf-8")
+        os.replace(partial, path)
+
+
+def cut_at_end(ids: ArrayLike, eos_id: int, vocab_size: int) -> np.ndarray:
+    """Return the ids before the first end, or the first id outside the vocabulary."""
+    flat = np.asarray(ids)
+    ends = np.flatnonzero((flat == eos_id) | (flat >= vocab_size))
+    return flat[: ends[0]] if len(ends) else flat

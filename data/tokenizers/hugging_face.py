@@ -1,0 +1,199 @@
+"""Hugging Face tokenizer.json files, through the `tokenizers` library.
+
+What loses tokens or is random in such a file is switched off: truncation, padding and BPE dropout.
+Post-processing templates that add tokens around a text are not applied.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from data.files import DataError, load_library
+from data.tokenizers.base import (
+    END,
+    IM_END,
+    IM_START,
+    TOKENIZER_FILE,
+    TOKENIZERS,
+    Tokenizer,
+    cut_at_end,
+    id_dtype,
+    register_tokenizer,
+    write_atomically,
+)
+from data.tokenizers.byte_level import BYTE_LEVEL_JSON, ByteTokenizer, tokenizer_digest
+
+# In this order, since some vocabularies hold </s> as ordinary markup beside their own end token.
+# <|im_end|> and [SEP] are missing: they end a message or a sentence, not a document.
+_USUAL_ENDS = (END, "<|end_of_text|>", "<eos>", "</s>", "<|eos|>")
+
+
+class HuggingFaceTokenizer:
+    """Tokenizer of a tokenizer.json.
+
+    name: value of data.tokenizer. content: text of the file; it is pickled, so that a file that is
+        replaced during a run changes nothing.
+    eos_token: token that ends a document; None: the first special token with a usual name.
+    Raises: DataError when the content is no tokenizer.json, or has no such token.
+    """
+
+    def __init__(self, name: str, content: str, eos_token: str | None = None) -> None:
+        library = load_library("tokenizers")
+        self.name = name
+        try:
+            value = _make_deterministic(json.loads(content), {IM_START, IM_END, eos_token})
+            self._content = json.dumps(value, ensure_ascii=False)
+            self._tokenizer = library.Tokenizer.from_str(self._content)
+        except Exception as error:  # the library raises Exception itself
+            raise DataError(_not_a_tokenizer(name, error)) from error
+        self._tokenizer.encode_special_tokens = True  # text that spells a control token stays text
+        special = [token["content"] for token in value["added_tokens"] if token["special"]]
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._eos_token = _find_end(name, eos_token, special, vocabulary)
+        self.eos_id = vocabulary[self._eos_token]
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.digest = tokenizer_digest(value, self.eos_id)
+        markers = {token for token in (IM_START, IM_END) if token in special}
+        self.controls: Mapping[str, int] = {
+            token: vocabulary[token] for token in sorted({self._eos_token, *markers})
+        }
+        self._spellings: dict[int, np.ndarray] = {}
+        self._spellings = self._spell_controls()
+        self._check_all_characters_have_ids()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HuggingFaceTokenizer, (self.name, self._content, self._eos_token)
+
+    def _spell_controls(self) -> dict[int, np.ndarray]:
+        """Return ordinary ids for the control tokens that the model finds in text.
+
+        Byte-level BPE finds none. Models that look up whole pieces (Unigram, WordLevel) find
+        control tokens in text even with `encode_special_tokens`.
+        """
+        spellings = {}
+        for token, control in self.controls.items():
+            if control not in self.encode(token):
+                continue
+            spellings[control] = np.concatenate(self.encode_batch([token[:1], token[1:]]))
+            if np.isin(spellings[control], list(self.controls.values())).any():
+                raise DataError(
+                    f"data.tokenizer={self.name}: {token!r} is ordinary text for this model, so a "
+                    "document could contain an end; set data.eos_token to a special token"
+                )
+        return spellings
+
+    def _check_all_characters_have_ids(self) -> None:
+        """Refuse a file with neither byte fallback nor an unknown token."""
+        rare = "\N{CUNEIFORM SIGN A}"  # a letter, which no normalizer removes
+        if not len(self.encode(rare)):
+            raise DataError(
+                f"data.tokenizer={self.name} silently drops characters outside its vocabulary, "
+                f"such as {rare!r}; use one with byte fallback or an unknown token"
+            )
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids of a text; nothing is added."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode` of each text; TOKENIZERS_PARALLELISM controls the library's threads.
+
+        Raises: DataError when the model has no ids for a text.
+        """
+        try:
+            batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises Exception itself
+            raise DataError(
+                f"data.tokenizer={self.name} cannot encode a text: {error}; use a tokenizer that "
+                "covers every character, such as bytes"
+            ) from error
+        arrays = [np.array(encoding.ids, id_dtype(self.vocab_size)) for encoding in batch]
+        return [self._respell(ids) for ids in arrays] if self._spellings else arrays
+
+    def _respell(self, ids: np.ndarray) -> np.ndarray:
+        """Replace every control token by ordinary ids."""
+        if not np.isin(ids, list(self._spellings)).any():
+            return ids
+        spelled = [self._spellings.get(int(token), [token]) for token in ids]
+        return np.concatenate(spelled).astype(ids.dtype)
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Return the text up to the first end; other special tokens become their names."""
+        kept = cut_at_end(ids, self.eos_id, self.vocab_size).tolist()
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json, without truncation, padding and dropout."""
+        write_atomically(path, self._content)
+
+
+def _make_deterministic(value: dict[str, Any], controls: set[str | None]) -> dict[str, Any]:
+    """Return a tokenizer.json without truncation, padding and dropout.
+
+    Control tokens that the file declares as ordinary become special; else text could contain them.
+    """
+    model = value["model"] | ({"dropout": None} if "dropout" in value["model"] else {})
+    added = [
+        token | {"special": token["special"] or token["content"] in controls}
+        for token in value.get("added_tokens") or []
+    ]
+    return value | {"truncation": None, "padding": None, "added_tokens": added, "model": model}
+
+
+def _find_end(
+    name: str, eos_token: str | None, special: list[str], vocabulary: Mapping[str, int]
+) -> str:
+    """Return the token that ends a document. Raises: DataError with the candidates."""
+    listed = ", ".join(special[:20]) or "none"
+    if eos_token is None:
+        for token in _USUAL_ENDS:
+            if token in special:
+                return token
+        raise DataError(
+            f"data.tokenizer={name} has no special token with a usual name for the end of text; "
+            f"set data.eos_token=... (its special tokens: {listed})"
+        )
+    if eos_token not in vocabulary:
+        near = difflib.get_close_matches(eos_token, vocabulary, n=3, cutoff=0.5)
+        raise DataError(
+            f"data.eos_token={eos_token!r} is not in the vocabulary of {name}; similar tokens: "
+            f"{', '.join(near) or 'none'}; its special tokens: {listed}"
+        )
+    return eos_token
+
+
+def _not_a_tokenizer(path: str | Path, error: Exception) -> str:
+    reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return f"data.tokenizer={path} is not a Hugging Face tokenizer.json: {reason}; {_remedy()}"
+
+
+def _remedy() -> str:
+    names = ", ".join(name for name in TOKENIZERS.names() if name != TOKENIZER_FILE)
+    return f"give the path of such a file, or one of the registered names: {names}"
+
+
+@register_tokenizer(TOKENIZER_FILE)
+def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
+    """Open the path of a tokenizer.json, or of the folder that holds one.
+
+    A file that `ByteTokenizer.save` wrote opens as bytes, without the library.
+    Raises: DataError with the path and what is wrong.
+    """
+    path = Path(os.path.expanduser(name))
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    try:
+        content = path.read_text("utf-8")
+        value = json.loads(content)
+    except OSError as error:
+        raise DataError(f"data.tokenizer={name}: {path}: {error.strerror}; {_remedy()}") from error
+    except ValueError as error:
+        raise DataError(_not_a_tokenizer(path, error)) from error
+    if value == BYTE_LEVEL_JSON and eos_token in (None, END):
+        return ByteTokenizer()
+    return HuggingFaceTokenizer(name, content, eos_token)

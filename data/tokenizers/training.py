@@ -1,0 +1,121 @@
+"""Train a byte-level BPE tokenizer on the files of a configuration."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from data.config import DataConfig, OnError
+from data.files import DataError, find_files, load_library
+from data.formats.base import DocumentError, InputShard, plan_shards, read_documents
+from data.prepare import files_key, prepared_folder
+from data.tokenization import unreadable
+from data.tokenizers.base import (
+    END,
+    IM_END,
+    IM_START,
+    TOKENIZER_FILE,
+    TOKENIZERS,
+    open_tokenizer,
+    write_atomically,
+)
+
+SAMPLE_BYTES, SAMPLE_SHARDS = 2**28, 256
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
+    """Train byte-level BPE and write its tokenizer.json; equal texts give equal files.
+
+    Ids: <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2, the 256 bytes, then merges. Decoding
+    is exact for any text. A token never spans letters and punctuation, nor two words.
+    Returns: the size of the vocabulary, smaller than asked when no pair of tokens occurs twice.
+    Raises: DataError when vocab_size has no room for the bytes and the control tokens.
+    """
+    controls = [END, IM_START, IM_END]
+    if vocab_size < 256 + len(controls):
+        raise DataError(
+            f"vocab_size={vocab_size} of a tokenizer to train is smaller than "
+            f"{256 + len(controls)}: 256 bytes and {', '.join(controls)}; raise it"
+        )
+    library = load_library("tokenizers")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=controls,
+        initial_alphabet=byte_level.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    write_atomically(path, tokenizer.to_str(pretty=True))
+    return tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def sample_texts(shards: Sequence[tuple[InputShard, str, str]], on_error: OnError) -> Iterator[str]:
+    """Yield at most 256 MiB of text from the beginnings of evenly spaced shards.
+
+    shards: with the name of the source and the field to read.
+    Raises: DataError for an unreadable document, unless on_error is skip.
+    """
+    count = min(len(shards), SAMPLE_SHARDS)
+    for index in range(count):
+        shard, source, field = shards[index * len(shards) // count]
+        left = SAMPLE_BYTES // count
+        for document in (d for part in shard.ranges for d in read_documents(part, field)):
+            if isinstance(document, DocumentError):
+                if on_error == "raise" and document.kind != "empty":
+                    raise unreadable(document, source)
+                continue
+            messages = document.messages or ()
+            for text in [document.text] if document.text else [text for _, text in messages]:
+                piece = text.encode()[:left].decode(errors="ignore")
+                left -= len(piece.encode())
+                yield piece
+            if left <= 3:  # less than the longest character
+                break
+
+
+def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], None]) -> None:
+    """Train the tokenizer that data.tokenizer names, unless its file exists.
+
+    report: is called with each line about the progress.
+    Raises: ValueError if the existing file is larger, or nothing can be trained.
+    """
+    if (prefix := data.tokenizer.partition(":")[0]) in TOKENIZERS and prefix != TOKENIZER_FILE:
+        raise ValueError(
+            f"data.tokenizer={data.tokenizer} is not trained; name the file to write, for example "
+            "data.tokenizer=tokenizer.json"
+        )
+    path = Path(data.tokenizer).expanduser()
+    if path.exists():
+        found = open_tokenizer(data.tokenizer, data.eos_token).vocab_size
+        if found > vocab_size:
+            raise ValueError(
+                f"--train-tokenizer {vocab_size}: data.tokenizer={path} exists and has {found} "
+                f"tokens; use --train-tokenizer {found}, or name another file"
+            )
+        report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
+        return
+    shards = []
+    for name, source in data.named_sources.items():
+        if (folder := prepared_folder(source)) is not None:
+            raise ValueError(
+                f"{files_key(name)}={folder} is a prepared store, which has no text to train a "
+                "tokenizer on; name its input files"
+            )
+        paths = find_files(source.files, files_key(name))
+        shards += [(shard, name, source.field) for shard in plan_shards(paths)]
+    report(
+        f"training a tokenizer of {vocab_size} tokens on at most {SAMPLE_BYTES >> 20} MiB, spread "
+        f"evenly over {min(len(shards), SAMPLE_SHARDS)} of {len(shards)} shards of the text"
+    )
+    begin = time.monotonic()
+    found = train_tokenizer(sample_texts(shards, data.on_error), vocab_size, path)
+    report(f"tokenizer {path} written after {time.monotonic() - begin:.1f} s")
+    if found != vocab_size:
+        report(
+            f"the tokenizer has only {found} tokens: no further pair of tokens occurs twice; give "
+            "more text for a larger vocabulary"
+        )
