@@ -17,8 +17,7 @@ from configs.reading import ConfigError, import_plugins, read_tree, validate
 from data.config import DataConfig, phases
 from data.schedule import BatchPlan
 from data.tokenizer import ByteTokenizer
-from model.attention.dispatch import AUTO
-from model.attention.operation import OperationRegistry
+from model.attention.registry import AUTO, backends_of
 from model.config import ModelConfig
 from model.moe import rule_of
 from model.remat import remat_policy
@@ -150,7 +149,7 @@ def _cross_check(config: Config) -> None:
     _check_experts(config)
     try:
         if model.attention != AUTO:
-            OperationRegistry.get(model.attention)
+            backends_of(model.attention)
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
     try:

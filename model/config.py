@@ -19,7 +19,7 @@ from pydantic import (
     RootModel,
 )
 
-from model.attention.metadata import OperationConfig
+from model.block_sizes import BlockSizes
 from model.rope import RopeScaling
 from model.router import RouterName
 from parallel.experts.exchange import ExchangeMethod
@@ -60,17 +60,17 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value)
 
 
-class OperationConfigs(RootModel[dict[BlockwiseName, OperationConfig]], frozen=True):
+class OperationConfigs(RootModel[dict[BlockwiseName, BlockSizes]], frozen=True):
     """Block sizes of the attention operations that work in blocks, by name."""
 
-    root: dict[BlockwiseName, OperationConfig] = {}
+    root: dict[BlockwiseName, BlockSizes] = {}
 
     def __hash__(self) -> int:
         return hash(frozenset(self.root.items()))
 
-    def chosen(self) -> Mapping[str, OperationConfig]:
+    def chosen(self) -> Mapping[str, BlockSizes]:
         """Those that differ from the operation's own choice, by its name."""
-        default = OperationConfig()
+        default = BlockSizes()
         return {name: value for name, value in self.root.items() if value != default}
 
 

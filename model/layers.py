@@ -16,9 +16,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
-from model.attention.dispatch import AttentionChoice, pattern_of
-from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.mask import AttentionInputs
+from model.attention.metadata import OperationMetadata
+from model.attention.registry import AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
 from model.rope import RopeScaling, rope, rope_frequencies
 from parallel.linear.chain import chain
@@ -206,23 +208,24 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             q, k, v = self._projected(x_BLD, rows.positions_BL, layer_type)
         if cache is not None:
-            cache = cache.write(k, v, self.config, self.tp)
+            cache = cache.write(k, v)
         with jax.named_scope("attention"):
+            spec, metadata = layer_spec(self.config, layer_type, mode), self._metadata()
+            sinks_H = self.sinks[...] if self.config.attention_sinks else None
             if cache is not None and mode != MODE_PREFILL:
+                positions_BL = rows.positions_BL
                 out_BLHh = attend_cached(
-                    q,
-                    cache,
-                    rows.positions_BL,
-                    layer_type=layer_type,
-                    choice=choice,
-                    mode=mode,
-                    metadata=self._metadata(),
-                    config=self.config,
-                    tp=self.tp,
-                    features=self._features(layer_type),
+                    choice, q, cache, positions_BL, spec, metadata, sinks_H=sinks_H
                 )
             else:
-                out_BLHh = self._attend(q, k, v, rows, layer_type, choice, mode)
+                inputs = AttentionInputs(
+                    q_index_BL=rows.index_L,
+                    kv_index_BT=rows.index_L,
+                    q_segment_ids_BL=rows.segment_ids_BL,
+                    dropout_seed=rows.dropout_key,
+                    sinks_H=sinks_H,
+                )
+                out_BLHh = attend(choice, q, k, v, inputs, spec, metadata, mode=mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
@@ -245,39 +248,6 @@ class Attention(nnx.Module):
         q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
         return q, k, v
 
-    def _attend(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        rows: RowInfo,
-        layer_type: LayerType,
-        choice: AttentionChoice,
-        mode: RUNTIME_MODE_TYPES,
-    ) -> jax.Array:
-        """Self-attention without a cache."""
-        return OperationRegistry.create(choice.name, self._metadata())(
-            q,
-            k,
-            v,
-            mode=mode,
-            q_index=rows.index_L,
-            kv_index=rows.index_L,
-            q_segment_ids=rows.segment_ids_BL,
-            dropout_key=rows.dropout_key,
-            **self._features(layer_type),
-        )
-
-    def _features(self, layer_type: LayerType) -> dict[str, Any]:
-        """What this layer asks of its operation."""
-        pattern = pattern_of(self.config, layer_type)
-        return {
-            "sliding_window": pattern.window,
-            "chunk_size": pattern.chunk,
-            "logits_soft_cap": self.config.attn_logit_softcapping,
-            "softmax_aux": self.sinks[...] if self.config.attention_sinks else None,
-        }
-
     def _metadata(self) -> OperationMetadata:
         manager = self.tp.manager
         return OperationMetadata(
@@ -287,8 +257,6 @@ class Attention(nnx.Module):
             partition_axis=manager.partition_axis,
             partition_manager=manager,
             operation_configs=dict(self.config.operation_configs.chosen()),
-            scan_ring_attention=self.config.scan_ring_attention,
-            dropout_prob=self.config.attention_dropout,
             _stored_mesh=manager.mesh,
         )
 

@@ -20,8 +20,6 @@ from parallel.sharding.axes import DEFAULT_MASK_VALUE
 UNUSED = -1
 """Row index of an absent key: an empty cache slot or padding. No query sees it."""
 
-_FILLED_IN_LATER: Any = None
-
 
 @dataclass(frozen=True)
 class BlockMask:
@@ -164,8 +162,8 @@ class AttentionInputs:
     row_ids_B, head_ids_H: global numbers of rows and heads, which dropout depends on.
     """
 
-    q_index_BL: Array = _FILLED_IN_LATER
-    kv_index_BT: Array = _FILLED_IN_LATER
+    q_index_BL: Any = None  # an Array in every operation
+    kv_index_BT: Any = None
     q_segment_ids_BL: Array | None = None
     kv_segment_ids_BT: Array | None = None
     bias_BHLT: Array | None = None
