@@ -39,7 +39,7 @@ _EARLY = np.int32(np.iinfo(np.int32).min)
 
 
 class OutputGradients(NamedTuple):
-    """What a backward pass knows of the output over all keys.
+    """Facts of the output over all keys that a backward pass needs.
 
     lse_BHL: logsumexp over all keys, sinks included. delta_BHL: sum over h of dout * out, minus the
     cotangent of lse if there is one. dout_BLHh: cotangent of out.

@@ -25,7 +25,7 @@ def vanilla(
 ) -> Array:
     """Return softmax(scale q k^T + bias) v over the visible keys, with float32 scores.
 
-    Weights are normalised after they have met v: h divisions per query instead of T.
+    Weights are normalised after the product with v: h divisions per query instead of T.
     Source: Attention is all you need (arXiv 1706.03762), equation 1; grouped heads as in GQA
     (arXiv 2305.13245); soft cap: Gemma 2 (arXiv 2408.00118), section 2.
     """

@@ -3,7 +3,7 @@
 Both are `flash_attention` with different capabilities. It adds to a block engine what is common to
 all: the derivative, the merge of partial results over a mesh axis that splits the keys, and sinks.
 The default engine, `model/attention/blockwise.py`, runs on every platform. Blocks in which no query
-sees a key are skipped, whatever the reason: causality, window, chunk, documents or a mask.
+sees a key are skipped, be it for causality, a window, a chunk, documents or a mask.
 
 Letters: B batch, L queries, T keys, H query heads, K kv heads, h head dim.
 Source: FlashAttention-2 (arXiv 2307.08691).

@@ -83,7 +83,7 @@ class MaskSpec:
     causal: the key is not later than the query.
     window: the key is less than `window` tokens away.
     chunk: key and query are in the same chunk of that many tokens.
-    prefix: every query sees the first `prefix` tokens, whatever causal, window and chunk say.
+    prefix: every query sees the first `prefix` tokens, in spite of causal, window and chunk.
     blocks: the block of the query sees the block of the key; applies to the prefix too.
     """
 

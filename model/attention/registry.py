@@ -90,7 +90,7 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; a request beyond it is refused.
+    """Features and limits of a backend; a request beyond them is refused.
 
     features: beyond causal attention.
     never_together: features that it has, but not all in one call.
@@ -123,7 +123,7 @@ class Capabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a call asks for.
+    """Features, sizes and platform of a call.
 
     length: query tokens per device; head_dim: width of a head; heads: query heads per device;
     sp: devices over which rows are split.

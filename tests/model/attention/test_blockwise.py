@@ -1,4 +1,4 @@
-"""Attention in blocks equals dense attention, whatever is asked, skipped or merged."""
+"""Attention in blocks equals dense attention, for every feature, skipped block and merge."""
 
 from dataclasses import replace
 

@@ -16,12 +16,12 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from test_blockwise import dense as dense_attention
 
 from model.attention import blockwise
 from model.attention.blockwise import OutputGradients
-from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, MaskSpec, visible_BHLT
+from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, MaskSpec
 from model.attention.pallas import flash, grid
 from model.attention.pallas.flash import KernelOptions
 
@@ -79,24 +79,7 @@ class Case:
         ]
 
 
-@partial(jax.jit, static_argnums=4)
-def dense(q, k, v, inputs, spec):
-    """(out, lse), every score written down in float32."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    scores = jnp.einsum("BLHh,BTHh->BHLT", q, k) * spec.scale
-    if spec.soft_cap is not None:
-        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
-    seen = visible_BHLT(inputs, spec.mask)
-    scores = jnp.where(seen, scores, -1e9)
-    top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
-    norm = weights.sum(-1)
-    sees = norm > 0
-    norm = jnp.where(sees, norm, 1.0)
-    out = jnp.einsum("BHLT,BTHh->BLHh", weights / norm[..., None], v)
-    return out, jnp.where(sees, jnp.log(norm) + top[..., 0], -jnp.inf)
+dense = jax.jit(dense_attention, static_argnums=4)
 
 
 @partial(jax.jit, static_argnums=(5, 6))
