@@ -75,7 +75,7 @@ class ExecutionPlan:
         Entry i is the index of the token at place i. In zigzag order every device of sp holds an
         early and a late part of each row, which balances causal attention.
         """
-        choices = [self.attention_of(kind, length) for kind in {*self.model.layer_kinds}]
+        choices = (self.attention_of(kind, length) for kind in {*self.model.layer_kinds})
         return row_order(choices, self.model, self.tp.manager, length)
 
     def describe(self) -> Iterator[str]:

@@ -53,9 +53,10 @@ def row_order(
     choices: the attention operations of all types of layers in training. Zigzag order needs ring
     attention over sp in one of them, and the feature row_order in all.
     """
-    choices, sp = tuple(choices), manager.axis_size(QUERY_LENGTH)
+    sp = manager.axis_size(QUERY_LENGTH)
     if not config.zigzag or sp == 1 or length % (2 * sp):
         return None
+    choices = tuple(choices)
     rings = [choice.name == "ring" for choice in choices]
     reorders = ["row_order" in choice.backend.capabilities.features for choice in choices]
     return zigzag_order(length, sp) if any(rings) and all(reorders) else None
