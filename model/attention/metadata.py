@@ -210,6 +210,7 @@ class OperationMetadata:
 
     @mesh.setter
     def mesh(self, mesh: Mesh) -> None:
+        """Change the mesh in place, as `replace(mesh=mesh)`."""
         vars(self).update(vars(self.replace(mesh=mesh)))
 
     def _any_mesh(self) -> Any:
