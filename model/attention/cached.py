@@ -21,7 +21,7 @@ from model.attention.registry import AttentionChoice, Backend
 from model.attention.sharded import local_kv_heads
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
-from parallel.linear.layout import TensorParallelConfig
+from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import BATCH, HEAD, HEAD_DIM, MODE_DECODE
 
 Cache = DenseCache | PagedCache

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from model.attention.blockwise import OutputGradients, attend, attend_gradients, varying
 from model.attention.mask import AttentionInputs, AttentionSpec, with_sinks
 from model.attention.registry import ALL, RESULT_NAME, Capabilities, register
-from parallel.linear.ring import vary
+from parallel.linear.ring import pcast_varying
 
 
 class Engine(NamedTuple):
@@ -65,7 +65,7 @@ def flash_attention(
     inputs = replace(inputs, sinks_H=None, bias_BHLT=None)
     # The engine's results vary over all these axes, so the arrays it is derived by must too.
     axes = varying(q_BLHh, k_BTKh, v_BTKh, bias_BHLT, inputs)
-    arrays = jax.tree.map(lambda x: vary(x, axes), (q_BLHh, k_BTKh, v_BTKh, bias_BHLT))
+    arrays = jax.tree.map(lambda x: pcast_varying(x, axes), (q_BLHh, k_BTKh, v_BTKh, bias_BHLT))
     out_BLHh, lse_BHL = _attention(engine, spec, arrays, inputs)
     if spec.merge_axis is not None:
         out_BLHh, lse_BHL = merge(out_BLHh, lse_BHL, spec.merge_axis)
@@ -79,7 +79,7 @@ def merge(out_BLHh: Array, lse_BHL: Array, axis_name: str) -> tuple[Array, Array
 
     Communication: an all-reduce of out, and of lse an all-reduce and an all-reduce max.
     """
-    out_BLHh, lse_BHL = vary(out_BLHh, (axis_name,)), vary(lse_BHL, (axis_name,))
+    out_BLHh, lse_BHL = pcast_varying(out_BLHh, (axis_name,)), pcast_varying(lse_BHL, (axis_name,))
     top_BHL = lax.pmax(lax.stop_gradient(lse_BHL), axis_name)
     top_BHL = jnp.where(top_BHL == -jnp.inf, 0.0, top_BHL)
     weight_BHL = jnp.exp(lse_BHL - top_BHL)

@@ -20,7 +20,7 @@ from jax import Array, lax
 from model.attention.blockwise import varying
 from model.attention.mask import UNUSED, AttentionSpec, MaskSpec, PagedInputs, with_sinks
 from model.attention.registry import Capabilities, Feature, register
-from parallel.linear.ring import vary
+from parallel.linear.ring import pcast_varying
 
 _FEATURES: frozenset[Feature] = frozenset(
     {"window", "soft_cap", "gqa", "decode", "paged", "chunk", "prefix", "sinks"}
@@ -69,7 +69,7 @@ def any_queries_each(
     keys = ids_NTW.shape[2] * size
     arrays = (q_THh, pages_PSKh, inputs.page_table_SP, inputs.lengths_S, tokens.index_T)
     axes = varying(arrays)
-    q_TKGh = vary(q_THh, axes).reshape(T, K, H // K, h)
+    q_TKGh = pcast_varying(q_THh, axes).reshape(T, K, H // K, h)
 
     def step(sums: Any, page: Any) -> tuple[Any, None]:
         low, ids_TW = page
@@ -90,7 +90,7 @@ def any_queries_each(
         jnp.zeros((T, K, H // K), jnp.float32),
         jnp.zeros((T, K, H // K, h), jnp.float32),
     )
-    start = tuple(vary(x, axes) for x in empty)
+    start = tuple(pcast_varying(x, axes) for x in empty)
     lows_N = jnp.arange(ids_NTW.shape[0]) * keys
     # prevent_cse is needed outside of scan only; inside it blocks fusion.
     body = jax.checkpoint(step, prevent_cse=False)

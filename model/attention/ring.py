@@ -29,7 +29,7 @@ from model.attention.pallas import flash as pallas_flash
 from model.attention.pallas.kernels import LANES
 from model.attention.registry import ALL, RESULT_NAME, AttentionChoice, Capabilities, register
 from model.config import ModelConfig
-from parallel.linear.ring import add_arriving, vary
+from parallel.linear.ring import add_arriving, pcast_varying
 from parallel.sharding.axes import QUERY_LENGTH
 from parallel.sharding.partition import PartitionManager
 
@@ -119,7 +119,9 @@ def ring_attention(
     axes = varying(q_BLHh, k_BTKh, v_BTKh, inputs)
     if spec.sequence_axis is not None:
         axes = tuple({*axes, spec.sequence_axis})
-    arrays, inputs = jax.tree.map(lambda x: vary(x, axes), ((q_BLHh, k_BTKh, v_BTKh), inputs))
+    arrays, inputs = jax.tree.map(
+        lambda x: pcast_varying(x, axes), ((q_BLHh, k_BTKh, v_BTKh), inputs)
+    )
     out_BLHh, lse_BHL = _ring(engine, spec, arrays, inputs)
     if sinks_H is not None:
         out_BLHh, _ = with_sinks(out_BLHh, lse_BHL, sinks_H.astype(jnp.float32))
@@ -274,7 +276,7 @@ class _Tour:
             ahead, arriving, (stay, go) = _pinned(ahead, arriving, work(here))
             return (ahead, fold(stays, stay), jax.tree.map(add_arriving, arriving, go)), None
 
-        start = jax.tree.map(lambda x: vary(x, varying(own)), start)
+        start = jax.tree.map(lambda x: pcast_varying(x, varying(own)), start)
         (here, stays, goes), _ = lax.scan(turn, (own, *start), length=len(self.offsets) - 1)
         arriving, (stay, go) = _pinned(self._shift(goes, 1), work(here))
         goes = jax.tree.map(add_arriving, arriving, go)

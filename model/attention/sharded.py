@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from model.attention.mask import AttentionInputs, AttentionSpec
 from model.attention.metadata import AttnShardingRules, OperationMetadata
 from model.attention.registry import Backend, Request, features_of
-from parallel.linear.layout import mesh_axes_of
 from parallel.linear.ring import all_gather
 from parallel.sharding.axes import GENERATION_MODES, RUNTIME_MODE_TYPES
+from parallel.sharding.specs import mesh_axes_of
 
 _HEADS, _LENGTH = 2, 1
 

@@ -18,7 +18,7 @@ from model.attention.blockwise import varying
 from model.attention.flash import flash_attention
 from model.attention.mask import AttentionInputs, AttentionSpec
 from model.attention.registry import ALL, AttentionFunction, Capabilities, register
-from parallel.linear.ring import all_gather, vary
+from parallel.linear.ring import all_gather, pcast_varying
 
 _LENGTH, _HEADS = 1, 2
 
@@ -64,7 +64,7 @@ def ulysses_attention(
     # n divides H = G K, so the number of copies divides G: each serves equally many query heads.
     copies = n // math.gcd(K, n)
     k_BTKh, v_BTKh = (jnp.repeat(x, copies, axis=_HEADS) for x in (k_BTKh, v_BTKh))
-    q, k, v = (_split_heads(vary(x, axes), axis_name) for x in (q_BLHh, k_BTKh, v_BTKh))
+    q, k, v = (_split_heads(pcast_varying(x, axes), axis_name) for x in (q_BLHh, k_BTKh, v_BTKh))
     inputs = _inputs_of_local_heads(inputs, axis_name, H // n)
     out = attention(q, k, v, inputs, replace(spec, sequence_axis=None))
     return lax.all_to_all(out, axis_name, _LENGTH, _HEADS, tiled=True)
@@ -79,7 +79,7 @@ def _inputs_of_local_heads(inputs: AttentionInputs, axis_name: str, heads: int) 
     """Return the inputs of all tokens and of this device's heads after `_split_heads`."""
 
     def rows(x: Array | None) -> Array | None:
-        return None if x is None else all_gather(vary(x, (axis_name,)), axis_name, _LENGTH)
+        return None if x is None else all_gather(pcast_varying(x, (axis_name,)), axis_name, _LENGTH)
 
     def local(x_H: Array | None) -> Array | None:
         first = lax.axis_index(axis_name) * heads
@@ -88,7 +88,7 @@ def _inputs_of_local_heads(inputs: AttentionInputs, axis_name: str, heads: int) 
     def scores(x_BHLT: Array | None) -> Array | None:
         if x_BHLT is None:
             return None
-        x_BHLT = vary(x_BHLT, (axis_name,))
+        x_BHLT = pcast_varying(x_BHLT, (axis_name,))
         if x_BHLT.shape[1] == 1:
             return all_gather(x_BHLT, axis_name, 2)
         return lax.all_to_all(x_BHLT, axis_name, 1, 2, tiled=True)
