@@ -44,7 +44,7 @@ class Case:
     tp: int = 1
     zigzag: bool = False
     scan: bool = False
-    pattern: MaskSpec = field(default_factory=MaskSpec)
+    mask: MaskSpec = field(default_factory=MaskSpec)
     heads: int = H
     kv_heads: int = K
     width: int = 4
@@ -69,7 +69,7 @@ class Case:
     def spec(self) -> AttentionSpec:
         return AttentionSpec(
             scale=self.width**-0.5,
-            mask=self.pattern,
+            mask=self.mask,
             soft_cap=self.soft_cap,
             dropout=self.dropout,
             block_q=self.block,
@@ -310,7 +310,7 @@ def test_causal_work_is_even_in_zigzag_order_and_nothing_where_nothing_is_seen()
 
 def test_the_ring_ends_where_no_device_sees_farther_keys() -> None:
     n, rows = 8, 4
-    for pattern, natural, scan in (
+    for mask, natural, scan in (
         (MaskSpec(), range(8), range(8)),
         (MaskSpec(window=1), [0], [0]),
         (MaskSpec(window=5), [0, 1], [0, 1]),
@@ -320,7 +320,7 @@ def test_the_ring_ends_where_no_device_sees_farther_keys() -> None:
         (MaskSpec(chunk=8), [0, 1], [0, 1]),
         (MaskSpec(window=2, prefix=1), range(8), range(8)),
     ):
-        spec = AttentionSpec(scale=1.0, mask=pattern)
+        spec = AttentionSpec(scale=1.0, mask=mask)
         assert key_offsets(spec, n, L=rows, T=rows) == tuple(natural)
         assert key_offsets(replace(spec, scan=True), n, L=rows, T=rows) == tuple(scan)
         unordered = replace(spec, contiguous=False)
