@@ -17,8 +17,7 @@ from configs.reading import ConfigError, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
-from model.attention.dispatch import AUTO
-from model.attention.operation import OperationRegistry
+from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.config import ModelConfig
 from model.moe import rule_of
 from model.remat import remat_policy
@@ -153,9 +152,15 @@ def _cross_check(config: Config) -> None:
     _check_experts(config)
     try:
         if model.attention != AUTO:
-            OperationRegistry.get(model.attention)
+            backends_of(model.attention)
     except ValueError as error:
         raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
+    for name in model.operation_configs.root:
+        if name not in blockwise_names():
+            raise ConfigError(
+                f"model.operation_configs.{name}: no operation of this name works in blocks; use "
+                f"one of {', '.join(blockwise_names())}"
+            )
     try:
         remat_policy(model.remat)
     except ValueError as error:

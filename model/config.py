@@ -18,7 +18,7 @@ from pydantic import (
     RootModel,
 )
 
-from model.attention.metadata import OperationConfig
+from model.block_sizes import BlockSizes
 from model.rope import RopeScaling
 from model.router import RouterName
 from parallel.experts.exchange import ExchangeMethod
@@ -49,9 +49,6 @@ LinearKind = Literal["qkv", "o", "mlp", "experts"]
 """Groups of linears that have their own overlap method; mlp is gate, up and down."""
 
 
-BlockwiseName = Literal["flash_attn2", "blocksparse", "ring", "ulysses"]
-
-
 def _as_tuple(value: Any) -> Any:
     """Convert a YAML list to a tuple, so that the configuration is hashable."""
     if not isinstance(value, list | tuple):
@@ -59,17 +56,17 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value)
 
 
-class OperationConfigs(RootModel[dict[BlockwiseName, OperationConfig]], frozen=True):
+class OperationConfigs(RootModel[dict[str, BlockSizes]], frozen=True):
     """Block sizes of the blockwise attention operations, by operation name."""
 
-    root: dict[BlockwiseName, OperationConfig] = {}
+    root: dict[str, BlockSizes] = {}
 
     def __hash__(self) -> int:
         return hash(frozenset(self.root.items()))
 
-    def overrides(self) -> Mapping[str, OperationConfig]:
+    def overrides(self) -> Mapping[str, BlockSizes]:
         """Return the entries that override an operation's default block sizes."""
-        default = OperationConfig()
+        default = BlockSizes()
         return {name: value for name, value in self.root.items() if value != default}
 
 

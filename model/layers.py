@@ -8,7 +8,7 @@ ep), and the residual stream x_BLD by the residual rule.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
-from model.attention.dispatch import AttentionChoice, pattern_of
-from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.mask import AttentionInputs
+from model.attention.metadata import OperationMetadata
+from model.attention.registry import AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
 from model.rope import RopeScaling, rope, rope_frequencies
 from parallel.linear.chain import chain
@@ -208,23 +210,24 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             q, k, v = self._project_qkv(x_BLD, info.positions_BL, layer_type)
         if cache is not None:
-            cache = cache.write(k, v, self.config, self.tp)
+            cache = cache.write(k, v)
         with jax.named_scope("attention"):
+            spec, metadata = layer_spec(self.config, layer_type, mode), self._metadata()
+            sinks_H = self.sinks[...] if self.config.attention_sinks else None
             if cache is not None and mode != MODE_PREFILL:
+                positions_BL = info.positions_BL
                 out_BLHh = attend_cached(
-                    q,
-                    cache,
-                    info.positions_BL,
-                    layer_type=layer_type,
-                    choice=choice,
-                    mode=mode,
-                    metadata=self._metadata(),
-                    config=self.config,
-                    tp=self.tp,
-                    features=self._features(layer_type),
+                    choice, q, cache, positions_BL, spec, metadata, sinks_H=sinks_H
                 )
             else:
-                out_BLHh = self._attend_without_cache(q, k, v, info, layer_type, choice, mode)
+                inputs = AttentionInputs(
+                    q_index_BL=info.index_L,
+                    kv_index_BT=info.index_L,
+                    q_segment_ids_BL=info.segment_ids_BL,
+                    dropout_seed=info.dropout_key,
+                    sinks_H=sinks_H,
+                )
+                out_BLHh = attend(choice, q, k, v, inputs, spec, metadata, mode=mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
@@ -247,39 +250,6 @@ class Attention(nnx.Module):
         q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
         return q, k, v
 
-    def _attend_without_cache(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        info: TokenInfo,
-        layer_type: LayerType,
-        choice: AttentionChoice,
-        mode: RUNTIME_MODE_TYPES,
-    ) -> jax.Array:
-        """Attend to the new tokens only."""
-        return OperationRegistry.create(choice.name, self._metadata())(
-            q,
-            k,
-            v,
-            mode=mode,
-            q_index=info.index_L,
-            kv_index=info.index_L,
-            q_segment_ids=info.segment_ids_BL,
-            dropout_key=info.dropout_key,
-            **self._features(layer_type),
-        )
-
-    def _features(self, layer_type: LayerType) -> dict[str, Any]:
-        """Return the features that this layer needs from its operation."""
-        pattern = pattern_of(self.config, layer_type)
-        return {
-            "sliding_window": pattern.window,
-            "chunk_size": pattern.chunk,
-            "logits_soft_cap": self.config.attn_logit_softcapping,
-            "softmax_aux": self.sinks[...] if self.config.attention_sinks else None,
-        }
-
     def _metadata(self) -> OperationMetadata:
         manager = self.tp.manager
         return OperationMetadata(
@@ -289,8 +259,6 @@ class Attention(nnx.Module):
             partition_axis=manager.partition_axis,
             partition_manager=manager,
             operation_configs=dict(self.config.operation_configs.overrides()),
-            scan_ring_attention=self.config.scan_ring_attention,
-            dropout_prob=self.config.attention_dropout,
             _stored_mesh=manager.mesh,
         )
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from model.attention.dispatch import AttentionChoice, choose_for_layer
-from model.attention.ring import zigzag_order
+from model.attention.registry import AttentionChoice, choose_for_layer
+from model.attention.ring import row_order
 from model.config import LayerType, LinearKind, ModelConfig
 from model.moe_backend import ExpertChoice, choose_experts
 from parallel.linear.choice import Choice
 from parallel.linear.config import TensorParallelConfig
-from parallel.sharding.axes import MODE_TRAIN, QUERY_LENGTH, RUNTIME_MODE_TYPES
+from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES
 from parallel.sharding.residual import residual_name
 
 AttentionByType = dict[LayerType, AttentionChoice]
@@ -75,15 +75,8 @@ class ExecutionPlan:
         Entry i is the index of the token at place i. In zigzag order every device of sp holds an
         early and a late part of each row, which balances causal attention.
         """
-        devices = self.tp.manager.axis_size(QUERY_LENGTH)
-        if not self.model.zigzag or devices == 1 or length % (2 * devices):
-            return None
         choices = [self.attention_of(kind, length) for kind in {*self.model.layer_kinds}]
-        if not any(choice.name == "ring" for choice in choices):
-            return None
-        if any("row_order" not in choice.form.capabilities.features for choice in choices):
-            return None
-        return zigzag_order(length, devices)
+        return row_order(choices, self.model, self.tp.manager, length)
 
     def describe(self) -> Iterator[str]:
         """Yield the plan as lines for a person, one per choice, with its reason."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from model.attention.operation import RESULT_NAME
+from model.attention.registry import RESULT_NAME
 from parallel.experts.expert import SAVED_NAMES
 
 RematPolicy = Callable[..., Any]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from model.attention.cached import Cache, LayerCache, mark
-from model.attention.dispatch import AttentionChoice
+from model.attention.cached import Cache, LayerCache, write_index
+from model.attention.registry import AttentionChoice
 from model.config import LayerKind, LayerType, Segment
 from model.generation.cache import DenseCache
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo, make_linear
@@ -164,7 +164,7 @@ class Transformer(nnx.Module):
         offset_L = jnp.arange(tokens_BL.shape[1], dtype=jnp.int32)
         positions_BL = cache.lengths_B[:, None] + offset_L
         if isinstance(cache, DenseCache):
-            cache = mark(cache, positions_BL, slots_BL, self.config, self.tp)
+            cache = write_index(cache, positions_BL, slots_BL, self.config, self.tp)
         definitions, stacks = self._layers()
         valid_BL = offset_L < counts_B[:, None]
         info = TokenInfo(
@@ -180,7 +180,14 @@ class Transformer(nnx.Module):
 
         def body(carry: Any, layer: Any, number: jax.Array, kind: LayerKind) -> Any:
             x_BLD, cache = carry
-            view = LayerCache(cache=cache, layer=number, slots_BL=slots_BL, counts_B=counts_B)
+            view = LayerCache(
+                cache=cache,
+                layer=number,
+                slots_BL=slots_BL,
+                counts_B=counts_B,
+                config=self.config,
+                tp=self.tp,
+            )
             x_BLD, view, _ = nnx.merge(definitions[kind.is_sparse], layer)(
                 x_BLD,
                 info,

@@ -1,10 +1,11 @@
-"""What an attention call knows beside its arrays: dtypes, mesh, layouts, settings per operation.
+"""Static settings that attention operations share: dtypes, mesh, sharding rules, block sizes.
 
-`OperationMetadata` gathers it once, from arguments or from a model's configuration, survives JSON,
-and says how every array of an attention lies on the mesh (`AttnShardingRules`). It computes
-nothing and knows no operation but by name. Names follow the published reference
-`easydel.layers.operations._operation_meta`; where we differ, the docstring says so. Letters: B
-batch, L queries, T keys, H query heads, h head dim; t of a layout's name is L or T.
+`OperationMetadata` gathers them from arguments or from a model's configuration, converts to and
+from JSON, and returns the PartitionSpec of every array of an attention (`AttnShardingRules`). Names
+follow the published reference `easydel.layers.operations._operation_meta`; docstrings say where we
+differ.
+
+Letters: B batch, L queries, T keys, H query heads, h head dim; t in a layout's name is L or T.
 """
 
 import dataclasses
@@ -13,36 +14,32 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import ValidationError
 
-from model.attention.capabilities import Layout
+from model.attention.registry import backends_of
+from model.block_sizes import BlockSizes
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import context_mesh, mesh_from_dict, mesh_to_dict
 from parallel.sharding.partition import PartitionAxis, PartitionManager, refuse_unknown_keys
 
-OPERATION_NAMES = (
-    *("vanilla", "sdpa", "flash_attn2", "ring", "blocksparse"),
-    *("ragged_page_attention_v2", "ragged_page_attention_v3"),
-    "ulysses",  # ours; the reference documents the others
-)
-"""What an operation can be called; the registry, which reads this file, holds the same names."""
+Layout = Literal["bthd", "bhtd", "thd"]
 
 _UNSET: Any = ax.NOT_GIVEN
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
 
 
 class AttnShardingRules(NamedTuple):
-    """How every array of an attention lies on the mesh.
+    """PartitionSpecs of all arrays of an attention.
 
-    query3d: queries without their length, `B H h`. query, key, value, output: in the layout that
-    was asked for. bias, mask: `B H L T`, in thd `H L T`. q_segment_ids, kv_segment_ids: `B L` and
-    `B T`, in thd `L` and `T`. softmax_aux: None if there is none.
+    query3d: queries without their length, `B H h`. query, key, value, output: in the requested
+    layout. bias, mask: `B H L T`, in thd `H L T`. q_segment_ids, kv_segment_ids: `B L` and `B T`,
+    in thd `L` and `T`. softmax_aux: None if there is none.
     """
 
     query3d: P
@@ -57,42 +54,33 @@ class AttnShardingRules(NamedTuple):
     softmax_aux: P | None
 
 
-class OperationConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Settings of one attention operation."""
-
-    block_q: PositiveInt | None = None
-    """Queries of a block; null: the operation's own choice."""
-    block_k: PositiveInt | None = None
-    """Keys of a block; null: the operation's own choice."""
-
-
 @dataclass
 class OperationMetadata:
-    """Everything static that attention operations share; what is not given is filled in.
+    """Static settings of attention operations; fields that are not given are filled in.
 
-    A field counts as not given if it is NOT_GIVEN, EMPTY_VAL, Ellipsis or None. It then takes the
-    attribute of `base_config` of the same name (another name where one is told here), else its
-    default.
+    A field is not given if it is NOT_GIVEN, EMPTY_VAL, Ellipsis or None. It then takes the
+    attribute of the same name of `base_config` (another name where stated below), else its default.
 
     runtime_dtype: of q, k and v; base_config.attn_dtype, else float32.
     runtime_softmax_dtype: of the softmax; base_config.attn_softmax_dtype, else float32.
-    sequence_axis_name: the mesh axis that splits rows; never from base_config, always the one that
-        partition_axis names.
-    platform, backend: lowercase names, given as strings or as enums by name; the platform of the
-        mesh's devices, else jax.default_backend(). The reference has no default platform and fails
-        without one. platform cuda and rocm are gpu.
-    partition_axis, partition_manager: the rules, and the rules on the mesh; ours needs a mesh, so
-        without one there is no manager yet.
-    base_config: where values come from; not compared and not written.
-    operation_configs: settings by name of the operation; mappings become OperationConfig.
-    _stored_mesh: see `mesh`; pinned here when it comes from base_config or from the context.
+    sequence_axis_name: the mesh axis that splits rows, as in partition_axis; never from
+        base_config.
+    platform, backend: lowercase names, given as strings or as enums by name. Default: the platform
+        of the mesh's devices, else jax.default_backend(); the reference has no default platform and
+        fails without one. The platform of cuda and rocm is gpu.
+    partition_axis, partition_manager: the sharding rules, and the rules on the mesh; without a mesh
+        there is no manager yet.
+    base_config: the source of defaults; not compared and not written.
+    operation_configs: block sizes by operation; mappings become BlockSizes.
+    _stored_mesh: see `mesh`; set here if it comes from base_config or from the context.
 
-    The documented attributes that the reference names but does not have: scan_ring_attention: a
-    ring turns in a `lax.scan`. softmax_scale: of q k^T; None: 1 / sqrt(head_dim), see `scale_of`.
-    dropout_prob: share of the weights that are dropped; base_config.attention_dropout comes first.
-    blocksize_q, blocksize_k, blocksize_b: rows of a block, and sequences; None: the operation's own
-    choice.
-    Raises: ValueError for a value that is not one, or for two fields that contradict each other.
+    The reference documents the following attributes but does not have them.
+    scan_ring_attention: a ring is a `lax.scan`. softmax_scale: factor of q k^T; None:
+    1 / sqrt(head_dim). dropout_prob: fraction of the weights that is dropped;
+    base_config.attention_dropout, then base_config.dropout_prob. blocksize_q, blocksize_k,
+    blocksize_b: tokens in a block, and sequences; None: the operation's default.
+
+    Raises: ValueError for an illegal value, or for two fields that contradict each other.
     """
 
     runtime_dtype: Any
@@ -103,7 +91,7 @@ class OperationMetadata:
     partition_axis: PartitionAxis = _UNSET
     partition_manager: PartitionManager = _UNSET
     base_config: object | None = field(default=None, compare=False, repr=False)
-    operation_configs: dict[str, OperationConfig] | None = None
+    operation_configs: dict[str, BlockSizes] | None = None
     _stored_mesh: Mesh | None = _UNSET
     scan_ring_attention: bool = field(default=_UNSET, kw_only=True)
     softmax_scale: float | None = field(default=_UNSET, kw_only=True)
@@ -116,10 +104,10 @@ class OperationMetadata:
         fill = self.set_attrs_carefully
         fill("runtime_dtype", jnp.float32, "attn_dtype")
         fill("runtime_softmax_dtype", jnp.float32, "attn_softmax_dtype")
-        self._fill_layout()
-        here = _platform_of(self._any_mesh())
-        fill("backend", here)
-        fill("platform", here)
+        self._fill_sharding()
+        default_platform = _platform_of(self._any_mesh())
+        fill("backend", default_platform)
+        fill("platform", default_platform)
         fill("operation_configs", None)
         fill("scan_ring_attention", False)
         fill("softmax_scale", None)
@@ -129,17 +117,17 @@ class OperationMetadata:
             fill(name, None)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             setattr(self, name, _dtype(name, getattr(self, name)))
-        self.backend = _platform_name("backend", self.backend, here)
-        name = _platform_name("platform", self.platform, here)
+        self.backend = _platform_name("backend", self.backend, default_platform)
+        name = _platform_name("platform", self.platform, default_platform)
         self.platform = _PLATFORMS.get(name, name)
         if self.operation_configs is not None:
             self.operation_configs = _operation_configs(self.operation_configs)
         self._check_numbers()
 
-    def _fill_layout(self) -> None:
-        """Rules, mesh, manager and sequence axis: each takes the place of what it implies."""
+    def _fill_sharding(self) -> None:
+        """Fill in rules, mesh, manager and sequence axis, each from those that imply it."""
         fill = self.set_attrs_carefully
-        # Rules that are given leave those of the base config unread: two tables would contradict.
+        # If rules are given, those of the base config are not read: they could contradict.
         ours = _is_set(self.partition_axis) or _is_set(self.partition_manager)
         fill("partition_manager", _UNSET, use_base_config=not ours)
         given = self.partition_manager if _is_set(self.partition_manager) else None
@@ -193,9 +181,9 @@ class OperationMetadata:
         pickup_name: str | None = None,
         use_base_config: bool = True,
     ) -> None:
-        """Sets an attribute if it is not given: from base_config if that may be, else `default`.
+        """Set an attribute that is not given, from base_config if allowed, else to `default`.
 
-        pickup_name: what base_config calls it, if not `attr_name`.
+        pickup_name: its name in base_config, if not `attr_name`.
         """
         if _is_set(getattr(self, attr_name, _UNSET)):
             return
@@ -206,23 +194,23 @@ class OperationMetadata:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of base_config if it has one, else the stored one, else that of `jax.set_mesh`.
+        """The mesh of base_config, else the stored one, else that of `jax.set_mesh`.
 
-        While jax traces, the last is an AbstractMesh: good for layouts, without devices to write
-        down. Setting a mesh moves rules, platform and backend along.
+        The mesh of the context is an AbstractMesh while jax traces: it has no devices and cannot be
+        written. Setting a mesh changes rules, platform and backend with it.
         Raises: ValueError if there is none, or for setting another than base_config's.
         """
         mesh = self._any_mesh()
         if mesh is None:
             raise ValueError(
-                "attention has no mesh, so no array has a place; set metadata.mesh = mesh, or call "
+                "attention has no mesh to place arrays on; set metadata.mesh = mesh, or call "
                 "jax.set_mesh(mesh) first"
             )
         return mesh
 
     @mesh.setter
     def mesh(self, mesh: Mesh) -> None:
-        """`replace(mesh=mesh)`, in place."""
+        """Change the mesh in place, as `replace(mesh=mesh)`."""
         vars(self).update(vars(self.replace(mesh=mesh)))
 
     def _any_mesh(self) -> Any:
@@ -233,19 +221,27 @@ class OperationMetadata:
         return context_mesh()
 
     def _manager(self, mesh: Mesh, rules: PartitionAxis | None = None) -> PartitionManager:
-        """Our rules, or others, on that mesh; what may stay whole stays so."""
+        """Return our rules, or others, on that mesh, with the same axes kept replicated."""
         given = self.partition_manager
         replicate = given.replicate if _is_set(given) else frozenset[str]()
         return PartitionManager(rules or self.partition_axis, mesh, replicate)
 
     def scale_of(self, head_dim: int) -> float:
-        """What q k^T is multiplied by: softmax_scale, or 1 / sqrt(head_dim)."""
+        """Return the factor of q k^T: softmax_scale, or 1 / sqrt(head_dim)."""
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
-    def get_operation_config(self, impl_name: str) -> OperationConfig | None:
-        """The settings of this operation; None: its own choice. Raises: ValueError for no name."""
-        _check_operation(impl_name)
+    def get_operation_config(self, impl_name: str) -> BlockSizes | None:
+        """Return the settings of an operation; None: its defaults.
+
+        Raises: ValueError for an unknown operation.
+        """
+        backends_of(impl_name)
         return (self.operation_configs or {}).get(impl_name)
+
+    def block_sizes(self, impl_name: str) -> tuple[int | None, int | None]:
+        """Return block_q and block_k of an operation: its own settings, then the general ones."""
+        own = self.get_operation_config(impl_name) or BlockSizes()
+        return own.block_q or self.blocksize_q, own.block_k or self.blocksize_k
 
     def get_shardings(
         self,
@@ -254,14 +250,15 @@ class OperationMetadata:
         qkv_mni_sharding: bool = False,
         softmax_aux: Any | None = None,
     ) -> AttnShardingRules:
-        """Layouts of all arrays of an attention in this runtime mode.
+        """Return the PartitionSpecs of all arrays of an attention in this runtime mode.
 
-        layout: of q, k, v and the output; thd: rows of all sequences one after another, no batch.
-        qkv_mni_sharding: k and v have one head per query head, so they lie by HEAD and HEAD_DIM.
-        softmax_aux: an array that goes with the softmax; of two dims (its second: kv heads), or of
-        one (heads, such as sinks). The reference has no thd, and takes any other rank for one dim.
-        Raises: ValueError for an unknown mode or layout, without a mesh, for a softmax_aux of
-        another rank.
+        layout: of q, k, v and the output; thd is all sequences in one row, without a batch dim. The
+            reference raises NotImplementedError for it.
+        qkv_mni_sharding: k and v have one head per query head, and HEAD and HEAD_DIM place them.
+        softmax_aux: an array that goes with the softmax: one dim of heads (sinks), or two dims of
+            which the second is kv heads. The reference takes any other rank for one dim.
+        Raises: ValueError for an unknown mode or layout, without a mesh, or for a softmax_aux of
+            another rank.
         """
         for name, value, legal in (
             ("mode", mode, get_args(ax.RUNTIME_MODE_TYPES)),
@@ -295,20 +292,20 @@ class OperationMetadata:
 
     @classmethod
     def from_config(cls, config: object) -> "OperationMetadata":
-        """Everything from the attributes of a configuration, which stays its base_config.
+        """Return metadata filled in from a configuration, which stays its base_config.
 
-        The reference's text names softmax_scale and dropout_prob as arguments, its signature does
-        not: here they are attributes of the configuration too.
+        The reference's text gives this method softmax_scale and dropout_prob as arguments, its
+        signature does not; here they are attributes of the configuration.
         """
         return cls(_UNSET, base_config=config)
 
     def replace(self, **changes: Any) -> "OperationMetadata":
-        """A copy with these fields (or `mesh`) changed, and what follows from them.
+        """Return a copy with these fields (or `mesh`) changed, and the fields that they imply.
 
-        A new mesh brings its platform and backend; new rules their sequence axis; a new manager its
-        rules and mesh; unless these are among the changes too. What base_config said at first is
-        not asked again, but for its mesh.
-        Raises: ValueError for an unknown field, or a mesh that base_config's would hide.
+        A new mesh implies its platform and backend, new rules their sequence axis, a new manager
+        its rules and mesh, unless these are among the changes. Other defaults of base_config are
+        not read again.
+        Raises: ValueError for an unknown field, or a mesh that differs from base_config's.
         """
         refuse_unknown_keys("OperationMetadata", changes, (*_FIELDS, "mesh"))
         if "mesh" in changes:
@@ -320,15 +317,16 @@ class OperationMetadata:
         if _is_set(manager):
             implied |= {"_stored_mesh": manager.mesh, "partition_axis": manager.partition_axis}
         changes = implied | changes
-        here = self._any_mesh()
-        mesh = changes.setdefault("_stored_mesh", here)
+        old_mesh = self._any_mesh()
+        mesh = changes.setdefault("_stored_mesh", old_mesh)
         if _is_set(base_mesh) and mesh != base_mesh:
             raise ValueError(
-                f"mesh {mesh and mesh.shape_tuple} would never be read: base_config.mesh "
-                f"{base_mesh.shape_tuple} comes first; change it there, or replace base_config too"
+                f"mesh {mesh and mesh.shape_tuple} would be ignored: base_config.mesh "
+                f"{base_mesh.shape_tuple} takes precedence; change it there, or replace "
+                "base_config too"
             )
         follows = ["sequence_axis_name"] if "partition_axis" in changes else []
-        follows += ["platform", "backend"] if mesh != here else []
+        follows += ["platform", "backend"] if mesh != old_mesh else []
         current = {name: getattr(self, name) for name in _FIELDS}
         values = current | dict.fromkeys(follows) | changes | {"base_config": None}
         rules = values["partition_axis"]
@@ -340,7 +338,7 @@ class OperationMetadata:
         return copy
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold; base_config is left out, its values are in the other fields.
+        """Return values that JSON can hold; without base_config, whose values are filled in.
 
         Raises: ValueError for a mesh without devices.
         """
@@ -359,9 +357,9 @@ class OperationMetadata:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], mesh: Mesh | None = None) -> "OperationMetadata":
-        """What `to_dict` wrote; a key that is left out takes its default.
+        """Return the metadata that `to_dict` wrote; a missing key takes its default.
 
-        mesh: takes the place of the written one, with its platform and backend: another machine's.
+        mesh: replaces the written one, with its platform and backend, on another machine.
         Raises: ValueError for an unknown key, or if this machine lacks the written devices.
         """
         refuse_unknown_keys("OperationMetadata", data, _WRITTEN)
@@ -383,12 +381,12 @@ class OperationMetadata:
         return metadata
 
     def to_json(self, **kwargs: Any) -> str:
-        """`to_dict` as JSON; the keyword arguments are those of json.dumps."""
+        """Return `to_dict` as JSON; keyword arguments are those of json.dumps."""
         return json.dumps(self.to_dict(), **kwargs)
 
     @classmethod
     def from_json(cls, json_str: str, mesh: Mesh | None = None) -> "OperationMetadata":
-        """What `to_json` wrote; see `from_dict`."""
+        """Return the metadata that `to_json` wrote; see `from_dict`."""
         return cls.from_dict(json.loads(json_str), mesh)
 
 
@@ -397,7 +395,7 @@ _WRITTEN = (*(name for name in _FIELDS if name not in ("base_config", "_stored_m
 
 
 def _is_set(value: Any) -> bool:
-    """Whether a value was given: anything but the marks of absence."""
+    """Return whether a value was given: anything but the marks of absence."""
     return not (
         value is None or value is ... or value is ax.EMPTY_VAL or isinstance(value, ax.EMPTY_VAL)
     )
@@ -408,13 +406,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _same_mesh(one: Any, other: Any) -> bool:
-    """Equal; an abstract mesh, which has no devices, equals one of the same axes."""
+    """Return whether meshes are equal; an abstract mesh equals any of the same axes."""
     abstract = isinstance(one, AbstractMesh) or isinstance(other, AbstractMesh)
     return one.shape_tuple == other.shape_tuple if abstract else one == other
 
 
 def _platform_of(mesh: Any) -> str:
-    """Of the mesh's devices, be it abstract; without any, jax's default backend."""
+    """Return the platform of the mesh's devices; without any, jax's default backend."""
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
     else:
@@ -422,48 +420,40 @@ def _platform_of(mesh: Any) -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def _platform_name(owner: str, value: Any, here: str) -> str:
-    """A platform or backend in lowercase, from its name or from an enum that is called so."""
+def _platform_name(owner: str, value: Any, default: str) -> str:
+    """Return a platform or backend in lowercase, from its name or an enum of that name."""
     name = value.name if isinstance(value, Enum) else value
-    legal = tuple(dict.fromkeys((*_PLATFORMS, here.lower())))
+    legal = tuple(dict.fromkeys((*_PLATFORMS, default.lower())))
     if not isinstance(name, str) or name.lower() not in legal:
         raise ValueError(f"{owner}={value!r} is unknown; use one of {', '.join(legal)}")
     return name.lower()
 
 
 def _dtype(owner: str, value: Any) -> Any:
+    floating = "use float32, bfloat16 or float16"
     try:
         dtype = jnp.dtype(value)
     except TypeError as error:
-        raise ValueError(
-            f"{owner}={value!r} is not a dtype; use float32, bfloat16 or float16"
-        ) from error
+        raise ValueError(f"{owner}={value!r} is not a dtype; {floating}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{owner}={dtype.name} has no fractions; use float32, bfloat16 or float16")
+        raise ValueError(f"{owner}={dtype.name} is not a floating-point dtype; {floating}")
     return dtype
 
 
-def _check_operation(name: str) -> None:
-    if name not in OPERATION_NAMES:
-        raise ValueError(
-            f"unknown attention operation {name!r}; use one of {', '.join(OPERATION_NAMES)}"
-        )
-
-
-def _operation_configs(configs: Any) -> dict[str, OperationConfig]:
-    """Every entry as an OperationConfig, under the name of an operation."""
+def _operation_configs(configs: Any) -> dict[str, BlockSizes]:
+    """Return the settings by operation, every entry as BlockSizes."""
     if not isinstance(configs, Mapping):
         raise ValueError(
             f"operation_configs={configs!r} is not a mapping; its keys are names of operations"
         )
     converted = {}
     for name, config in configs.items():
-        _check_operation(name)
-        if not isinstance(config, OperationConfig):
+        backends_of(name)
+        if not isinstance(config, BlockSizes):
             owner = f"operation_configs.{name}"
-            refuse_unknown_keys(owner, config, OperationConfig.model_fields)
+            refuse_unknown_keys(owner, config, BlockSizes.model_fields)
             try:
-                config = OperationConfig.model_validate(dict(config), strict=True)
+                config = BlockSizes.model_validate(dict(config), strict=True)
             except ValidationError as error:
                 first = error.errors()[0]
                 raise ValueError(

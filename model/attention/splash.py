@@ -1,84 +1,80 @@
-"""Attention whose scores stay on the chip: the TPU forms of `flash_attn2` and `blocksparse`.
+"""Splash attention, the Pallas kernel that jax ships: `flash_attn2` and `blocksparse` on TPU.
 
-Both are the Pallas kernel that jax ships, on whole rows in natural order: patterns are known when
-it is built, and blocks that nobody sees are not visited. It refuses other orders of rows and
-whatever a pattern cannot say. Letters: B batch, L queries, T keys, H query heads, K kv heads, h
-head dim.
+It takes whole rows in natural order. The mask is known when the kernel is built, and blocks in
+which no query sees a key are not visited. Other orders of rows, bias, mask arrays and dropout are
+not supported.
+
+Letters: B batch, L queries, T keys, H query heads, K kv heads, h head dim.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     SegmentIds,
     splash_attention_kernel,
     splash_attention_mask,
 )
 
-from model.attention.capabilities import Capabilities, Feature
-from model.attention.operation import RESULT_NAME, OperationRegistry
-from model.attention.scores import Pattern, ScoreInputs, ScoreRule
+from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec
+from model.attention.registry import RESULT_NAME, Capabilities, Feature, register
 
-# Tokens of a block of queries or keys: lanes of the vector unit, and what fits its memory.
+# Tokens in a block: a multiple of the vector unit's lanes, up to what fits into VMEM.
 _LANES, _MAX_BLOCK = 128, 1024
 _FEATURES: frozenset[Feature] = frozenset(
     {"bidirectional", "segment_ids", "window", "soft_cap", "sinks", "gqa"}
 )
-
-
-def _capabilities(*more: Feature) -> Capabilities:
-    return Capabilities(
-        features=_FEATURES | {*more},
-        # A row that sees no block of its own document would get a mean instead of zeros.
-        never_together=frozenset({"block_mask", "segment_ids"}),
-        dtypes=("float32", "bfloat16"),
-        length_multiple=_LANES,
-        head_dim_multiple=_LANES,
-        types_varying=False,
-    )
-
-
-@OperationRegistry.register(
-    "blocksparse", form="tpu", capabilities=_capabilities("chunk", "prefix", "block_mask")
+_capabilities = partial(
+    Capabilities,
+    # A query that sees no block of its own document would get a mean instead of zeros.
+    never_together=frozenset({"block_mask", "segment_ids"}),
+    dtypes=("float32", "bfloat16"),
+    length_multiple=_LANES,
+    head_dim_multiple=_LANES,
+    check_vma=False,
 )
-@OperationRegistry.register("flash_attn2", form="tpu", capabilities=_capabilities())
-def splash(
-    q_BLHh: jax.Array,
-    k_BTKh: jax.Array,
-    v_BTKh: jax.Array,
-    inputs: ScoreInputs,
-    rule: ScoreRule,
-) -> jax.Array:
-    """Attention within segments, forward and backward in blocks; memory linear in L.
 
-    The rows must be whole and in natural order: the indices are not read.
+
+@register(
+    "blocksparse",
+    backend="tpu",
+    capabilities=_capabilities(features=_FEATURES | {"chunk", "prefix", "block_mask"}),
+)
+@register("flash_attn2", backend="tpu", capabilities=_capabilities(features=_FEATURES))
+def splash(
+    q_BLHh: Array, k_BTKh: Array, v_BTKh: Array, inputs: AttentionInputs, spec: AttentionSpec
+) -> Array:
+    """Return attention of whole rows in natural order; ignores row indices. Memory linear in L.
+
     Source: jax.experimental.pallas.ops.tpu.splash_attention.
     """
-    kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], rule)
+    kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], spec)
     q, k, v = (y.transpose(0, 2, 1, 3) for y in (q_BLHh, k_BTKh, v_BTKh))
-    q = q * jnp.asarray(rule.scale, q.dtype)
+    q = q * jnp.asarray(spec.scale, q.dtype)
     ids, q_ids, kv_ids = None, inputs.q_segment_ids_BL, inputs.kv_segment_ids_BT
     if q_ids is not None and kv_ids is not None:
         ids = SegmentIds(q=q_ids, kv=kv_ids)
     attend = jax.vmap(kernel, in_axes=(0, 0, 0, None if ids is None else 0, None))
     out_BLHh = attend(q, k, v, ids, inputs.sinks_H).transpose(0, 2, 1, 3).astype(q_BLHh.dtype)
-    blind_L = _blind_rows(rule.pattern, q_BLHh.shape[1])
-    return jnp.where(blind_L[:, None, None], 0, out_BLHh) if blind_L.any() else out_BLHh
+    sees_none_L = _rows_that_see_nothing(spec.mask, q_BLHh.shape[1])
+    return jnp.where(sees_none_L[:, None, None], 0, out_BLHh) if sees_none_L.any() else out_BLHh
 
 
-def splash_kernel(length: int, heads: int, rule: ScoreRule, interpret: bool = False) -> Any:
-    """The kernel for one sequence: q `H L h`, k and v `K L h`, segment ids `L` -> `H L h`.
+def splash_kernel(length: int, heads: int, spec: AttentionSpec, interpret: bool = False) -> Any:
+    """Return the kernel for one row: q `H L h`, k and v `K L h`, segment ids `L` -> `H L h`.
 
     Raises: ValueError if L is not a multiple of 128.
     """
-    limits = (rule.block_q or _MAX_BLOCK, rule.block_k or _MAX_BLOCK)
+    limits = (spec.block_q or _MAX_BLOCK, spec.block_k or _MAX_BLOCK)
     block_q, block_k = (_block(length, limit) for limit in limits)
-    mask = _mask(rule.pattern, length)
+    mask = _splash_mask(spec.mask, length)
     return splash_attention_kernel.make_splash_mha_single_device(
         mask=splash_attention_mask.MultiHeadMask([mask] * heads),
-        attn_logits_soft_cap=rule.soft_cap,
+        attn_logits_soft_cap=spec.soft_cap,
         block_sizes=splash_attention_kernel.BlockSizes(
             block_q=block_q,
             block_kv=block_k,
@@ -95,7 +91,7 @@ def splash_kernel(length: int, heads: int, rule: ScoreRule, interpret: bool = Fa
 
 
 def _block(length: int, limit: int) -> int:
-    """The largest multiple of the lanes that divides the rows and is within the limit."""
+    """Return the largest multiple of the lanes within the limit that divides the row."""
     sizes = range(max(limit, _LANES) // _LANES * _LANES, 0, -_LANES)
     block = next((size for size in sizes if length % size == 0), None)
     if block is None:
@@ -103,25 +99,27 @@ def _block(length: int, limit: int) -> int:
     return block
 
 
-def _mask(pattern: Pattern, length: int) -> Any:
-    """The pattern in the words of jax: computed in the kernel if it knows it, else stored."""
-    shape, causal, window = (length, length), pattern.causal, pattern.window
-    if pattern.chunk is None and not pattern.prefix and pattern.blocks is None:
+def _splash_mask(mask: MaskSpec, length: int) -> Any:
+    """Return jax's mask: computed in the kernel for causal, full and window, else stored."""
+    shape, causal, window = (length, length), mask.causal, mask.window
+    if mask.chunk is None and not mask.prefix and mask.blocks is None:
         if window is not None:
             sides = (window - 1, 0 if causal else window - 1)
             return splash_attention_mask.LocalMask(shape, sides, 0)
         known = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
         return known(shape)
-    return _PatternMask(pattern, length)
+    return _StoredMask(mask, length)
 
 
-class _PatternMask(splash_attention_mask.Mask):
-    """Any pattern over rows 0 .. length - 1. A row that sees nothing sees itself: the kernel would
-    divide by zero."""
+class _StoredMask(splash_attention_mask.Mask):
+    """Any mask over rows 0 .. length - 1.
 
-    def __init__(self, pattern: Pattern, length: int):
-        self._pattern, self._length = pattern, length
-        self._blind = _blind_rows(pattern, length)
+    A row that sees nothing sees itself here: the kernel would divide by zero.
+    """
+
+    def __init__(self, mask: MaskSpec, length: int):
+        self._mask, self._length = mask, length
+        self._sees_none = _rows_that_see_nothing(mask, length)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -129,22 +127,22 @@ class _PatternMask(splash_attention_mask.Mask):
 
     def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
         q_index, kv_index = (np.arange(self._length, dtype=np.int32)[part] for part in index)
-        seen = self._pattern.visible(q_index[:, None], kv_index)
-        itself = self._blind[q_index][:, None] & (q_index[:, None] == kv_index)
+        seen = self._mask.visible(q_index[:, None], kv_index)
+        itself = self._sees_none[q_index][:, None] & (q_index[:, None] == kv_index)
         return np.asarray(seen | itself)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _PatternMask):
+        if not isinstance(other, _StoredMask):
             return NotImplemented
-        return (self._pattern, self._length) == (other._pattern, other._length)
+        return (self._mask, self._length) == (other._mask, other._length)
 
     def __hash__(self) -> int:
-        return hash((self._pattern, self._length))
+        return hash((self._mask, self._length))
 
 
-def _blind_rows(pattern: Pattern, length: int) -> np.ndarray:
-    """Rows that see no key at all; only a block mask can make one (rows of keys are their own)."""
+def _rows_that_see_nothing(mask: MaskSpec, length: int) -> np.ndarray:
+    """Return booleans per row; only a block mask can hide a row's own key from it."""
     index = np.arange(length, dtype=np.int32)
-    if pattern.blocks is None:
+    if mask.blocks is None:
         return np.zeros(length, bool)
-    return np.array([not pattern.visible(row, index).any() for row in index])
+    return np.array([not mask.visible(row, index).any() for row in index])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from model.attention.scores import UNUSED
+from model.attention.mask import UNUSED
 from model.config import ModelConfig
 from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import (

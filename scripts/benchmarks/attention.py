@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.measure import ratios, time_in_turns
-from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.api import OperationRegistry
+from model.attention.metadata import OperationMetadata
 from parallel.sharding.devices import find_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager

@@ -25,9 +25,9 @@ import numpy as np
 from data.config import DataConfig, Packing
 from data.files import find_files
 from data.pipeline import Dataset, train_batches
+from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import train_tokenizer
-from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
 
 SCRIPTS = _clone.ROOT / "scripts"
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.prediction import HEADER, PASSES, compile_pass
-from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.api import OperationRegistry
+from model.attention.mask import AttentionInputs
+from model.attention.metadata import OperationMetadata
 from model.attention.ring import zigzag_order
 from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
 from parallel.sharding.devices import absent_devices
@@ -37,7 +39,7 @@ def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict
         operation = OperationRegistry.create("ring", metadata)
 
         def attend(*qkv: jax.Array, operation: Any = operation) -> jax.Array:
-            return operation(*qkv, q_index=order, kv_index=order)
+            return operation(*qkv, inputs=AttentionInputs(q_index_BL=order, kv_index_BT=order))
 
         for name in PASSES:
             compiled = compile_pass(name, topology, mesh, attend, [q, kv, kv])

@@ -118,7 +118,7 @@ REFUSALS = {
     "model.moe.num_experts_per_tok=4": (
         "model.moe.num_experts_per_tok=4 applies to experts only, and model.moe.num_exp"
     ),
-    "model.attention=flashh": "model.attention: unknown attention operation 'flashh'; registered:",
+    "model.attention=flashh": "model.attention: unknown attention operation 'flashh'; use one of",
 }
 
 

@@ -101,9 +101,10 @@ def test_ring_attention_hides_its_keys_and_halves_with_sp(tmp_path) -> None:
 FLASH = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from model.attention.operation import OperationMetadata, OperationRegistry
-from parallel.sharding.mesh import MeshConfig, build_mesh
+from model.attention.api import OperationRegistry
+from model.attention.metadata import OperationMetadata
 from parallel.sharding.devices import absent_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 mesh = build_mesh(MeshConfig(tp=4), absent_devices("v5p:2x2x1"))
 manager = PartitionManager(PartitionAxis(), mesh)

@@ -1,4 +1,4 @@
-"""Attention over pages equals attention over rows, whatever lies in the slots that nobody owns."""
+"""Attention to pages equals attention to rows, whatever unused slots hold."""
 
 import importlib.util
 import subprocess
@@ -16,28 +16,29 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention import paged
 from model.attention.dense import vanilla
-from model.attention.operation import OperationRegistry
+from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, MaskSpec
 from model.attention.paged import PagedInputs, any_queries_each, one_query_each
-from model.attention.scores import UNUSED, Pattern, ScoreInputs, ScoreRule
+from model.attention.pallas import paged as paged_tpu
+from model.attention.registry import backends_of
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 SIZE, HEADS, KV_HEADS, WIDTH = 4, 4, 2, 8
 LENGTHS = [7, 0, 13, 1, 8]
 # Prefill (all 13 keys), an empty sequence, decoding, two more of a longer row; then padding.
 QUERIES, PADDING = [1, 0, 13, 1, 2], 3
-RULE = ScoreRule(scale=WIDTH**-0.5)
+RULE = AttentionSpec(scale=WIDTH**-0.5)
 RULES = {
     "causal": RULE,
-    "window": replace(RULE, pattern=Pattern(window=5)),
-    "chunk": replace(RULE, pattern=Pattern(chunk=6)),
-    "prefix": replace(RULE, pattern=Pattern(prefix=6, window=2)),
+    "window": replace(RULE, mask=MaskSpec(window=5)),
+    "chunk": replace(RULE, mask=MaskSpec(chunk=6)),
+    "prefix": replace(RULE, mask=MaskSpec(prefix=6, window=2)),
     "soft_cap": replace(RULE, soft_cap=1.5),
-    "sinks": replace(RULE, pattern=Pattern(window=3)),
+    "sinks": replace(RULE, mask=MaskSpec(window=3)),
 }
 
 
 def pages_of(lengths, *, width=WIDTH, kv_heads=KV_HEADS, dtype=jnp.float32, seed=0):
-    """Pages in scrambled order, a table wider than needed, and which slots hold a key."""
+    """Return shuffled pages, a table wider than needed, and which slots hold a key."""
     rng = np.random.default_rng(seed)
     counts = [-(-length // SIZE) for length in lengths]
     ids = 1 + rng.permutation(sum(counts) + 2)
@@ -66,8 +67,8 @@ def problem(queries, *, sinks=False, padding=PADDING, **kwargs):
     return q, pages, inputs, used
 
 
-def oracle(q_THh, pages, inputs, used, rule):
-    """`vanilla` with every token as a row of its own, against the keys of its sequence."""
+def by_rows(q_THh, pages, inputs, used, spec):
+    """Return `vanilla` with every token as a row of its own, and the keys of its sequence."""
     starts, lengths = np.asarray(inputs.query_starts), np.asarray(inputs.lengths_S)
     tokens, capacity = q_THh.shape[0], inputs.page_table_SP.shape[1] * SIZE
     q_index = np.full((tokens, 1), UNUSED)
@@ -81,14 +82,14 @@ def oracle(q_THh, pages, inputs, used, rule):
                 kv_index[token, :length] = np.arange(length)
     held = jnp.where(used[..., None, None], pages, 0)
     kv = held[inputs.page_table_SP[sequence]].reshape(tokens, capacity, *pages.shape[2:])
-    scores = ScoreInputs(
+    scores = AttentionInputs(
         q_index_BL=jnp.asarray(q_index), kv_index_BT=jnp.asarray(kv_index), sinks_H=inputs.sinks_H
     )
-    return vanilla(q_THh[:, None], kv[:, :, 0::2], kv[:, :, 1::2], scores, rule)[:, 0]
+    return vanilla(q_THh[:, None], kv[:, :, 0::2], kv[:, :, 1::2], scores, spec)[:, 0]
 
 
 def value_and_gradients(function, q, pages, sinks=None):
-    """Out, and the derivatives of a fixed weighting of it; one program."""
+    """Return the result and its derivatives for a fixed cotangent."""
     weights = jnp.asarray(np.random.default_rng(2).normal(size=q.shape), jnp.float32)
 
     @jax.jit
@@ -111,15 +112,15 @@ def with_sinks_of(function, inputs, *args):
 @pytest.mark.parametrize("block_k", [None, 4 * SIZE, 100 * SIZE])
 @pytest.mark.parametrize("name", RULES)
 def test_pages_equal_rows(name, block_k) -> None:
-    rule = replace(RULES[name], block_k=block_k)
+    spec = replace(RULES[name], block_k=block_k)
     q, pages, inputs, used = problem(QUERIES, sinks=name == "sinks")
     expected = value_and_gradients(
-        with_sinks_of(oracle, inputs, used, rule), q, pages, inputs.sinks_H
+        with_sinks_of(by_rows, inputs, used, spec), q, pages, inputs.sinks_H
     )
-    # What nobody wrote may be anything: results and derivatives must not meet it.
+    # Unused slots may hold anything; results and derivatives must not depend on it.
     poisoned = jnp.where(used[..., None, None], pages, jnp.nan)
     found = value_and_gradients(
-        with_sinks_of(any_queries_each, inputs, rule), q, poisoned, inputs.sinks_H
+        with_sinks_of(any_queries_each, inputs, spec), q, poisoned, inputs.sinks_H
     )
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
@@ -128,14 +129,14 @@ def test_pages_equal_rows(name, block_k) -> None:
 
 
 @pytest.mark.parametrize("name", ["window", "sinks"])
-def test_one_query_each_is_the_mixed_form_with_one_query_each(name) -> None:
+def test_one_query_each_equals_any_queries_each(name) -> None:
     q, pages, inputs, used = problem([1] * len(LENGTHS), sinks=name == "sinks", padding=0)
     one, mixed, rows = (
         value_and_gradients(with_sinks_of(function, inputs, *args), q, pages, inputs.sinks_H)
         for function, args in (
             (one_query_each, (RULES[name],)),
             (any_queries_each, (RULES[name],)),
-            (oracle, (used, RULES[name])),
+            (by_rows, (used, RULES[name])),
         )
     )
     for x, y, z in zip(one, mixed, rows, strict=True):
@@ -158,9 +159,9 @@ def test_steps_in_which_nothing_is_seen_are_skipped(window, steps, monkeypatch) 
     pages, table, used = pages_of([9])
     inputs = PagedInputs(table, jnp.asarray([9], jnp.int32), jnp.asarray([0, 1], jnp.int32))
     q = jnp.asarray(np.random.default_rng(1).normal(size=(1, HEADS, WIDTH)), jnp.float32)
-    rule = replace(RULE, pattern=Pattern(window=window))
-    out = jax.jit(partial(any_queries_each, rule=rule))(q, pages, inputs)
-    expected = jax.jit(lambda q, pages: oracle(q, pages, inputs, used, rule))(q, pages)
+    spec = replace(RULE, mask=MaskSpec(window=window))
+    out = jax.jit(partial(any_queries_each, spec=spec))(q, pages, inputs)
+    expected = jax.jit(lambda q, pages: by_rows(q, pages, inputs, used, spec))(q, pages)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
     jax.effects_barrier()
     assert len(done) == steps
@@ -168,8 +169,8 @@ def test_steps_in_which_nothing_is_seen_are_skipped(window, steps, monkeypatch) 
 
 def test_bfloat16_pages_give_bfloat16_out_with_float32_scores() -> None:
     q, pages, inputs, used = problem(QUERIES, dtype=jnp.bfloat16)
-    out = jax.jit(partial(any_queries_each, rule=RULE))(q, pages, inputs)
-    wide = jax.jit(lambda q, pages: oracle(q, pages, inputs, used, RULE))(
+    out = jax.jit(partial(any_queries_each, spec=RULE))(q, pages, inputs)
+    wide = jax.jit(lambda q, pages: by_rows(q, pages, inputs, used, RULE))(
         q.astype(jnp.float32), pages.astype(jnp.float32)
     )
     assert out.dtype == jnp.bfloat16
@@ -179,7 +180,7 @@ def test_bfloat16_pages_give_bfloat16_out_with_float32_scores() -> None:
 def test_more_queries_than_keys_see_nothing_before_the_first() -> None:
     q, pages, inputs, _ = problem(QUERIES)
     starts = jnp.asarray([0, 10, 10, 11, 12, 20], jnp.int32)
-    out = jax.jit(partial(any_queries_each, rule=RULE))(
+    out = jax.jit(partial(any_queries_each, spec=RULE))(
         q, pages, replace(inputs, query_starts=starts)
     )
     assert (out[:3] == 0).all() and (out[3:10] != 0).all()
@@ -193,7 +194,7 @@ def test_every_device_attends_in_its_own_pool_with_its_own_heads() -> None:
 
     def loss(q, pages, inputs):
         island = jax.shard_map(
-            partial(any_queries_each, rule=RULES["window"]),
+            partial(any_queries_each, spec=RULES["window"]),
             mesh=mesh,
             in_specs=(P("dp", "tp"), P("dp", None, "tp"), tables),
             out_specs=P("dp", "tp"),
@@ -215,7 +216,7 @@ def test_every_device_attends_in_its_own_pool_with_its_own_heads() -> None:
 
     @jax.jit
     def reference(q, pages):
-        return oracle(q, pages, inputs, used, RULES["window"])
+        return by_rows(q, pages, inputs, used, RULES["window"])
 
     expected, pull = jax.vjp(reference, q, pages)
     for found, single in zip((out, dq, dpages), (expected, *pull(2 * expected)), strict=True):
@@ -223,19 +224,19 @@ def test_every_device_attends_in_its_own_pool_with_its_own_heads() -> None:
         np.testing.assert_allclose(found, both, rtol=2e-5, atol=2e-6)
 
 
-def gathered_bytes(table_pages: int, rule: ScoreRule) -> int:
-    """Temporary bytes of one decoding step against a table of so many pages."""
+def gathered_bytes(table_pages: int, spec: AttentionSpec) -> int:
+    """Return the temporary bytes of a decoding step with so many pages per sequence."""
     struct = jax.ShapeDtypeStruct
     inputs = PagedInputs(struct((16, table_pages), jnp.int32), struct((16,), jnp.int32))
-    compiled = jax.jit(partial(one_query_each, rule=rule)).lower(
+    compiled = jax.jit(partial(one_query_each, spec=spec)).lower(
         struct((16, HEADS, 32), jnp.float32), struct((64, 8, 2 * KV_HEADS, 32), jnp.float32), inputs
     )
     return compiled.compile().memory_analysis().temp_size_in_bytes
 
 
 def test_memory_is_that_of_a_step_not_of_the_context() -> None:
-    rule = replace(RULE, block_k=8)
-    short, long = gathered_bytes(8, rule), gathered_bytes(256, rule)
+    spec = replace(RULE, block_k=8)
+    short, long = gathered_bytes(8, spec), gathered_bytes(256, spec)
     # Page ids grow, two copies of 4 bytes per token and page; keys and values do not.
     assert long - short <= 2 * 4 * 16 * (256 - 8)
     assert gathered_bytes(256, replace(RULE, block_k=512)) > 8 * short
@@ -246,8 +247,8 @@ def kernel_inputs(queries, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "soft_cap"])
-def test_the_kernel_is_asked_what_the_native_form_computes(name, monkeypatch) -> None:
-    """The contract of the kernel, by jax's own reference of it; its program is TPU's alone."""
+def test_the_kernel_is_called_for_what_the_native_backend_computes(name, monkeypatch) -> None:
+    """The kernel runs on TPU only; jax's reference implementation replaces it here."""
 
     def reference(*args, num_kv_pages_per_block, num_queries_per_block, **kwargs):
         assert num_kv_pages_per_block >= 1 and num_queries_per_block >= 1
@@ -259,24 +260,26 @@ def test_the_kernel_is_asked_what_the_native_form_computes(name, monkeypatch) ->
         out = jax.jit(lambda q, pages: known(q, pages, *map(np.asarray, facts)))(q, pages)
         return jnp.full(args[0].shape, jnp.nan).at[: out.shape[0]].set(out)
 
-    monkeypatch.setattr(paged, "ragged_paged_attention", reference)
+    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", reference)
     for queries in (QUERIES, [2, 0, 1, 0, 0], [0] * 5):
         q, pages, inputs, used = kernel_inputs(queries)
         pages = jnp.where(used[..., None, None], pages, 0)
-        expected = jax.jit(partial(any_queries_each, rule=RULES[name]))(q, pages, inputs)
-        found = paged.any_queries_each_tpu(q, pages, inputs, RULES[name])
+        expected = jax.jit(partial(any_queries_each, spec=RULES[name]))(q, pages, inputs)
+        found = paged_tpu.any_queries_each_tpu(q, pages, inputs, RULES[name])
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_derivative_of_the_kernel_is_the_native_forms(monkeypatch) -> None:
-    monkeypatch.setattr(paged, "ragged_paged_attention", lambda q, *_, **__: jnp.zeros_like(q))
+def test_the_derivative_of_the_kernel_is_the_native_backends(monkeypatch) -> None:
+    monkeypatch.setattr(paged_tpu, "ragged_paged_attention", lambda q, *_, **__: jnp.zeros_like(q))
     q, pages, inputs, _ = kernel_inputs([1] * 5, padding=0)
-    forms = {form.name: form.function for form in OperationRegistry.get("ragged_page_attention_v2")}
+    backends = {
+        backend.name: backend.function for backend in backends_of("ragged_page_attention_v2")
+    }
     tpu, native = (
         value_and_gradients(
             lambda q, pages, _, function=function: function(q, pages, inputs, RULE), q, pages
         )
-        for function in (forms["tpu"], forms["native"])
+        for function in (backends["tpu"], backends["native"])
     )
     assert (tpu[0] == 0).all()
     for x, y in zip(tpu[1:], native[1:], strict=True):
@@ -286,35 +289,35 @@ def test_the_derivative_of_the_kernel_is_the_native_forms(monkeypatch) -> None:
 def test_the_kernel_refuses_what_it_cannot_tile() -> None:
     q, pages, inputs, _ = kernel_inputs(QUERIES, kv_heads=3)
     with pytest.raises(ValueError, match="3 kv heads of float32 per device: the paged kernel"):
-        paged.any_queries_each_tpu(q, pages, inputs, RULE)
+        paged_tpu.any_queries_each_tpu(q, pages, inputs, RULE)
     q, pages, inputs, _ = kernel_inputs(QUERIES)
     wide = replace(inputs, page_table_SP=jnp.zeros((256, 1024), jnp.int32))
     with pytest.raises(ValueError, match="256 x 1024 entries needs 1054720 bytes of scalar mem"):
-        paged.any_queries_each_tpu(q, pages, wide, RULE)
+        paged_tpu.any_queries_each_tpu(q, pages, wide, RULE)
 
 
 COMPILE = """
 import jax, jax.numpy as jnp
 from functools import partial
 from jax.sharding import PartitionSpec as P
-from model.attention.operation import OperationRegistry
+from model.attention.registry import backends_of
 from model.attention.paged import PagedInputs
-from model.attention.scores import Pattern, ScoreRule
-from parallel.sharding.mesh import MeshConfig, build_mesh
+from model.attention.mask import MaskSpec, AttentionSpec
 from parallel.sharding.devices import absent_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
 
 mesh = build_mesh(MeshConfig(), absent_devices("v5p:2x2x1")[:1])
 whole = jax.NamedSharding(mesh, P())
 struct = partial(jax.ShapeDtypeStruct, sharding=whole)
-rule = ScoreRule(scale=128**-0.5, pattern=Pattern({window}), soft_cap={soft_cap})
+spec = AttentionSpec(scale=128**-0.5, mask=MaskSpec({window}), soft_cap={soft_cap})
 inputs = PagedInputs(
     struct((32, {pages}), jnp.int32), struct((32,), jnp.int32), struct((33,), jnp.int32)
 )
-form = OperationRegistry.get("{name}")[0]
-assert form.name == "tpu"
+backend = backends_of("{name}")[0]
+assert backend.name == "tpu"
 island = jax.shard_map(
-    partial(form.function, rule=rule), mesh=mesh, in_specs=(P(), P(), P()), out_specs=P(),
-    check_vma=form.capabilities.types_varying,
+    partial(backend.function, spec=spec), mesh=mesh, in_specs=(P(), P(), P()), out_specs=P(),
+    check_vma=backend.capabilities.check_vma,
 )
 pool = struct((32 * {pages}, {size}, 2 * {kv_heads}, 128), jnp.{dtype})
 with jax.set_mesh(mesh):

@@ -10,8 +10,8 @@ from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from model.attention.mask import UNUSED, AttentionSpec
 from model.attention.paged import PagedInputs, one_query_each
-from model.attention.scores import UNUSED, ScoreRule
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from parallel.sharding.axes import MODE_DECODE, AttnKVSharding
@@ -187,7 +187,9 @@ def test_reading_a_layer_of_pages_returns_its_keys_and_values() -> None:
 
     def attend(cache, layer, q):
         pages, table = cache.read_layer(layer)
-        return one_query_each(q, pages, PagedInputs(table, cache.lengths_B), ScoreRule(scale=1.0))
+        return one_query_each(
+            q, pages, PagedInputs(table, cache.lengths_B), AttentionSpec(scale=1.0)
+        )
 
     # One device: values that vary over axes of size one are equal everywhere.
     island = jax.jit(jax.shard_map(attend, mesh=tp.mesh, out_specs=P(), check_vma=False))
@@ -211,7 +213,7 @@ def decode(specs, tp, layers, cache, x_BKh):
         if isinstance(cache, PagedCache):
             pages, table = cache.read_layer(layer)
             inputs = PagedInputs(table, cache.lengths_B + 1)
-            return cache, one_query_each(x_BKh, pages, inputs, ScoreRule(scale=1.0, block_k=16))
+            return cache, one_query_each(x_BKh, pages, inputs, AttentionSpec(scale=1.0, block_k=16))
         k_BTKh, v_BTKh = cache.read_layer(layer)
         weights = jax.nn.softmax(jnp.einsum("BKh,BTKh->BKT", x_BKh, k_BTKh))
         return cache, jnp.einsum("BKT,BTKh->BKh", weights, v_BTKh)

@@ -1,10 +1,11 @@
-"""Which pairs of blocks a Pallas grid walks, and in which order, told by arrays of row indices.
+"""The pairs of blocks that a Pallas grid visits, in order, from arrays of row indices.
 
-A row is described by a few integers, so that a kernel tells who sees whom by two comparisons and a
-block by the extremes of its rows. Pairs in which nothing is seen are not in the order at all. It
-knows no kernel, and refuses block masks.
-Letters: B batch, L queries, T keys; X, Y rows of a block of queries, of keys; Q, K numbers of such
-blocks; N outer and M inner blocks of a grid.
+A few integers, called facts, describe a query or key, so that a kernel masks a score with two
+comparisons. The smallest and largest facts of a block say whether a pair of blocks is hidden,
+partially visible or fully visible. Hidden pairs are not in the grid. Block masks are not supported.
+
+Letters: B batch, L queries, T keys; X, Y tokens in a block of queries, of keys; Q, K blocks of
+queries, of keys; N outer and M inner blocks of a grid.
 """
 
 from collections.abc import Sequence
@@ -12,26 +13,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from model.attention.scores import UNUSED, Pattern, ScoreInputs
+from model.attention.mask import UNUSED, AttentionInputs, MaskSpec
 
 _FAR = int(np.iinfo(np.int32).max)
 
-# How much of a pair of blocks is seen.
-NOTHING, PARTLY, WHOLLY = 0, 1, 2
+# Visibility of a pair of blocks.
+HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 
-def row_facts(inputs: ScoreInputs, pattern: Pattern) -> tuple[jax.Array, jax.Array]:
-    """Queries `B 3 L`: the first and the last row index that each sees, and its segment.
+def row_facts(inputs: AttentionInputs, mask: MaskSpec) -> tuple[Array, Array]:
+    """Return the facts of queries `B 3 L` and of keys `B 2 T`; B may be 1 in both.
 
-    Keys `B 2 T`: row index, beyond all others if unused, and segment. B may be 1 in both. Every
-    pattern is such a range, with the prefix beside it: two comparisons per score.
+    Queries: first and last visible row index, and segment. Keys: row index, larger than all others
+    if unused, and segment. Every mask is such a range of indices, plus the prefix.
     """
-    assert pattern.blocks is None
-    low_BL, high_BL = _range_seen(inputs.q_index_BL.astype(jnp.int32), pattern)
+    assert mask.blocks is None
+    low_BL, high_BL = _range_seen(inputs.q_index_BL.astype(jnp.int32), mask)
     index_BT = inputs.kv_index_BT.astype(jnp.int32)
     index_BT = jnp.where(index_BT > UNUSED, index_BT, _FAR)
     segments = inputs.q_segment_ids_BL, inputs.kv_segment_ids_BT
@@ -40,24 +41,24 @@ def row_facts(inputs: ScoreInputs, pattern: Pattern) -> tuple[jax.Array, jax.Arr
     )
     rows = [x.shape[0] for x in (low_BL, index_BT, q_segment_BL, kv_segment_BT)]
 
-    def stacked(*facts: jax.Array) -> jax.Array:
+    def stacked(*facts: Array) -> Array:
         shape = max(rows), facts[0].shape[1]
         return jnp.stack([jnp.broadcast_to(fact, shape).astype(jnp.int32) for fact in facts], 1)
 
     return stacked(low_BL, high_BL, q_segment_BL), stacked(index_BT, kv_segment_BT)
 
 
-def _range_seen(index_BL: jax.Array, pattern: Pattern) -> tuple[jax.Array, jax.Array]:
-    """First and last row index that a query sees, whatever the prefix."""
+def _range_seen(index_BL: Array, mask: MaskSpec) -> tuple[Array, Array]:
+    """Return the first and last row index that a query sees, prefix aside."""
     low_BL, high_BL = jnp.zeros_like(index_BL), jnp.full_like(index_BL, _FAR - 1)
-    if pattern.causal:
+    if mask.causal:
         high_BL = index_BL
-    if pattern.window is not None:
-        reach = min(pattern.window, _FAR // 2) - 1
+    if mask.window is not None:
+        reach = min(mask.window, _FAR // 2) - 1
         low_BL = jnp.maximum(low_BL, index_BL - reach)
         high_BL = jnp.minimum(high_BL, index_BL + reach)
-    if pattern.chunk is not None:
-        chunk = min(pattern.chunk, _FAR // 2)
+    if mask.chunk is not None:
+        chunk = min(mask.chunk, _FAR // 2)
         start_BL = index_BL // chunk * chunk
         low_BL = jnp.maximum(low_BL, start_BL)
         high_BL = jnp.minimum(high_BL, start_BL + (chunk - 1))
@@ -66,23 +67,26 @@ def _range_seen(index_BL: jax.Array, pattern: Pattern) -> tuple[jax.Array, jax.A
 
 @dataclass(frozen=True, kw_only=True)
 class Visibility:
-    """Which facts of rows decide; static. bounded_below: a query may see less than all before."""
+    """The facts that decide what is visible; static.
+
+    bounded_below: a query may not see all earlier keys. segmented: there are segments.
+    """
 
     prefix: int
     bounded_below: bool
     segmented: bool
 
     @classmethod
-    def of(cls, inputs: ScoreInputs, pattern: Pattern) -> "Visibility":
-        """What this pattern and these inputs ask for."""
+    def of(cls, inputs: AttentionInputs, mask: MaskSpec) -> "Visibility":
+        """Return what this mask and these inputs need."""
         return cls(
-            prefix=pattern.prefix,
-            bounded_below=pattern.window is not None or pattern.chunk is not None,
+            prefix=mask.prefix,
+            bounded_below=mask.window is not None or mask.chunk is not None,
             segmented=inputs.q_segment_ids_BL is not None and inputs.kv_segment_ids_BT is not None,
         )
 
-    def seen(self, query: Sequence[jax.Array], key: Sequence[jax.Array]) -> jax.Array:
-        """Booleans from the facts of queries and keys, which broadcast."""
+    def seen(self, query: Sequence[Array], key: Sequence[Array]) -> Array:
+        """Return booleans from the facts of queries and keys, which broadcast."""
         (low, high, query_segment), (index, key_segment) = query, key
         seen = index <= high
         if self.bounded_below:
@@ -93,10 +97,10 @@ class Visibility:
             seen &= query_segment == key_segment
         return seen
 
-    def kinds(self, query_facts_B3QX: jax.Array, key_facts_B2KY: jax.Array) -> jax.Array:
-        """`B Q K`: how much of each pair of blocks is seen, from the extremes of its rows.
+    def kinds(self, query_facts_B3QX: Array, key_facts_B2KY: Array) -> Array:
+        """Return the visibility of every pair of blocks `B Q K`.
 
-        May say "partly" of a pair in which nothing or everything is seen, never the reverse.
+        A hidden or fully visible pair may be reported as PARTIAL, never the reverse.
         """
         low, high, segment = (query_facts_B3QX[:, i, :, None] for i in range(3))
         index, key_segment = (key_facts_B2KY[:, i, None] for i in range(2))
@@ -112,10 +116,10 @@ class Visibility:
             first, last = least(key_segment), most(key_segment)
             any_seen &= (below <= last) & (first <= above)
             all_seen &= (below == last) & (first == above)
-        return jnp.where(any_seen, jnp.where(all_seen, WHOLLY, PARTLY), NOTHING)
+        return jnp.where(any_seen, jnp.where(all_seen, FULL, PARTIAL), HIDDEN)
 
 
-# Scalar memory of a TPU core (v5e and v5p), less what the compiler keeps there.
+# Scalar memory of a TPU core (v5e and v5p), less a part reserved for the compiler.
 _SCALAR_BYTES = 2**20 - 2**14
 
 
@@ -127,53 +131,53 @@ class Step:
 
     @classmethod
     def pack(cls, outer: Any, inner: Any, kind: Any, *, begins: Any, ends: Any) -> "Step":
-        """outer, inner: numbers of blocks, below 2^13."""
+        """Return a packed step; outer, inner: numbers of blocks, below 2^13."""
         return cls(outer << 17 | inner << 4 | ends << 3 | begins << 2 | kind)
 
     @property
     def outer(self) -> Any:
-        """The block that stays, and that results are written to."""
+        """The block that stays, to which results are written."""
         return self.word >> 17
 
     @property
     def inner(self) -> Any:
-        """The block that it meets in this step."""
+        """The block that is paired with it in this step."""
         return (self.word >> 4) & 0x1FFF
 
     @property
     def kind(self) -> Any:
-        """How much of the pair is seen."""
+        """The visibility of the pair."""
         return self.word & 3
 
     @property
     def begins(self) -> Any:
-        """Whether the outer block is new."""
+        """Whether this is the first step of the outer block."""
         return (self.word & 4) != 0
 
     @property
     def ends(self) -> Any:
-        """Whether the outer block is done after this."""
+        """Whether this is the last step of the outer block."""
         return (self.word & 8) != 0
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Pairs of blocks with something to see, in the order in which a grid takes them.
+    """The visible pairs of blocks, in the order of a grid.
 
     words: packed steps, `stride` for each row of the batch; stride 0: the same for all.
-    count: the most that a row has; a grid needs no more.
+    count: the most steps of a row, which is the size of the grid.
     """
 
-    words: jax.Array
-    count: jax.Array
+    words: Array
+    count: Array
     stride: int
 
 
-def steps_of(kinds_BNM: jax.Array) -> Steps:
-    """The steps: outer blocks N one after another, for each the inner blocks M that it meets.
+def steps_of(kinds_BNM: Array) -> Steps:
+    """Return the steps: for each outer block N in turn, its visible inner blocks M.
 
-    An outer block that meets none has one step, which writes its zeros. Rows of the batch with
-    fewer steps than others end in steps that do nothing where they are.
+    An outer block without a visible one has one step, which writes its zeros. Rows of the batch
+    with fewer steps than others end in idle steps.
     Raises: ValueError for more steps than scalar memory holds.
     """
     B, N, M = kinds_BNM.shape
@@ -183,8 +187,8 @@ def steps_of(kinds_BNM: jax.Array) -> Steps:
             f"scalar memory, which has {_SCALAR_BYTES}; use larger blocks "
             "(model.operation_configs), fewer rows per device, or more sp"
         )
-    meets_none = ~jnp.any(kinds_BNM > NOTHING, axis=-1, keepdims=True)
-    wanted = (kinds_BNM > NOTHING) | (meets_none & (jnp.arange(M) == 0))
+    none_visible = ~jnp.any(kinds_BNM > HIDDEN, axis=-1, keepdims=True)
+    wanted = (kinds_BNM > HIDDEN) | (none_visible & (jnp.arange(M) == 0))
     places = jnp.arange(N * M, dtype=jnp.int32)
     flat = wanted.reshape(B, N * M)
     count = jnp.sum(flat, axis=-1, keepdims=True, dtype=jnp.int32)
@@ -192,7 +196,7 @@ def steps_of(kinds_BNM: jax.Array) -> Steps:
     keys = jnp.sort(keys, axis=-1)
     idle = places >= count
     keys = jnp.where(idle, jnp.max(jnp.where(idle, 0, keys), axis=-1, keepdims=True), keys)
-    kind, place = jnp.where(idle, NOTHING, keys & 3), keys >> 2
+    kind, place = jnp.where(idle, HIDDEN, keys & 3), keys >> 2
     outer, inner = place // M, place % M
     begins = (places == 0) | (outer != jnp.roll(outer, 1, axis=-1))
     ends = (places == count - 1) | ((outer != jnp.roll(outer, -1, axis=-1)) & ~idle)

@@ -1,4 +1,4 @@
-"""The Pallas kernels for TPU against plain float32 attention, in Pallas' interpreter on the CPU.
+"""The Pallas kernels for TPU equal dense float32 attention, in Pallas' interpreter.
 
 Letters: B batch, L queries, T keys, H query heads, K kv heads, h head dim.
 """
@@ -16,14 +16,18 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
+from test_blockwise import dense as dense_attention
 
-from model.attention import blockwise, pallas_steps, pallas_tpu
-from model.attention.scores import UNUSED, Pattern, ScoreInputs, ScoreRule, visible_BHLT
+from model.attention import blockwise
+from model.attention.blockwise import OutputGradients
+from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, MaskSpec
+from model.attention.pallas import flash, grid
+from model.attention.pallas.flash import KernelOptions
 
 HEAD_DIM = 128
-CAUSAL = Pattern()
+CAUSAL = MaskSpec()
+INTERPRET = KernelOptions(interpret=True, dq_stays=False)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Case:
 
     q_index: object
     kv_index: object
-    pattern: Pattern = CAUSAL
+    mask: MaskSpec = CAUSAL
     segments: object = None
     soft_cap: float | None = None
     batch: int = 1
@@ -43,11 +47,11 @@ class Case:
     dq_stays: bool = False
 
     @property
-    def inputs(self) -> ScoreInputs:
+    def inputs(self) -> AttentionInputs:
         def rows(x):
             return None if x is None else jnp.atleast_2d(jnp.asarray(x, jnp.int32))
 
-        return ScoreInputs(
+        return AttentionInputs(
             q_index_BL=rows(self.q_index),
             kv_index_BT=rows(self.kv_index),
             q_segment_ids_BL=rows(self.segments),
@@ -55,10 +59,10 @@ class Case:
         )
 
     @property
-    def rule(self) -> ScoreRule:
-        return ScoreRule(
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
             scale=HEAD_DIM**-0.5,
-            pattern=self.pattern,
+            mask=self.mask,
             soft_cap=self.soft_cap,
             block_q=self.block_q,
             block_k=self.block_k,
@@ -75,50 +79,31 @@ class Case:
         ]
 
 
-@partial(jax.jit, static_argnums=4)
-def dense(q, k, v, inputs, rule):
-    """(out, lse), every score written down in float32."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    scores = jnp.einsum("BLHh,BTHh->BHLT", q, k) * rule.scale
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
-    seen = visible_BHLT(inputs, rule.pattern)
-    scores = jnp.where(seen, scores, -1e9)
-    top = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
-    norm = weights.sum(-1)
-    sees = norm > 0
-    norm = jnp.where(sees, norm, 1.0)
-    out = jnp.einsum("BHLT,BTHh->BLHh", weights / norm[..., None], v)
-    return out, jnp.where(sees, jnp.log(norm) + top[..., 0], -jnp.inf)
+dense = jax.jit(dense_attention, static_argnums=4)
 
 
-@partial(jax.jit, static_argnums=(5, 6, 7))
-def kernels(q, k, v, dout, inputs, rule, dq_stays=False, interpret=True):
+@partial(jax.jit, static_argnums=(5, 6))
+def kernels(q, k, v, dout, inputs, spec, options=INTERPRET):
     """(out, lse) and (dq, dk, dv) of the kernels."""
-    out, lse = pallas_tpu.attend(q, k, v, inputs, rule, interpret=interpret)
+    out, lse = flash.attend(q, k, v, inputs, spec, options)
     delta = jnp.sum(dout.astype(jnp.float32) * out, axis=-1).transpose(0, 2, 1)
-    grads = pallas_tpu.attend_gradients(
-        q, k, v, inputs, rule,
-        lse_BHL=lse, delta_BHL=delta, dout_BLHh=dout, interpret=interpret, dq_stays=dq_stays,
-    )  # fmt: skip
-    return (out, lse), grads
+    output = OutputGradients(lse, delta, dout)
+    return (out, lse), flash.attend_gradients(q, k, v, inputs, spec, output, options)
 
 
 @partial(jax.jit, static_argnums=5)
-def dense_gradients(q, k, v, dout, inputs, rule):
-    (out, lse), pull_back = jax.vjp(lambda *x: dense(*x, inputs, rule), q, k, v)
+def dense_gradients(q, k, v, dout, inputs, spec):
+    (out, lse), pull_back = jax.vjp(lambda *x: dense(*x, inputs, spec), q, k, v)
     return pull_back((dout.astype(out.dtype), jnp.zeros_like(lse)))
 
 
 def check(case: Case, interpret=True) -> None:
-    """Values, logsumexp and gradients equal those of the oracle."""
+    """Compare values, logsumexp and gradients with dense attention."""
+    options = KernelOptions(interpret=interpret, dq_stays=case.dq_stays)
     *qkv, dout = case.arrays()
-    (out, lse), grads = kernels(*qkv, dout, case.inputs, case.rule, case.dq_stays, interpret)
-    expected_out, expected_lse = dense(*qkv, case.inputs, case.rule)
-    expected_grads = dense_gradients(*qkv, dout, case.inputs, case.rule)
+    (out, lse), grads = kernels(*qkv, dout, case.inputs, case.spec, options)
+    expected_out, expected_lse = dense(*qkv, case.inputs, case.spec)
+    expected_grads = dense_gradients(*qkv, dout, case.inputs, case.spec)
     bounds = {"rtol": 1e-5, "atol": 1e-5}
     if case.dtype == "bfloat16":
         # Weights and their derivatives are rounded to 8 bits before they meet v, k and q.
@@ -141,18 +126,18 @@ FAST = {
     "zigzag sees another's rows in part": Case(ZIGZAG, MIDDLE, heads=(4, 1)),
     "dq stays": Case(ZIGZAG, MIDDLE, heads=(4, 2), dq_stays=True),
     "window, documents, cap": Case(
-        NATURAL, NATURAL, Pattern(window=70), DOCUMENTS, soft_cap=2.0, batch=2
+        NATURAL, NATURAL, MaskSpec(window=70), DOCUMENTS, soft_cap=2.0, batch=2
     ),
     "nothing is seen": Case(NATURAL, NATURAL + 256),
 }
 SLOW = {
-    "bidirectional": Case(NATURAL, NATURAL, Pattern(causal=False), heads=(4, 2)),
-    "bidirectional window": Case(NATURAL, NATURAL, Pattern(causal=False, window=40)),
-    "chunk and prefix": Case(NATURAL, NATURAL, Pattern(chunk=100, prefix=33)),
+    "bidirectional": Case(NATURAL, NATURAL, MaskSpec(causal=False), heads=(4, 2)),
+    "bidirectional window": Case(NATURAL, NATURAL, MaskSpec(causal=False, window=40)),
+    "chunk and prefix": Case(NATURAL, NATURAL, MaskSpec(chunk=100, prefix=33)),
     "zigzag sees itself": Case(ZIGZAG, ZIGZAG, heads=(4, 4)),
     "any order": Case(*np.random.default_rng(2).permuted(np.tile(NATURAL, (2, 1)), axis=1)),
     "one row of indices per row of the batch": Case(
-        np.stack([NATURAL, NATURAL + 77]), NATURAL, Pattern(window=128), batch=2, heads=(4, 2)
+        np.stack([NATURAL, NATURAL + 77]), NATURAL, MaskSpec(window=128), batch=2, heads=(4, 2)
     ),
     "unused keys, more keys than queries": Case(
         NATURAL + 128,
@@ -161,10 +146,10 @@ SLOW = {
         block_k=384,
     ),
     "documents without order": Case(
-        NATURAL, NATURAL, Pattern(causal=False), DOCUMENTS, batch=2, block_q=None, block_k=None
+        NATURAL, NATURAL, MaskSpec(causal=False), DOCUMENTS, batch=2, block_q=None, block_k=None
     ),
     "dq stays, documents, cap": Case(
-        NATURAL, NATURAL, Pattern(window=70), DOCUMENTS, soft_cap=2.0, batch=2, dq_stays=True
+        NATURAL, NATURAL, MaskSpec(window=70), DOCUMENTS, soft_cap=2.0, batch=2, dq_stays=True
     ),
     "dq stays, nothing is seen": Case(NATURAL, NATURAL + 256, dq_stays=True),
     "dq stays, bfloat16": Case(NATURAL, NATURAL, dtype="bfloat16", heads=(4, 2), dq_stays=True),
@@ -186,7 +171,7 @@ def test_kernels_equal_dense_attention_in_every_case(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dq_stays", [False, True])
-def test_a_simulated_tpu_reads_nothing_that_was_not_written(dq_stays: bool) -> None:
+def test_a_simulated_tpu_reads_no_uninitialised_memory(dq_stays: bool) -> None:
     # Its memory starts as NaN; blocks are copied in and out as on a TPU.
     simulated = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
     case = Case(ZIGZAG, MIDDLE, heads=(4, 2), dq_stays=dq_stays)
@@ -197,7 +182,7 @@ def test_queries_that_see_nothing_get_zeros() -> None:
     # Half of the queries of one block see nothing, the others something.
     case = Case(NATURAL, NATURAL + 64, heads=(1, 1))
     *qkv, dout = case.arrays()
-    (out, lse), grads = kernels(*qkv, dout, case.inputs, case.rule)
+    (out, lse), grads = kernels(*qkv, dout, case.inputs, case.spec)
     assert np.all(out[:, :64] == 0) and np.all(lse[..., :64] == -np.inf)
     assert np.all(np.isfinite(lse[..., 64:]))
     assert np.all(grads[0][:, :64] == 0)
@@ -207,18 +192,16 @@ def test_queries_that_see_nothing_get_zeros() -> None:
 def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
     case = Case(NATURAL, NATURAL, heads=(2, 1))
     q, k, v, dout = case.arrays()
-    (out, lse), grads = kernels(q, k, v, dout, case.inputs, case.rule)
+    (out, lse), grads = kernels(q, k, v, dout, case.inputs, case.spec)
     delta = jnp.sum(dout * out, axis=-1).transpose(0, 2, 1)
 
     @jax.jit
     def half(k, v, inputs):
+        output = OutputGradients(lse, delta, dout)
         return (
-            pallas_tpu.attend(q, k, v, inputs, case.rule, interpret=True),
-            pallas_tpu.attend_gradients(
-                q, k, v, inputs, case.rule,
-                lse_BHL=lse, delta_BHL=delta, dout_BLHh=dout, interpret=True,
-            ),
-        )  # fmt: skip
+            flash.attend(q, k, v, inputs, case.spec, INTERPRET),
+            flash.attend_gradients(q, k, v, inputs, case.spec, output, INTERPRET),
+        )
 
     (first, one), (second, two) = (
         half(k[:, part], v[:, part], Case(NATURAL, NATURAL[part]).inputs)
@@ -236,17 +219,16 @@ def test_two_halves_of_the_keys_merge_to_the_whole() -> None:
 
 @pytest.mark.slow
 def test_kernels_equal_the_native_engine() -> None:
-    case = Case(ZIGZAG, ZIGZAG, Pattern(window=300), heads=(4, 2), soft_cap=4.0)
+    case = Case(ZIGZAG, ZIGZAG, MaskSpec(window=300), heads=(4, 2), soft_cap=4.0)
     *qkv, dout = case.arrays()
-    (out, lse), grads = kernels(*qkv, dout, case.inputs, case.rule)
+    (out, lse), grads = kernels(*qkv, dout, case.inputs, case.spec)
 
     @jax.jit
     def native(q, k, v, inputs):
         delta = jnp.sum(dout * out, axis=-1).transpose(0, 2, 1)
-        gradients = blockwise.attend_gradients(
-            q, k, v, inputs, case.rule, lse_BHL=lse, delta_BHL=delta, dout_BLHh=dout
-        )
-        return blockwise.attend(q, k, v, inputs, case.rule), gradients[:3]
+        output = OutputGradients(lse, delta, dout)
+        gradients = blockwise.attend_gradients(q, k, v, inputs, case.spec, output)
+        return blockwise.attend(q, k, v, inputs, case.spec), gradients[:3]
 
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(
@@ -267,36 +249,36 @@ rows = st.lists(st.integers(-2, 40), min_size=8, max_size=8).map(np.array)
     chunk=st.none() | st.sampled_from([1, 7, 2**40]),
     prefix=st.sampled_from([0, 3]),
 )
-def test_numbers_per_row_say_what_the_pattern_says(
+def test_row_facts_say_what_the_mask_says(
     q_index, kv_index, segments, causal, window, chunk, prefix
 ) -> None:
-    pattern = Pattern(causal=causal, window=window, chunk=chunk, prefix=prefix)
-    inputs = ScoreInputs(
+    mask = MaskSpec(causal=causal, window=window, chunk=chunk, prefix=prefix)
+    inputs = AttentionInputs(
         q_index_BL=q_index[None],
         kv_index_BT=kv_index[None],
         q_segment_ids_BL=np.array(segments[:1]),
         kv_segment_ids_BT=np.array(segments[1:]),
     )
-    law = pallas_steps.Visibility.of(inputs, pattern)
-    query, key = (np.asarray(x) for x in pallas_steps.row_facts(inputs, pattern))
-    seen = np.asarray(law.seen(query[0, :, :, None], key[0, :, None]))
+    visibility = grid.Visibility.of(inputs, mask)
+    query, key = (np.asarray(x) for x in grid.row_facts(inputs, mask))
+    seen = np.asarray(visibility.seen(query[0, :, :, None], key[0, :, None]))
     same = inputs.q_segment_ids_BL[0][:, None] == inputs.kv_segment_ids_BT[0]
     wide = q_index.astype(np.int64)[:, None], kv_index.astype(np.int64)[None]
     # numpy has no bound at 2^31; a prefix is within its document like everything else.
-    np.testing.assert_array_equal(seen, pattern.visible(*wide) & same)
-    kinds = law.kinds(query.reshape(1, 3, 2, 4), key.reshape(1, 2, 2, 4))[0]
+    np.testing.assert_array_equal(seen, mask.visible(*wide) & same)
+    kinds = visibility.kinds(query.reshape(1, 3, 2, 4), key.reshape(1, 2, 2, 4))[0]
     pairs = seen.reshape(2, 4, 2, 4).transpose(0, 2, 1, 3).reshape(2, 2, 16)
-    assert np.all((kinds > pallas_steps.NOTHING) | ~pairs.any(-1))
-    assert np.all((kinds < pallas_steps.WHOLLY) | pairs.all(-1))
+    assert np.all((kinds > grid.HIDDEN) | ~pairs.any(-1))
+    assert np.all((kinds < grid.FULL) | pairs.all(-1))
 
 
-def test_the_grid_holds_what_is_seen_and_no_more() -> None:
+def test_the_grid_holds_visible_pairs_only() -> None:
     kinds = np.zeros((2, 4, 3), np.int32)
     kinds[0, 0, 1], kinds[0, 2] = 2, [1, 0, 2]
     kinds[1, 3, 2] = 1
-    steps = pallas_steps.steps_of(jnp.asarray(kinds))
+    steps = grid.steps_of(jnp.asarray(kinds))
     assert int(steps.count) == 5 and steps.stride == 12
-    step = pallas_steps.Step(np.asarray(steps.words).reshape(2, 12)[:, :5])
+    step = grid.Step(np.asarray(steps.words).reshape(2, 12)[:, :5])
     # A block of queries that meets nothing has one step of kind 0; the second row ends idle.
     np.testing.assert_array_equal(step.outer, [[0, 1, 2, 2, 3], [0, 1, 2, 3, 3]])
     np.testing.assert_array_equal(step.inner, [[1, 0, 0, 2, 0], [0, 0, 0, 2, 2]])
@@ -310,22 +292,22 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu,tpu"
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec, NamedSharding
-from model.attention import pallas_tpu
-from model.attention.scores import ScoreInputs, ScoreRule
-from parallel.sharding.mesh import MeshConfig, build_mesh
+from model.attention.blockwise import OutputGradients
+from model.attention.pallas import flash
+from model.attention.pallas.flash import KernelOptions
+from model.attention.mask import AttentionInputs, AttentionSpec
 from parallel.sharding.devices import absent_devices
+from parallel.sharding.mesh import MeshConfig, build_mesh
 
-L, rule = 4096, ScoreRule(scale=128**-0.5)
+L, spec = 4096, AttentionSpec(scale=128**-0.5)
 mesh = build_mesh(MeshConfig(sp=4), absent_devices("{topology}"))
 
 def both(q, k, v, dout, q_index, kv_index):
-    inputs = ScoreInputs(q_index_BL=q_index, kv_index_BT=kv_index)
-    out, lse = pallas_tpu.attend(q, k, v, inputs, rule)
+    inputs = AttentionInputs(q_index_BL=q_index, kv_index_BT=kv_index)
+    out, lse = flash.attend(q, k, v, inputs, spec)
     delta = jnp.sum(dout * out, axis=-1).transpose(0, 2, 1)
-    return out, pallas_tpu.attend_gradients(
-        q, k, v, inputs, rule,
-        lse_BHL=lse, delta_BHL=delta, dout_BLHh=dout, dq_stays={dq_stays},
-    )
+    output, options = OutputGradients(lse, delta, dout), KernelOptions(dq_stays={dq_stays})
+    return out, flash.attend_gradients(q, k, v, inputs, spec, output, options)
 
 split = PartitionSpec(None, "sp")
 def array(heads):
@@ -334,7 +316,7 @@ def array(heads):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split))
 
 jax.set_mesh(mesh)
-# What a pallas_call returns has no type that says over which axes it varies.
+# The results of a pallas_call have no varying axes.
 island = jax.shard_map(both, in_specs=split, out_specs=split, check_vma=False)
 compiled = jax.jit(island).lower(*map(array, (32, 8, 8, 32, 0, 0))).compile()
 print(compiled.memory_analysis().temp_size_in_bytes)
@@ -365,13 +347,13 @@ def test_the_compiled_program_has_the_kernels_and_no_scores(topology, dq_stays, 
 @pytest.mark.parametrize(
     ("length", "asked", "message"),
     [
-        (200, None, "over 200 rows per device: they must be a multiple of 128"),
-        (256, 192, "block_q=192 over 256 rows per device: it must divide them"),
-        (384, 256, "block_q=256 over 384 rows per device: it must divide them"),
+        (200, None, "over 200 tokens per device: use a multiple of 128"),
+        (256, 192, "block_q=192 over 256 tokens per device: it must divide them"),
+        (384, 256, "block_q=256 over 384 tokens per device: it must divide them"),
     ],
 )
 def test_rows_that_do_not_tile_are_refused(length: int, asked: int | None, message: str) -> None:
     case = Case(np.arange(length), NATURAL, block_q=asked)
     q, k, v, _ = case.arrays()
     with pytest.raises(ValueError, match=message):
-        pallas_tpu.attend(q, k, v, case.inputs, case.rule, interpret=True)
+        flash.attend(q, k, v, case.inputs, case.spec, INTERPRET)

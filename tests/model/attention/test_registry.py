@@ -1,0 +1,167 @@
+"""The choice of an operation keeps its rules, and the registry is open to new operations."""
+
+import jax.numpy as jnp
+import pytest
+from conftest import MESHES, ONE_DEVICE, tensor_parallel
+
+from model.attention import registry
+from model.attention.api import OperationRegistry
+from model.attention.dense import vanilla
+from model.attention.metadata import OperationMetadata
+from model.attention.registry import (
+    ALL,
+    Capabilities,
+    Request,
+    backends_of,
+    blockwise_names,
+    choose_for_layer,
+    choose_operation,
+    operation_names,
+    register,
+)
+from model.attention.ring import row_order
+from model.config import ModelConfig
+from parallel.sharding.axes import MODE_DECODE
+
+
+def request(*features: str, **changes) -> Request:
+    base = {"platform": "cpu", "dtype": "float32", "length": 4096, "head_dim": 128, "heads": 8}
+    return Request(features=frozenset(features), **{**base, **changes})
+
+
+CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen", "passed_over"),
+    [
+        (request("segment_ids"), "flash_attn2 native", "ring native, ulysses native (sp is one"),
+        (
+            request("segment_ids", length=64),
+            "vanilla native",
+            "flash_attn2 native, blocksparse native (faster from 1024 tokens per device, not 64)",
+        ),
+        (request("segment_ids", platform="tpu"), "flash_attn2 tpu", "sp is one device"),
+        # The kernel does not support a bias, but the native backend does.
+        (
+            request("bias", platform="tpu"),
+            "flash_attn2 native",
+            "flash_attn2 tpu (has no bias)",
+        ),
+        (
+            request(platform="tpu", head_dim=80),
+            "flash_attn2 native",
+            "flash_attn2 tpu (needs heads of a multiple of 128, not 80)",
+        ),
+        (request("chunk", "segment_ids"), "blocksparse native", "has no chunk"),
+        (request("sequence_parallel", sp=4), "ring native", "nothing"),
+        (request("gqa", "window", **CUDNN), "flash_attn2 gpu", "sp is one device"),
+        # cuDNN supports either feature, but not both at once.
+        (
+            request("bidirectional", "window", **CUDNN),
+            "flash_attn2 native",
+            "flash_attn2 gpu (has no bidirectional with window)",
+        ),
+    ],
+)
+def test_auto_takes_the_most_preferred_and_says_why_not_the_others(
+    asked, chosen, passed_over
+) -> None:
+    choice = choose_operation(asked)
+    assert f"{choice.name} {choice.backend.name}" == chosen
+    assert choice.reason.startswith(f"{choice.backend.name} backend; passed over: ")
+    assert passed_over in choice.reason
+
+
+def test_a_named_operation_falls_back_to_its_native_backend() -> None:
+    both = request("block_mask", "segment_ids", platform="tpu")
+    assert choose_operation(both, "blocksparse").backend.name == "native"
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "message"),
+    [
+        (request("soft_cap"), "sdpa", r"operation sdpa cannot .*\(native: has no soft_cap\)"),
+        (
+            request("sequence_parallel", sp=8, heads=4),
+            "ulysses",
+            r"ulysses cannot .* divisible by sp=8, not 4",
+        ),
+        (request(dtype="float64"), "auto", r"no attention operation .* vanilla native.* \(takes"),
+        (request(), "vanila", r"unknown attention operation 'vanila'; use one of ring, .*vanilla"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_what_every_backend_lacks(asked, name, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_operation(asked, name)
+
+
+def test_a_backend_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="registered twice"):
+        OperationRegistry.register("vanilla", capabilities=Capabilities())(vanilla)
+
+
+def test_documented_names_are_registered() -> None:
+    documented = "flash_attn2 ring blocksparse ragged_page_attention_v2 ragged_page_attention_v3"
+    assert {*documented.split(), "sdpa", "vanilla"} <= {*OperationRegistry.list_implementations()}
+    assert blockwise_names() == ("ring", "ulysses", "flash_attn2", "blocksparse")
+
+
+def test_a_decorated_function_is_an_operation(monkeypatch) -> None:
+    """`auto` prefers it, metadata and configuration take its block sizes, a call runs it."""
+    everything = {name: dict(backends) for name, backends in registry._OPERATIONS.items()}
+    monkeypatch.setattr(registry, "_OPERATIONS", everything)
+
+    @register("toy", capabilities=Capabilities(features=ALL, preference=1000, blockwise=True))
+    def toy(q_BLHh, k_BTKh, v_BTKh, inputs, spec):
+        return v_BTKh * spec.block_q
+
+    assert operation_names()[0] == "toy" and blockwise_names()[0] == "toy"
+    assert choose_operation(request()).backend.function is toy
+    manager = tensor_parallel(ONE_DEVICE).manager
+    metadata = OperationMetadata(
+        jnp.float32, partition_manager=manager, operation_configs={"toy": {"block_q": 3}}
+    )
+    ones = jnp.ones((1, 4, 2, 8))
+    assert (OperationRegistry.create("toy", metadata)(ones, ones, ones) == 3).all()
+    assert backends_of("toy")[0].name == "native"
+
+
+def test_a_model_chooses_per_layer_type_and_mode() -> None:
+    config = ModelConfig(
+        layer_types=("sliding_attention", "full_attention"), sliding_window=8, dtype="float32"
+    )
+    manager = tensor_parallel(MESHES["tp4-sp2"]).manager
+    long = choose_for_layer(config, "sliding_attention", manager, length=8192)
+    short = choose_for_layer(config, "full_attention", manager, length=64)
+    assert (long.name, short.name) == ("ring", "vanilla")
+    decode = choose_for_layer(config, "full_attention", manager, length=1, mode=MODE_DECODE)
+    assert decode.name == "flash_attn2" and decode.backend.capabilities.merges_keys
+    # Keys that are split over sp are merged, not gathered, for every type of layer.
+    chunks = ModelConfig(
+        layer_types=("chunked_attention",), attention_chunk_size=8, dtype="float32"
+    )
+    decode = choose_for_layer(chunks, "chunked_attention", manager, length=1, mode=MODE_DECODE)
+    assert decode.name == "blocksparse" and decode.backend.capabilities.merges_keys
+    for paged_length, name in ((1, "ragged_page_attention_v2"), (4, "ragged_page_attention_v3")):
+        paged = choose_for_layer(
+            config, "full_attention", manager, length=paged_length, mode=MODE_DECODE, paged=True
+        )
+        assert paged.name == name
+
+
+def test_rows_are_in_zigzag_order_if_a_layer_is_a_ring_and_every_choice_allows_it() -> None:
+    manager, config = tensor_parallel(MESHES["tp4-sp2"]).manager, ModelConfig(dtype="float32")
+    ring = choose_for_layer(config, "full_attention", manager, length=8192)
+    flash = choose_operation(request())
+    fixed_order = choose_operation(request("window", **CUDNN))
+    assert row_order([ring, flash], config, manager, 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    for choices, changes, mesh, length in (
+        ([flash], {}, "tp4-sp2", 8),
+        ([ring, fixed_order], {}, "tp4-sp2", 8),
+        ([ring], {"zigzag": False}, "tp4-sp2", 8),
+        ([ring], {}, "tp4-sp2", 6),
+        ([ring], {}, "tp8", 8),
+    ):
+        other = tensor_parallel(MESHES[mesh]).manager
+        assert row_order(choices, config.model_copy(update=changes), other, length) is None
