@@ -148,7 +148,9 @@ class MoE(nnx.Module):
         column_spec, column = params_for_shard_map(
             self.gate_up.kernels(), manager.resolve(column_axes), x_BLD, axis
         )
-        row_spec, (row,) = params_for_shard_map(self.down.kernels(), manager.resolve(row_axes), x_BLD, axis)
+        row_spec, (row,) = params_for_shard_map(
+            self.down.kernels(), manager.resolve(row_axes), x_BLD, axis
+        )
         bias_E = self.router.bias[...] if moe.bias_update_speed else None
         params = _MoEParams(self.router.kernel[...], bias_E, column, row)
         specs = _MoEParams(P(), P(), column_spec, row_spec)

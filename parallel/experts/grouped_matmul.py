@@ -137,7 +137,9 @@ def grouped_matmul(x_RD: Array, w_EDF: Array, groups: RowGroups, *, impl: str) -
     arrays = (x_RD, w_EDF, groups)
     # A custom gradient must have the type of its argument, so all arguments vary over all axes.
     axes = set().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
-    return _multiply(chosen, *jax.tree.map(partial(pcast_varying, axes=tuple(sorted(axes))), arrays))
+    return _multiply(
+        chosen, *jax.tree.map(partial(pcast_varying, axes=tuple(sorted(axes))), arrays)
+    )
 
 
 def _check_arrays(x_RD: Array, w_EDF: Array, groups: RowGroups) -> None:

@@ -22,30 +22,22 @@ from model.router import RouterSpec, get_router, register_router, route, router_
 
 T, E = 16, 8
 B, S = 4, 4
+
+
+def spec_of(name="sigmoid", top_k=2, normalise=False, **rest):
+    return RouterSpec(name=name, num_experts=E, top_k=top_k, normalise=normalise, **rest)
+
+
 SPECS = {
-    "softmax": RouterSpec(num_experts=E, name="softmax", top_k=3, normalise=True),
-    "softmax-plain": RouterSpec(
-        num_experts=E, name="softmax", top_k=3, normalise=False, scaling=2.5
-    ),
-    "topk_softmax": RouterSpec(num_experts=E, name="topk_softmax", top_k=2, normalise=True),
-    "sigmoid": RouterSpec(
-        num_experts=E,
-        name="sigmoid",
-        top_k=3,
-        normalise=True,
-        num_groups=4,
-        top_groups=2,
-        scaling=2.5,
-    ),
-    "sigmoid-plain": RouterSpec(num_experts=E, name="sigmoid", top_k=2, normalise=False),
-    "sigmoid-groups-of-one": RouterSpec(
-        num_experts=E, name="sigmoid", top_k=2, normalise=True, num_groups=8, top_groups=3
-    ),
-    "switch": RouterSpec(num_experts=E, name="switch", top_k=1, normalise=False),
+    "softmax": spec_of("softmax", 3, True),
+    "softmax-plain": spec_of("softmax", 3, scaling=2.5),
+    "topk_softmax": spec_of("topk_softmax", 2, True),
+    "sigmoid": spec_of("sigmoid", 3, True, num_groups=4, top_groups=2, scaling=2.5),
+    "sigmoid-plain": spec_of("sigmoid"),
+    "sigmoid-groups-of-one": spec_of("sigmoid", 2, True, num_groups=8, top_groups=3),
+    "switch": spec_of("switch", 1),
 }
-EXPERT_CHOICE = RouterSpec(
-    num_experts=E, name="expert_choice", top_k=3, normalise=False, scaling=1.5
-)
+EXPERT_CHOICE = spec_of("expert_choice", 3, scaling=1.5)
 every_router = pytest.mark.parametrize("name", SPECS)
 rng = np.random.default_rng(0)
 LOGITS = rng.normal(size=(T, E)).astype(np.float32)
@@ -227,9 +219,7 @@ def test_routing_losses_and_gradients_equal_loops_in_float64(name, bias_and_padd
 
 @pytest.mark.parametrize("top_k", [2, 3, 8])
 def test_expert_choice_equals_loops_in_float64(top_k) -> None:
-    spec = RouterSpec(
-        num_experts=E, name="expert_choice", top_k=top_k, normalise=False, scaling=1.5
-    )
+    spec = spec_of("expert_choice", top_k, scaling=1.5)
     got = solver(spec)(LOGITS, None, VALID)
     gradient = differences(rows_by_loops, LOGITS, spec, None, VALID)
     assert_equals_loops(got, rows_by_loops(LOGITS, spec, None, VALID), gradient)
@@ -477,10 +467,6 @@ def test_the_bias_rises_below_the_mean_load_and_falls_above_it() -> None:
     np.testing.assert_array_equal(update_router_bias(bias_NE[0], load_NE[0], 0.25), expected[0])
 
 
-def sigmoid_with(name="sigmoid", top_k=2, **rest):
-    return RouterSpec(name=name, num_experts=E, top_k=top_k, normalise=False, **rest)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -503,7 +489,7 @@ def sigmoid_with(name="sigmoid", top_k=2, **rest):
 )
 def test_a_specification_that_cannot_route_is_refused(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        sigmoid_with(**changes)
+        spec_of(**changes)
 
 
 def test_a_router_is_registered_once() -> None:

@@ -32,7 +32,11 @@ MESHES = [MeshConfig(ep=2, fsdp=2, tp=2), MeshConfig(ep=2, fsdp=2, sp=2)]
 
 def linears(mesh: MeshConfig, rule="split", outputs=("gate", "up"), sizes=(E, D, F), **rest):
     """Return a column linear with named outputs and a row linear."""
-    options = {"rule": rule, "kernel_init": truncated_normal(0.1), "parallel_config": tensor_parallel(mesh)}
+    options = {
+        "rule": rule,
+        "kernel_init": truncated_normal(0.1),
+        "parallel_config": tensor_parallel(mesh),
+    }
     rngs = nnx.Rngs(params=jax.random.key(5))
     experts, embed, width = sizes
     column = ExpertColumnParallelLinear(
@@ -105,7 +109,12 @@ def test_kernels_keep_their_order_through_nnx_split_and_merge() -> None:
     tp = tensor_parallel(ONE_DEVICE)
     with jax.set_mesh(tp.mesh):
         linear = ExpertColumnParallelLinear(
-            2, D, {"up": 4, "gate": F}, kernel_init=truncated_normal(1.0), parallel_config=tp, rngs=nnx.Rngs(0)
+            2,
+            D,
+            {"up": 4, "gate": F},
+            kernel_init=truncated_normal(1.0),
+            parallel_config=tp,
+            rngs=nnx.Rngs(0),
         )
         merged = nnx.merge(*nnx.split(linear))
         assert [w.shape[-1] for w in linear.kernels()] == [4, F]
