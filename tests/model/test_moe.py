@@ -312,7 +312,7 @@ def test_bfloat16_is_close_to_float32_by_every_exchange() -> None:
 
 
 def test_unsupported_grouped_matmuls_are_refused() -> None:
-    with pytest.raises(ValueError, match="pallas runs on TPU only, these devices are cpu"):
+    with pytest.raises(ValueError, match="pallas runs on tpu only, these devices are cpu"):
         run(config_of(grouped_matmul="pallas"), ONE_DEVICE)
     with pytest.raises(ValueError, match="grouped_matmul=padded needs the same number of rows"):
         run(config_of(exchange="ragged", grouped_matmul="padded"), MESHES["ep2"])
