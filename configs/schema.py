@@ -19,9 +19,11 @@ from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.config import ModelConfig
-from model.moe import rule_of
+from model.moe import router_spec
 from model.remat import remat_policy
+from model.router import get_router
 from parallel.cluster.config import ClusterConfig
+from parallel.experts.grouped_matmul import get_grouped_matmul
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
 from parallel.sharding.residual import DEFAULT_RESIDUAL, get_residual
@@ -218,9 +220,17 @@ def _check_experts(config: Config) -> None:
             f"no mixture-of-experts layer among {model.num_hidden_layers}; lower them"
         )
     try:
-        rule_of(model)
+        router = get_router(moe.router)
+        router_spec(model)
     except ValueError as error:
         raise ConfigError(f"model.moe.router={moe.router}: {error}") from error
+    try:
+        if moe.grouped_matmul != "auto":
+            get_grouped_matmul(moe.grouped_matmul)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.moe.grouped_matmul={moe.grouped_matmul}: {error}, auto"
+        ) from error
     unified = moe.expert_rule == "unified"
     owners = "mesh.fsdp * mesh.sp * mesh.ep" if unified else "mesh.ep"
     count = mesh.ep * (mesh.fsdp * mesh.sp if unified else 1)
@@ -232,8 +242,8 @@ def _check_experts(config: Config) -> None:
             "one per expert; use bidirectional"
         )
     unread = {
-        "bias_update_speed": (moe.router == "expert_choice", "router=expert_choice"),
-        "norm_topk_prob": (moe.router not in ("softmax", "sigmoid"), f"router={moe.router}"),
+        "bias_update_speed": (not router.uses_bias, f"router={moe.router}"),
+        "norm_topk_prob": (not router.uses_normalise, f"router={moe.router}"),
         "exchange_chunks": (moe.exchange in ("ragged", "dense"), f"exchange={moe.exchange}"),
         "capacity_factor": (moe.exchange == "dense", "exchange=dense"),
         "grouped_matmul": (moe.exchange == "dense", "exchange=dense"),
@@ -244,9 +254,9 @@ def _check_experts(config: Config) -> None:
             raise ConfigError(
                 f"model.moe.{name}={value} has no effect with model.moe.{by}; remove one of them"
             )
-    if moe.router == "expert_choice" and config.training.sample_tokens:
+    if not router.is_causal and config.training.sample_tokens:
         raise ConfigError(
-            "model.moe.router=expert_choice depends on later tokens and cannot generate text; set "
+            f"model.moe.router={moe.router} depends on later tokens and cannot generate text; set "
             "training.sample_tokens=0, or use another router"
         )
 

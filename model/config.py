@@ -20,10 +20,7 @@ from pydantic import (
 
 from model.block_sizes import BlockSizes
 from model.rope import RopeScaling
-from model.router import RouterName
-from parallel.experts.exchange import ExchangeMethod
-from parallel.experts.expert import ExpertRule
-from parallel.experts.grouped_matmul import FormName
+from parallel.experts.names import ExchangeMethod, ExpertRule
 
 DTypeName = Literal["bfloat16", "float32"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
@@ -87,10 +84,10 @@ class MoEConfig(
     """Number of dense layers before the first mixture-of-experts layer."""
     decoder_sparse_step: PositiveInt = 1
     """Every Nth of the remaining layers is a mixture of experts, counted from the first layer."""
-    router: RouterName = "softmax"
+    router: str = "softmax"
     """softmax: softmax over all experts, then top k; topk_softmax: top k, then softmax over those
     (Mixtral); sigmoid: sigmoid scores, top k within the best groups (DeepSeek-V3); switch: one
-    expert per token; expert_choice: every expert chooses its tokens."""
+    expert per token; expert_choice: every expert chooses its tokens; or a registered router."""
     norm_topk_prob: bool = True
     """Normalise the routing weights of a token to sum to one (softmax, sigmoid)."""
     n_group: PositiveInt = 1
@@ -115,8 +112,9 @@ class MoEConfig(
     have room for all tokens."""
     exchange_chunks: PositiveInt = 1
     """Chunks of alltoall, sent hop by hop while other chunks are computed; 1: one collective."""
-    grouped_matmul: Literal["auto", FormName] = "auto"
-    """Implementation of the grouped matmul of tokens and expert kernels."""
+    grouped_matmul: str = "auto"
+    """Implementation of the grouped matmul of tokens and expert kernels: auto, padded, ragged_dot,
+    blocked, pallas, reference (for tests) or a registered one."""
     expert_rule: ExpertRule = "split"
     """Sharding of the expert kernels. split: experts over ep, embed over fsdp; alt: embed also over
     sp; unified: experts over fsdp, sp and ep."""

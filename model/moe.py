@@ -1,12 +1,12 @@
-"""The mixture of experts of a block: a router, experts over ep, what it tells of their balance.
+"""Mixture-of-experts layer: a router, experts sharded over ep, and optional shared experts.
 
-The MLP of sparse layers. Which experts a token goes to is `model/router.py`, how it gets there
-`parallel/experts/expert.py`; here they share one shard_map island, and the choice of both is made
-and told. Letters: B batch, L length, T tokens of a device, D embed, E experts, F intermediate,
-N sparse layers.
+It takes the place of the MLP in sparse layers. `model/router.py` chooses experts,
+`parallel/experts/expert_layer.py` dispatches tokens to them; both run in one `jax.shard_map`.
+
+Letters: B batch, L length, T tokens of a device, D embed, E experts, F intermediate, N sparse
+layers.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,25 +20,23 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.layers import SwiGLU, gated_silu, truncated_normal
-from model.plan import ExecutionPlan
-from model.router import (
-    Health,
-    RouterRule,
-    balance_loss,
-    check_rule,
-    rebalanced,
-    route,
-    route_rows,
-    tally,
-    z_loss,
+from model.load_balancing import (
+    RoutingStats,
+    load_balancing_loss,
+    router_z_loss,
+    routing_stats,
+    update_router_bias,
 )
+from model.plan import ExecutionPlan
+from model.router import RouterSpec, get_router, route
 from parallel.experts.expert import (
     EXPERT_AXES,
     ExpertColumnParallelLinear,
-    ExpertPlan,
+    ExpertKernels,
+    ExpertLayerSpec,
     ExpertRowParallelLinear,
-    experts_of_tokens,
 )
+from parallel.experts.expert_layer import RoutedTokens, apply_experts
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import named_rngs
 from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
@@ -50,19 +48,30 @@ from parallel.sharding.specs import FEATURES, SplitDim, mesh_axes_of, split_dim
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoEReport:
-    """Of one layer, or stacked `N ...`: sums over the tokens of all devices, float32.
+    """Routing statistics of one layer, or of all sparse layers, stacked `N ...`.
 
-    health: who was chosen. dropped: assignments without room.
+    dropped: assignments beyond the expert capacity, float32, summed over all devices.
     """
 
-    health: Health
+    stats: RoutingStats
     dropped: jax.Array
 
 
-class Router(nnx.Module):
-    """Logits of the experts: kernel (D, E) in float32, whole everywhere, and a bias on the choice.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _MoEParams:
+    """Parameters of a layer, or their PartitionSpecs, for the body of its shard_map."""
 
-    The bias is there only if it is moved; it is no weight, and has no gradient.
+    router_DE: Any
+    bias_E: Any
+    column: Any
+    row: Any
+
+
+class Router(nnx.Module):
+    """Parameters of the router: a replicated float32 kernel (D, E), and a bias on the choice.
+
+    The bias exists only with `bias_update_speed`. It has no gradient; `with_updated_bias` moves it.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
@@ -76,7 +85,7 @@ class Router(nnx.Module):
 
 
 class MoE(nnx.Module):
-    """sum over a token's experts of weight * down(silu(gate(x)) * up(x)), and shared experts."""
+    """Sum of weight * down(silu(gate(x)) * up(x)) over a token's experts, plus shared experts."""
 
     def __init__(self, plan: ExecutionPlan, *, rngs: nnx.Rngs):
         config, tp, moe = plan.model, plan.tp, plan.model.moe
@@ -118,91 +127,83 @@ class MoE(nnx.Module):
         *,
         dropless: bool = False,
     ) -> tuple[jax.Array, MoEReport]:
-        """x_BLD -> (x_BLD in its layout, what to tell of this layer).
+        """Return the outputs of the layer in the layout of x_BLD, and its routing statistics.
 
-        valid_BL: False for padding, which goes to no expert and counts nowhere. dropless: whatever
-        the capacity; always so when text is generated.
-        Communication: see `experts_of_tokens`, and 2 E + 4 numbers.
+        valid_BL: False for padding, which gets no expert and is not counted. dropless: ignore the
+        expert capacity, as generation always does.
+        Communication: see `apply_experts`; and an all-reduce of 2 E + 4 numbers.
+        Raises: ValueError if text is generated with a router that is not causal.
         """
-        if mode != MODE_TRAIN and self.config.moe.router == "expert_choice":
+        moe, manager, axis = self.config.moe, self.tp.manager, self.tp.axis_name
+        if mode != MODE_TRAIN and not get_router(moe.router).is_causal:
             raise ValueError(
-                "model.moe.router=expert_choice looks at the tokens after one: it cannot generate "
+                f"model.moe.router={moe.router} reads later tokens of a row, so it cannot generate "
                 "text; use another router"
             )
-        spec, axis = jax.typeof(x_BLD).sharding.spec, self.tp.axis_name
-        manager = self.tp.manager
+        spec = jax.typeof(x_BLD).sharding.spec
         rows = P(*spec[:2])
         if valid_BL is None:
             valid_BL = jnp.ones(x_BLD.shape[:2], bool, out_sharding=rows)
-        column_axes, row_axes = EXPERT_AXES[self.config.moe.expert_rule]
+        column_axes, row_axes = EXPERT_AXES[moe.expert_rule]
         column_spec, column = params_for_shard_map(
             self.gate_up.kernels(), manager.resolve(column_axes), x_BLD, axis
         )
         row_spec, (row,) = params_for_shard_map(
             self.down.kernels(), manager.resolve(row_axes), x_BLD, axis
         )
-        bias = [self.router.bias[...]] if self.config.moe.bias_update_speed else []
+        bias_E = self.router.bias[...] if moe.bias_update_speed else None
+        params = _MoEParams(self.router.kernel[...], bias_E, column, row)
+        specs = _MoEParams(P(), P(), column_spec, row_spec)
         body = partial(
             _moe_body,
-            rule=rule_of(self.config),
-            plan=self._plan(column_spec, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
-            specs=(column_spec, row_spec),
+            router=router_spec(self.config),
+            layer=self._plan(column_spec, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
+            specs=specs,
             row_axes=(mesh_axes_of(spec[0]), mesh_axes_of(spec[1])),
         )
         island = jax.shard_map(
-            body,
-            mesh=manager.mesh,
-            in_specs=(spec, rows, P(), P(), [column_spec] * len(column), row_spec),
-            out_specs=(spec, P()),
+            body, mesh=manager.mesh, in_specs=(spec, rows, specs), out_specs=(spec, P())
         )
         with jax.named_scope("experts"):
-            y_BLD, report = island(
-                x_BLD,
-                jax.sharding.reshard(valid_BL, rows),
-                self.router.kernel[...],
-                bias,
-                column,
-                row,
-            )
-        if self.config.moe.num_shared_experts:
+            y_BLD, report = island(x_BLD, jax.sharding.reshard(valid_BL, rows), params)
+        if moe.num_shared_experts:
             y_BLD += self.shared(x_BLD)
         return y_BLD, report
 
-    def _plan(self, column_spec: P, dim: SplitDim | None, dropless: bool) -> ExpertPlan:
+    def _plan(self, column_spec: P, dim: SplitDim | None, dropless: bool) -> ExpertLayerSpec:
         moe, manager = self.config.moe, self.tp.manager
         choice = self.plan.dropless_experts if dropless else self.plan.experts
         assert choice is not None  # a model with a MoE layer has both
         axes = tuple(name for name in mesh_axes_of(column_spec[0]) if manager.mesh.shape[name] > 1)
-        return ExpertPlan(
+        return ExpertLayerSpec(
             num_experts=moe.num_experts,
             axes=axes,
             axis_name=self.tp.axis_name,
             split_dim=dim,
             exchange=choice.exchange,
-            form=choice.form,
+            grouped_matmul=choice.grouped_matmul,
             overlap=self.tp.for_kind("experts").overlap,
             top_k=moe.num_experts_per_tok,
             capacity_factor=None if dropless else moe.capacity_factor,
             chunks=1 if dropless else moe.exchange_chunks,
             native=_platform(manager) != "cpu",
-            # Measured: smaller ones pad less on a CPU, larger ones keep a TPU's units busy.
+            # Measured: smaller blocks pad less on a CPU, larger ones fill a TPU's matrix units.
             block=512 if _platform(manager) == "tpu" else 128,
         )
 
 
-def rule_of(config: ModelConfig) -> RouterRule:
-    """The router of this model. Raises: ValueError for one that cannot route to its experts."""
+def router_spec(config: ModelConfig) -> RouterSpec:
+    """Return the router of this model. Raises: ValueError for one that cannot route its experts."""
     moe = config.moe
-    rule = RouterRule(
+    return RouterSpec(
         name=moe.router,
+        num_experts=moe.num_experts,
         top_k=moe.num_experts_per_tok,
         normalise=moe.norm_topk_prob,
         num_groups=moe.n_group,
         top_groups=moe.topk_group,
         scaling=moe.routed_scaling_factor,
     )
-    check_rule(rule, moe.num_experts)
-    return rule
 
 
 def _platform(manager: PartitionManager) -> str:
@@ -212,96 +213,88 @@ def _platform(manager: PartitionManager) -> str:
 def _moe_body(
     x_BLD: jax.Array,
     valid_BL: jax.Array,
-    router_DE: jax.Array,
-    bias: list[jax.Array],
-    column: list[jax.Array],
-    row: jax.Array,
+    params: _MoEParams,
     *,
-    rule: RouterRule,
-    plan: ExpertPlan,
-    specs: tuple[P, P],
+    router: RouterSpec,
+    layer: ExpertLayerSpec,
+    specs: _MoEParams,
     row_axes: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> tuple[jax.Array, MoEReport]:
-    """`B L/tp D` or `B L D/tp` or `B L D`, kernels `E/ep D/fsdp F/tp` -> the same, and the report.
+    """Apply a layer to local blocks: `B L/tp D`, `B L D/tp` or `B L D` -> the same.
 
-    specs: of the kernels. row_axes: mesh axes that split B and L.
+    Kernels: `E/ep D/fsdp F/tp` and `E/ep F/tp D/fsdp`. row_axes: mesh axes that split B and L.
     """
     B, L, D = x_BLD.shape
-    axis, token_axes = plan.axis_name, (*row_axes[0], *row_axes[1])
+    axis, token_axes = layer.axis_name, (*row_axes[0], *row_axes[1])
     x_TD, valid_T = x_BLD.reshape(B * L, D), valid_BL.reshape(B * L)
     with jax.named_scope("router"):
-        logits_TE = _router_logits(x_TD, router_DE, plan)
-        if rule.name == "expert_choice":
-            logits_BLE = logits_TE.reshape(B, L, -1)
-            routing = route_rows(logits_BLE, rule, valid_BL=valid_BL, length_axes=row_axes[1])
-            whole = L * lax.axis_size(row_axes[1]) if row_axes[1] else L
-            taken = min(-(-whole * rule.top_k // plan.num_experts), L)
-            plan = dataclasses.replace(plan, items=B * plan.num_experts * taken)
-        else:
-            routing = route(logits_TE, rule, bias_E=bias[0] if bias else None, valid_T=valid_T)
-        health = tally(routing, logits_TE, valid_T=valid_T, token_axes=token_axes)
-    gather = partial(gather_kernel, keep=(axis, *plan.axes), dtype=x_BLD.dtype, like=x_BLD)
-    y_TD, dropped = experts_of_tokens(
-        x_TD,
-        routing.experts_TK,
-        routing.weights_TK,
-        [gather(w, specs[0]) for w in column],
-        gather(row, specs[1]),
-        function=gated_silu,
-        plan=plan,
-    )
-    # Where tp ranks hold the same tokens they all counted them.
+        logits_TE = _router_logits(x_TD, params.router_DE, layer)
+        routing = route(
+            logits_TE,
+            router,
+            bias_E=params.bias_E,
+            valid_T=valid_T,
+            row_length=L,
+            length_axes=row_axes[1],
+        )
+        stats = routing_stats(routing, logits_TE, valid_T=valid_T, token_axes=token_axes)
+    gather = partial(gather_kernel, keep=(axis, *layer.axes), dtype=x_BLD.dtype, like=x_BLD)
+    tokens = RoutedTokens(x_TD, routing.experts_TK, routing.weights_TK, routing.max_assignments)
+    column = tuple(gather(w, specs.column) for w in params.column)
+    kernels = ExpertKernels(column, gather(params.row, specs.row), gated_silu)
+    y_TD, dropped = apply_experts(tokens, kernels, layer)
+    # tp devices that hold the same tokens all counted the same drops.
     repeats = 1 if axis in token_axes else lax.axis_size(axis)
     dropped = lax.psum(dropped, tuple(dict.fromkeys((*token_axes, axis)))) / repeats
-    return y_TD.reshape(B, L, D), MoEReport(health, dropped)
+    return y_TD.reshape(B, L, D), MoEReport(stats, dropped)
 
 
-def _router_logits(x_TD: jax.Array, router_DE: jax.Array, plan: ExpertPlan) -> jax.Array:
-    """`T D` or `T D/tp` -> `T E`, all in float32: near ties decide where a token goes."""
-    hidden = plan.split_dim == FEATURES
+def _router_logits(x_TD: jax.Array, router_DE: jax.Array, layer: ExpertLayerSpec) -> jax.Array:
+    """Return logits `T E` of tokens `T D` or `T D/tp`, in float32, as near ties are common."""
+    hidden = layer.split_dim == FEATURES
     if hidden:
         width = x_TD.shape[1]
-        start = lax.axis_index(plan.axis_name) * width
+        start = lax.axis_index(layer.axis_name) * width
         router_DE = lax.dynamic_slice_in_dim(router_DE, start, width)
     logits = jnp.matmul(x_TD.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
-    return lax.psum(logits, plan.axis_name) if hidden else logits
+    return lax.psum(logits, layer.axis_name) if hidden else logits
 
 
 def auxiliary_loss(report: MoEReport, config: ModelConfig) -> jax.Array:
-    """What is added to the loss: both losses of all layers `N ...` with their coefficients."""
+    """Sum load-balancing loss and router z-loss of all layers `N ...`, times their coefficients."""
     moe = config.moe
     per_layer = jax.vmap(
-        lambda health: (
-            moe.router_aux_loss_coef * balance_loss(health)
-            + moe.router_z_loss_coef * z_loss(health)
+        lambda stats: (
+            moe.router_aux_loss_coef * load_balancing_loss(stats)
+            + moe.router_z_loss_coef * router_z_loss(stats)
         )
     )
-    return jnp.sum(per_layer(report.health))
+    return jnp.sum(per_layer(report.stats))
 
 
-def report_arrays(report: MoEReport, params: Any) -> dict[str, jax.Array]:
-    """What `training/health.py` reads, of all sparse layers `N ...`.
+def expert_metrics(report: MoEReport, params: Any) -> dict[str, jax.Array]:
+    """Return the arrays of all sparse layers `N ...` that `training/health.py` reads.
 
-    Of several microbatches: of all their tokens together; in the gradients is the mean over them.
+    The losses are those of all tokens of a step; gradients average them over microbatches.
     """
-    health, assigned_N = report.health, jnp.sum(report.health.load_E, axis=-1)
+    stats, assigned_N = report.stats, jnp.sum(report.stats.load_E, axis=-1)
     arrays = {
-        "load_NE": health.load_E,
-        "entropy_N": health.entropy_sum / jnp.maximum(health.tokens, 1),
+        "load_NE": stats.load_E,
+        "entropy_N": stats.entropy_sum / jnp.maximum(stats.tokens, 1),
         "dropped_N": report.dropped / jnp.maximum(assigned_N, 1),
-        "balance_N": jax.vmap(balance_loss)(health),
-        "z_N": jax.vmap(z_loss)(health),
+        "balance_N": jax.vmap(load_balancing_loss)(stats),
+        "z_N": jax.vmap(router_z_loss)(stats),
     }
     router = params["sparse_layers"]["mlp"]["router"]
     return arrays | ({"bias_NE": router["bias"]} if "bias" in router else {})
 
 
-def with_moved_bias(params: Mapping[str, Any], load_NE: jax.Array, config: ModelConfig) -> Any:
-    """Parameters whose router biases went one step towards an even load."""
+def with_updated_bias(params: Mapping[str, Any], load_NE: jax.Array, config: ModelConfig) -> Any:
+    """Return parameters with all router biases moved one step towards a balanced load."""
     speed = config.moe.bias_update_speed
     if not speed:
         return params
     sparse = params["sparse_layers"]
     router = sparse["mlp"]["router"]
-    router = {**router, "bias": rebalanced(router["bias"], load_NE, speed)}
+    router = {**router, "bias": update_router_bias(router["bias"], load_NE, speed)}
     return {**params, "sparse_layers": {**sparse, "mlp": {**sparse["mlp"], "router": router}}}

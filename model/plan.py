@@ -15,7 +15,7 @@ import numpy as np
 from model.attention.registry import AttentionChoice, choose_for_layer
 from model.attention.ring import row_order
 from model.config import LayerType, LinearKind, ModelConfig
-from model.moe_backend import ExpertChoice, choose_experts
+from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
 from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES
@@ -39,9 +39,9 @@ class ExecutionPlan:
     """Overlap method and reason, by kind of linear."""
     attention: tuple[tuple[LayerType, int, AttentionChoice], ...]
     """Attention operation in training, by type of layer and tokens per row."""
-    experts: ExpertChoice | None
+    experts: MoEBackend | None
     """Token exchange and grouped matmul in training; None for a dense model."""
-    dropless_experts: ExpertChoice | None
+    dropless_experts: MoEBackend | None
     """The same where no token may be dropped: evaluation and generation."""
 
     def attention_of(self, layer_type: LayerType, length: int) -> AttentionChoice:
@@ -95,7 +95,7 @@ class ExecutionPlan:
         if self.experts is not None:
             moe = model.moe
             yield (
-                f"experts {self.experts.exchange}, {self.experts.form} for "
+                f"experts {self.experts.exchange}, {self.experts.grouped_matmul} for "
                 f"{sum(model.sparse_layers)} layers of {moe.num_experts}, "
                 f"{moe.num_experts_per_tok} per token ({moe.router}): {self.experts.reason}"
             )

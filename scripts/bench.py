@@ -26,7 +26,7 @@ from benchmarks.step import bench_moe_step, bench_step
 
 from model.config import DTypeName, ModelConfig
 from model.remat import remat_policies
-from parallel.experts.grouped_matmul import FormName
+from parallel.experts.grouped_matmul import grouped_matmul_names
 
 Result = dict[str, Any]
 Command = Callable[[str, Callable[..., Result], str], argparse.ArgumentParser]
@@ -76,7 +76,7 @@ def _add_measured(command: Command) -> None:
     moe.add_argument("--capacity-factor", type=float, help="if not set, no token is dropped")
     moe.add_argument(
         "--grouped-matmul",
-        choices=["auto", *get_args(FormName)],
+        choices=["auto", *grouped_matmul_names()],
         default="auto",
         help="implementation of the experts' matmuls",
     )

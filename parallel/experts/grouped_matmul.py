@@ -1,121 +1,154 @@
-"""Products of rows with the matrix of their group, by name: rows of tokens, matrices of experts.
+"""Grouped matmul: every row times the matrix of its group, by one of several implementations.
 
-Rows lie sorted by group in a `RowLayout`; how many each group has is a traced array. Every function
-works on local arrays, inside `jax.shard_map` or outside of it: no mesh, no communication. A form is
-one way to multiply; naming one that does not take a layout is an error. All but the oracle have a
-derivative rule of their own, in reverse mode only; residuals are the arguments. It refuses to know
-where rows come from.
+In a mixture of experts the rows are tokens sorted by expert and the matrices are expert kernels.
+Rows lie in a `RowLayout`; group sizes are traced. All functions work on local arrays, inside
+`jax.shard_map` or outside of it. To add an implementation, subclass `GroupedMatmulImpl` and
+register it: its name becomes a value of `model.moe.grouped_matmul`.
 
-Letters: R rows, E groups (experts of this device), C rows of a group in `uniform`, D features in,
-F features out, N blocks of rows.
+Letters: R rows, E groups (experts of this device), C rows per group of a `uniform` layout,
+D features in, F features out.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from parallel.experts import grouped_kernels
+from parallel.experts.row_layout import LayoutKind, RowGroups
 from parallel.linear.ring import pcast_varying
 
-LayoutKind = Literal["packed", "blocks", "uniform"]
-FormName = Literal["reference", "padded", "ragged_dot", "blocked", "pallas"]
 
-
-@dataclass(frozen=True)
-class RowLayout:
-    """Where the rows of every group lie; static.
-
-    kind: `packed`: groups follow each other without a gap. `blocks`: every group begins at a
-    multiple of `block`, and the rows between are zero. `uniform`: every group has rows / groups
-    rows, of which its size says how many are real. block: 1 but for `blocks`. rows: R.
-    Raises: ValueError for rows that do not divide into blocks, or into groups in `uniform`.
-    """
-
-    kind: LayoutKind
-    block: int
-    rows: int
-    groups: int
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(LayoutKind):
-            raise ValueError(f"row layout {self.kind!r}: use {', '.join(get_args(LayoutKind))}")
-        if min(self.block, self.rows, self.groups) < 1:
-            raise ValueError(f"{self}: block, rows and groups must be positive; use 1 or more")
-        unit = self.groups if self.kind == "uniform" else self.block
-        if self.rows % unit:
-            raise ValueError(
-                f"{self}: rows must be a multiple of {unit}; use {self.rows + -self.rows % unit}"
-            )
-
-    @staticmethod
-    def blocks(bound: int, groups: int, block: int) -> "RowLayout":
-        """`blocks` with as few rows as hold any sizes that sum to at most `bound`, 1 or more."""
-        # Each group that is not empty may leave all rows but one of its last block unused.
-        most = bound + min(bound, groups) * (block - 1)
-        return RowLayout("blocks", block, most // block * block, groups)
-
-    def spans(self, sizes_E: jax.Array) -> jax.Array:
-        """Rows from the beginning of every group to the next: its own, and those between."""
-        if self.kind == "uniform":
-            return jnp.full_like(sizes_E, self.rows // self.groups)
-        return -(-sizes_E // self.block) * self.block
-
-    def starts(self, sizes_E: jax.Array) -> jax.Array:
-        """Where the rows of every group begin, int32."""
-        spans_E = self.spans(sizes_E)
-        return jnp.cumsum(spans_E, dtype=jnp.int32) - spans_E
-
-    def members(self, sizes_E: jax.Array) -> jax.Array:
-        """Whether row r belongs to group e, `R E`."""
-        row_R1 = jnp.arange(self.rows, dtype=jnp.int32)[:, None]
-        starts_E = self.starts(sizes_E)
-        return (row_R1 >= starts_E) & (row_R1 < starts_E + sizes_E)
-
-
-def grouped_matmul(
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-    *,
-    layout: RowLayout,
-    form: str,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Each row times the matrix of its group, `R F` in x's dtype, accumulated in float32.
+class GroupedMatmulImpl(ABC):
+    """One implementation of the grouped matmul and its gradients, without state.
 
     For the rows r of group e: forward y_r = x_r w_e; dgrad dx_r = g_r w_e^T; wgrad dw_e = sum over
-    them of x_r^T g_r. sizes_E: int32, rows of every group, as many as the layout has room for.
-    Rows of no group must be finite; their results and dx are finite, and they do not count in dw.
-    Arguments may vary over different mesh axes: the derivative by one that does not is summed.
-    Communication: none forward. Raises: ValueError for an unknown form, a layout that it does not
-    take, and arrays that do not fit together.
+    r of x_r^T g_r. Sums are accumulated in float32 and rounded once. Rows outside of every group
+    are finite: their y and dx must be finite too, and they must not contribute to dw.
     """
-    chosen = find_form(form)
-    if layout.kind not in chosen.layouts:
+
+    layouts: ClassVar[tuple[LayoutKind, ...]]
+    """Row layouts that the implementation accepts, the preferred one first."""
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "gpu", "tpu")
+
+    @property
+    def is_uniform(self) -> bool:
+        """The implementation needs the same number of rows for every group."""
+        return self.layouts[0] == "uniform"
+
+    @abstractmethod
+    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+        """Return the forward result `R F`; with `transpose_w`, dgrad: rows `R F` -> `R D`."""
+
+    @abstractmethod
+    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+        """Return the gradient of the matrices, `E D F`."""
+
+
+_IMPLS: dict[str, GroupedMatmulImpl] = {}
+
+
+def register_grouped_matmul(name: str) -> Callable[[type], type]:
+    """Return a class decorator that registers a `GroupedMatmulImpl` under `name`.
+
+    Raises: ValueError if the name is taken.
+    """
+
+    def register(cls: type[GroupedMatmulImpl]) -> type[GroupedMatmulImpl]:
+        if name in _IMPLS:
+            raise ValueError(f"grouped matmul {name!r} is registered twice; use another name")
+        _IMPLS[name] = cls()
+        return cls
+
+    return register
+
+
+def grouped_matmul_names() -> tuple[str, ...]:
+    """Return all registered names, in the order of registration."""
+    return tuple(_IMPLS)
+
+
+def get_grouped_matmul(name: str) -> GroupedMatmulImpl:
+    """Return the implementation of this name. Raises: ValueError listing all names."""
+    if name not in _IMPLS:
+        raise ValueError(f"unknown grouped matmul {name!r}; use {', '.join(_IMPLS)}")
+    return _IMPLS[name]
+
+
+# Choice for dropless rows, whose groups differ in size. Measured and predicted in November 2026:
+# CPU with 2 cores, float32, 8 groups, 8192 rows, D 512, F 1408, forward and backward, against a
+# dense matmul of the same FLOPs; TPU from schedules of v5p, bfloat16, 16 groups, 65536 rows,
+# D 2048, F 768.
+_DROPLESS = {
+    "cpu": (
+        "blocked",
+        "loops over the blocks in use take 1.1 times a dense matmul, ragged_dot 9.5 times",
+    ),
+    "gpu": (
+        "blocked",
+        "its work follows the rows; XLA may turn ragged_dot into one matmul of all rows per expert "
+        "(openxla/xla #40189); not measured",
+    ),
+    "tpu": (
+        "pallas",
+        "kernels over the blocks in use take about 1.7 ms where ragged_dot takes 12.8, whose "
+        "weight gradient is one matmul of all rows per expert (libtpu 0.0.42)",
+    ),
+}
+
+
+def choose_grouped_matmul(platform: str, *, uniform: bool) -> tuple[str, str]:
+    """Return the name of the fastest implementation on a platform, and the reason in one line.
+
+    platform: as jax names it. uniform: all groups have the same number of rows (expert capacity).
+    Raises: ValueError for a platform without measurements.
+    """
+    if platform not in _DROPLESS:
         raise ValueError(
-            f"grouped matmul {form} takes rows {' or '.join(chosen.layouts)}, got {layout.kind}; "
-            "use another form or layout"
+            f"grouped matmul on platform {platform!r}: no measurements to choose by; set "
+            f"model.moe.grouped_matmul to {', '.join(_IMPLS)}"
         )
-    _check(x_RD, w_EDF, sizes_E, layout)
-    # Alike, so that their derivatives have the types of the arguments.
-    arrays = (x_RD, w_EDF, sizes_E)
-    axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    return chosen.function(
-        layout, precision, *(pcast_varying(a, tuple(sorted(axes))) for a in arrays)
+    if uniform:
+        return "padded", "groups of equal capacity are one batched matmul"
+    return _DROPLESS[platform]
+
+
+def grouped_matmul(x_RD: Array, w_EDF: Array, groups: RowGroups, *, impl: str) -> Array:
+    """Multiply each row by the matrix of its group: `R F` in x's dtype, accumulated in float32.
+
+    Reverse-mode differentiable in x and w; equations in `GroupedMatmulImpl`. Residuals are the
+    arguments. Inside shard_map the arguments may vary over different mesh axes.
+    Communication: none forward; a gradient is all-reduced over the axes on which its argument is
+    replicated and another argument varies.
+    Raises: ValueError for an unknown implementation, a layout that it does not accept, and shapes
+    or dtypes that do not match.
+    """
+    chosen = get_grouped_matmul(impl)
+    if groups.layout.kind not in chosen.layouts:
+        raise ValueError(
+            f"grouped matmul {impl} accepts row layouts {', '.join(chosen.layouts)}, got "
+            f"{groups.layout.kind}; use another implementation or layout"
+        )
+    _check_arrays(x_RD, w_EDF, groups)
+    arrays = (x_RD, w_EDF, groups)
+    # A custom gradient must have the type of its argument, so all arguments vary over all axes.
+    axes = set().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(arrays)))
+    return _multiply(
+        chosen, *jax.tree.map(partial(pcast_varying, axes=tuple(sorted(axes))), arrays)
     )
 
 
-def _check(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, layout: RowLayout) -> None:
+def _check_arrays(x_RD: Array, w_EDF: Array, groups: RowGroups) -> None:
+    layout, sizes_E = groups.layout, groups.sizes_E
     want = (layout.rows, *w_EDF.shape[1:2]), (layout.groups, *w_EDF.shape[1:]), (layout.groups,)
     if (x_RD.shape, w_EDF.shape, sizes_E.shape) != want or w_EDF.ndim != 3:
         raise ValueError(
             f"grouped matmul of rows {x_RD.shape}, matrices {w_EDF.shape} and sizes "
-            f"{sizes_E.shape}: {layout} wants (R, D), (E, D, F) and (E,); mend the shapes"
+            f"{sizes_E.shape}: {layout} needs (R, D), (E, D, F) and (E,); correct the shapes"
         )
     if x_RD.dtype != w_EDF.dtype or sizes_E.dtype != jnp.int32:
         raise ValueError(
@@ -124,324 +157,173 @@ def _check(x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array, layout: RowLay
         )
 
 
-class GroupedFunction(Protocol):
-    """`grouped_matmul` with its static arguments first."""
-
-    def __call__(
-        self,
-        layout: RowLayout,
-        precision: lax.PrecisionLike,
-        x_RD: jax.Array,
-        w_EDF: jax.Array,
-        sizes_E: jax.Array,
-        /,
-    ) -> jax.Array: ...
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(impl: GroupedMatmulImpl, x_RD: Array, w_EDF: Array, groups: RowGroups) -> Array:
+    return impl.multiply(x_RD, w_EDF, groups, False)
 
 
-@dataclass(frozen=True)
-class Form:
-    """One way to multiply. layouts: kinds of rows that it takes, the one it is made for first."""
-
-    name: str
-    function: GroupedFunction
-    layouts: tuple[LayoutKind, ...]
+def _multiply_forward(impl: GroupedMatmulImpl, *arrays: Any) -> tuple[Array, Any]:
+    return _multiply(impl, *arrays), arrays
 
 
-_FORMS: dict[str, Form] = {}
+def _multiply_backward(impl: GroupedMatmulImpl, residuals: Any, g_RF: Array) -> Any:
+    x_RD, w_EDF, groups = residuals
+    return impl.multiply(g_RF, w_EDF, groups, True), impl.wgrad(x_RD, g_RF, groups), None
 
 
-def _register(name: str, function: GroupedFunction, *layouts: LayoutKind) -> None:
-    if name in _FORMS:
-        raise ValueError(f"grouped matmul {name!r} is registered twice")
-    _FORMS[name] = Form(name, function, layouts)
+_multiply.defvjp(_multiply_forward, _multiply_backward)
 
 
-def list_forms() -> list[str]:
-    """All names, the oracle first."""
-    return list(_FORMS)
-
-
-def find_form(name: str) -> Form:
-    """The form of this name. Raises: ValueError listing the names."""
-    if name not in _FORMS:
-        raise ValueError(f"unknown grouped matmul {name!r}; registered: {', '.join(_FORMS)}")
-    return _FORMS[name]
-
-
-# The oracle.
-
-
-def _reference(
-    layout: RowLayout,
-    precision: lax.PrecisionLike,
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-) -> jax.Array:
-    """Every row with every matrix, all but its own masked: E times the work."""
-    member_ER1 = layout.members(sizes_E).T[..., None]
-    x_ERD = jnp.where(member_ER1, x_RD, 0)
-    return _einsum("erd,edf->rf", x_ERD, w_EDF, precision)
-
-
-def _einsum(dims: str, x: jax.Array, y: jax.Array, precision: lax.PrecisionLike) -> jax.Array:
-    """Accumulated in float32 or wider, rounded once."""
+def _einsum(dims: str, x: Array, y: Array) -> Array:
+    """Return the product accumulated in float32 or wider and rounded once to x's dtype."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    out = jnp.einsum(dims, x, y, precision=precision, preferred_element_type=wide)
-    return out.astype(x.dtype)
+    return jnp.einsum(dims, x, y, preferred_element_type=wide).astype(x.dtype)
 
 
-_register("reference", _reference, *get_args(LayoutKind))
+@register_grouped_matmul("reference")
+class _Reference(GroupedMatmulImpl):
+    """Every row times every matrix, masked: E times the work. For tests."""
+
+    layouts = ("packed", "blocks", "uniform")
+
+    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+        member_ER1 = groups.members_RE.T[..., None]
+        if transpose_w:
+            return jnp.sum(jnp.where(member_ER1, _einsum("rf,edf->erd", x_RD, w_EDF), 0), axis=0)
+        return _einsum("erd,edf->rf", jnp.where(member_ER1, x_RD, 0), w_EDF)
+
+    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+        x_ERD = jnp.where(groups.members_RE.T[..., None], x_RD, 0)
+        return _einsum("erd,rf->edf", x_ERD, g_RF)
 
 
-# The others: two products make a form and its derivatives.
+@register_grouped_matmul("padded")
+class _Padded(GroupedMatmulImpl):
+    """One batched matmul over groups of equal capacity; padding rows cost as much as used rows."""
 
-_Products = Callable[..., jax.Array]
-"""(rows, matrices, sizes, layout, precision, transposed: matrices are `F D`) -> rows."""
-_Outers = Callable[..., jax.Array]
-"""(rows, rows, sizes, layout, precision) -> matrices; rows of no group do not count."""
+    layouts = ("uniform",)
 
+    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+        x_ECD = x_RD.reshape(groups.layout.groups, -1, x_RD.shape[1])
+        dims = "ecf,edf->ecd" if transpose_w else "ecd,edf->ecf"
+        return _einsum(dims, x_ECD, w_EDF).reshape(groups.layout.rows, -1)
 
-def _differentiable(products: _Products, outers: _Outers) -> GroupedFunction:
-    """The products of rows and matrices, and both of their derivatives from the same two."""
-
-    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-    def multiply(
-        layout: RowLayout, precision: Any, x_RD: jax.Array, w_EDF: jax.Array, sizes_E: jax.Array
-    ) -> jax.Array:
-        return products(x_RD, w_EDF, sizes_E, layout, precision, False)
-
-    def forward(layout: RowLayout, precision: Any, *arrays: jax.Array) -> tuple[jax.Array, Any]:
-        return multiply(layout, precision, *arrays), arrays
-
-    def backward(layout: RowLayout, precision: Any, residuals: Any, g_RF: jax.Array) -> Any:
-        x_RD, w_EDF, sizes_E = residuals
-        dx_RD = products(g_RF, w_EDF, sizes_E, layout, precision, True)
-        return dx_RD, outers(x_RD, g_RF, sizes_E, layout, precision), None
-
-    multiply.defvjp(forward, backward)
-    return multiply
+    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+        count = groups.layout.groups
+        x_ECD, g_ECF = (rows.reshape(count, -1, rows.shape[1]) for rows in (x_RD, g_RF))
+        used_EC1 = (jnp.arange(x_ECD.shape[1]) < groups.sizes_E[:, None])[..., None]
+        if x_RD.shape[1] < g_RF.shape[1]:
+            x_ECD = jnp.where(used_EC1, x_ECD, 0)
+        else:
+            g_ECF = jnp.where(used_EC1, g_ECF, 0)
+        return _einsum("ecd,ecf->edf", x_ECD, g_ECF)
 
 
-def _padded_products(
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-    layout: RowLayout,
-    precision: Any,
-    transposed: bool,
-) -> jax.Array:
-    """One batched matmul, whatever the sizes."""
-    x_ECD = x_RD.reshape(layout.groups, -1, x_RD.shape[1])
-    dims = "ecf,edf->ecd" if transposed else "ecd,edf->ecf"
-    return _einsum(dims, x_ECD, w_EDF, precision).reshape(layout.rows, -1)
+@register_grouped_matmul("ragged_dot")
+class _RaggedDot(GroupedMatmulImpl):
+    """`lax.ragged_dot_general`, XLA's own grouped matmul."""
 
+    layouts = ("packed", "uniform", "blocks")
 
-def _padded_outers(
-    x_RD: jax.Array, g_RF: jax.Array, sizes_E: jax.Array, layout: RowLayout, precision: Any
-) -> jax.Array:
-    x_ECD, g_ECF = (rows.reshape(layout.groups, -1, rows.shape[1]) for rows in (x_RD, g_RF))
-    real_EC1 = (jnp.arange(x_ECD.shape[1]) < sizes_E[:, None])[..., None]
-    if x_RD.shape[1] < g_RF.shape[1]:
-        x_ECD = jnp.where(real_EC1, x_ECD, 0)
-    else:
-        g_ECF = jnp.where(real_EC1, g_ECF, 0)
-    return _einsum("ecd,ecf->edf", x_ECD, g_ECF, precision)
+    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+        # Rounded inside: a float32 result would be written to memory and read once more.
+        y_RF = self._dot(x_RD, w_EDF, groups, ((1,), (2 if transpose_w else 1,)), [0])
+        # libtpu's kernel leaves the rows after the last group uninitialised.
+        used_R = jnp.arange(groups.layout.rows) < jnp.sum(groups.spans_E)
+        return jnp.where(used_R[:, None], y_RF, 0)
 
+    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+        # XLA turns this mode into E masked matmuls on CPU, on NVIDIA (openxla/xla #40189) and with
+        # libtpu before 0.0.50 (read off programs of libtpu 0.0.42.1 and 0.0.50.1, November 2026).
+        if groups.layout.kind != "packed":
+            x_RD = jnp.where(jnp.any(groups.members_RE, axis=1)[:, None], x_RD, 0)
+        return self._dot(x_RD, g_RF, groups, ((0,), (0,)), [])
 
-_register("padded", _differentiable(_padded_products, _padded_outers), "uniform")
-
-
-def _ragged_products(
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-    layout: RowLayout,
-    precision: Any,
-    transposed: bool,
-) -> jax.Array:
-    """`lax.ragged_dot`. Rounded in it: a float32 result would be written and read once more."""
-    spans_E = layout.spans(sizes_E)
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[0],
-    )
-    y_RF = lax.ragged_dot_general(x_RD, w_EDF, spans_E, numbers, precision=precision)
-    # libtpu's kernel leaves what lies beyond the groups as it was in memory.
-    used_R = jnp.arange(layout.rows) < jnp.sum(spans_E)
-    return jnp.where(used_R[:, None], y_RF, 0)
-
-
-def _ragged_outers(
-    x_RD: jax.Array, g_RF: jax.Array, sizes_E: jax.Array, layout: RowLayout, precision: Any
-) -> jax.Array:
-    """Its other mode. XLA makes it E masked matmuls on the CPU, on NVIDIA and before libtpu 0.0.50.
-
-    Read off programs compiled by libtpu 0.0.42.1 and 0.0.50.1, November 2026; NVIDIA:
-    openxla/xla #40189.
-    """
-    if layout.kind != "packed":
-        x_RD = jnp.where(jnp.any(layout.members(sizes_E), axis=1)[:, None], x_RD, 0)
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[],
-    )
-    spans_E = layout.spans(sizes_E)
-    return lax.ragged_dot_general(x_RD, g_RF, spans_E, numbers, precision=precision)
-
-
-_register(
-    "ragged_dot",
-    _differentiable(_ragged_products, _ragged_outers),
-    "packed",
-    "uniform",
-    "blocks",
-)
-
-
-# Blocks in loops: the time follows the sizes, not R.
-
-# Rows that are multiplied at once where a group still has as many.
-_STRIDE = 512
-
-
-def _over_blocks(
-    first: jax.Array,
-    count: jax.Array,
-    layout: RowLayout,
-    step: Callable[[Any, jax.Array, int], Any],
-    carry: Any,
-) -> Any:
-    """step(carry, row, rows) over `count` blocks from row `first`, several at a time."""
-    block = layout.block
-    most = min(_STRIDE, layout.rows) // block
-    for many in sorted({1, max(1, most)}, reverse=True):
-        times, rows = count // many, many * block
-        carry = lax.fori_loop(
-            0,
-            times,
-            lambda i, carry, first=first, rows=rows: step(carry, first + i * rows, rows),
-            carry,
+    def _dot(
+        self, x: Array, y: Array, groups: RowGroups, contracted: Any, group_dims: list[int]
+    ) -> Array:
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(contracted, ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=group_dims,
         )
-        first, count = first + times * rows, count - times * many
-    return carry
+        return lax.ragged_dot_general(x, y, groups.spans_E, numbers)
 
 
-def _blocked_products(
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-    layout: RowLayout,
-    precision: Any,
-    transposed: bool,
-) -> jax.Array:
-    """Group by group, block by block; blocks that are not in use stay zero."""
-    starts_E, blocks_E = layout.starts(sizes_E), layout.spans(sizes_E) // layout.block
-    dims = "rf,df->rd" if transposed else "rd,df->rf"
+@register_grouped_matmul("blocked")
+class _Blocked(GroupedMatmulImpl):
+    """Loops over groups and over their blocks of rows: the time follows the sizes, not R."""
 
-    def group(e: jax.Array, y_RF: jax.Array) -> jax.Array:
-        w_DF = lax.dynamic_index_in_dim(w_EDF, e, keepdims=False)
+    layouts = ("blocks",)
 
-        def step(y_RF: jax.Array, row: jax.Array, rows: int) -> jax.Array:
-            y_rF = _einsum(dims, lax.dynamic_slice_in_dim(x_RD, row, rows), w_DF, precision)
-            return lax.dynamic_update_slice_in_dim(y_RF, y_rF, row, 0)
+    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+        starts_E, blocks_E = groups.starts_E, groups.spans_E // groups.layout.block
+        dims = "rf,df->rd" if transpose_w else "rd,df->rf"
 
-        return _over_blocks(starts_E[e], blocks_E[e], layout, step, y_RF)
+        def add_group(e: Array, y_RF: Array) -> Array:
+            w_DF = lax.dynamic_index_in_dim(w_EDF, e, keepdims=False)
 
-    width = w_EDF.shape[1 if transposed else 2]
-    return lax.fori_loop(0, layout.groups, group, jnp.zeros_like(x_RD, shape=(layout.rows, width)))
+            def step(y_RF: Array, row: Array, rows: int) -> Array:
+                y_rF = _einsum(dims, lax.dynamic_slice_in_dim(x_RD, row, rows), w_DF)
+                return lax.dynamic_update_slice_in_dim(y_RF, y_rF, row, 0)
 
+            return self._over_blocks(starts_E[e], blocks_E[e], groups, step, y_RF)
 
-def _blocked_outers(
-    x_RD: jax.Array, g_RF: jax.Array, sizes_E: jax.Array, layout: RowLayout, precision: Any
-) -> jax.Array:
-    """The sum of one group stays in the cache while its blocks pass."""
-    starts_E, blocks_E = layout.starts(sizes_E), layout.spans(sizes_E) // layout.block
-    wide = jnp.promote_types(x_RD.dtype, jnp.float32)
-    shape = (x_RD.shape[1], g_RF.shape[1])
+        shape = (groups.layout.rows, w_EDF.shape[1 if transpose_w else 2])
+        zeros_RF = jnp.zeros_like(x_RD, shape=shape)
+        return lax.fori_loop(0, groups.layout.groups, add_group, zeros_RF)
 
-    def group(e: jax.Array, dw_EDF: jax.Array) -> jax.Array:
-        def step(sum_DF: jax.Array, row: jax.Array, rows: int) -> jax.Array:
-            x_rD, g_rF = (lax.dynamic_slice_in_dim(y, row, rows) for y in (x_RD, g_RF))
-            real_r1 = (row + jnp.arange(rows) < starts_E[e] + sizes_E[e])[:, None]
-            x_rD = jnp.where(real_r1, x_rD, 0)
-            dims = (((0,), (0,)), ((), ()))
-            return sum_DF + lax.dot_general(
-                x_rD, g_rF, dims, precision=precision, preferred_element_type=wide
+    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+        starts_E, blocks_E = groups.starts_E, groups.spans_E // groups.layout.block
+        wide = jnp.promote_types(x_RD.dtype, jnp.float32)
+        shape = (x_RD.shape[1], g_RF.shape[1])
+
+        def add_group(e: Array, dw_EDF: Array) -> Array:
+            def step(sum_DF: Array, row: Array, rows: int) -> Array:
+                x_rD, g_rF = (lax.dynamic_slice_in_dim(y, row, rows) for y in (x_RD, g_RF))
+                used_r1 = (row + jnp.arange(rows) < starts_E[e] + groups.sizes_E[e])[:, None]
+                x_rD = jnp.where(used_r1, x_rD, 0)
+                dims = (((0,), (0,)), ((), ()))
+                return sum_DF + lax.dot_general(x_rD, g_rF, dims, preferred_element_type=wide)
+
+            # The sum of one group stays in the cache while its blocks pass.
+            zeros_DF = jnp.zeros_like(x_RD, shape=shape, dtype=wide)
+            sum_DF = self._over_blocks(starts_E[e], blocks_E[e], groups, step, zeros_DF)
+            return lax.dynamic_update_index_in_dim(dw_EDF, sum_DF.astype(x_RD.dtype), e, 0)
+
+        zeros_EDF = jnp.zeros_like(x_RD, shape=(groups.layout.groups, *shape))
+        return lax.fori_loop(0, groups.layout.groups, add_group, zeros_EDF)
+
+    def _over_blocks(
+        self, first: Array, count: Array, groups: RowGroups, step: Callable[..., Any], carry: Any
+    ) -> Any:
+        """Run step(carry, row, rows) over `count` blocks from row `first`, up to 512 rows each."""
+        block = groups.layout.block
+        most = min(512, groups.layout.rows) // block
+        for blocks_per_step in sorted({1, max(1, most)}, reverse=True):
+            times, rows = count // blocks_per_step, blocks_per_step * block
+            carry = lax.fori_loop(
+                0,
+                times,
+                lambda i, carry, first=first, rows=rows: step(carry, first + i * rows, rows),
+                carry,
             )
-
-        zero_DF = jnp.zeros_like(x_RD, shape=shape, dtype=wide)
-        sum_DF = _over_blocks(starts_E[e], blocks_E[e], layout, step, zero_DF)
-        return lax.dynamic_update_index_in_dim(dw_EDF, sum_DF.astype(x_RD.dtype), e, 0)
-
-    return lax.fori_loop(
-        0, layout.groups, group, jnp.zeros_like(x_RD, shape=(layout.groups, *shape))
-    )
+            first, count = first + times * rows, count - times * blocks_per_step
+        return carry
 
 
-_register("blocked", _differentiable(_blocked_products, _blocked_outers), "blocks")
+@register_grouped_matmul("pallas")
+class _Pallas(GroupedMatmulImpl):
+    """TPU kernels over the blocks in use, `grouped_kernels`."""
 
+    layouts = ("blocks",)
+    platforms = ("tpu",)
 
-# Blocks in a grid of TPU kernels.
+    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+        steps = grouped_kernels.grid_steps(groups, min_steps=0)
+        return grouped_kernels.gmm(x_RD, w_EDF, steps, transpose_w=transpose_w)
 
-
-def _pallas_products(
-    x_RD: jax.Array,
-    w_EDF: jax.Array,
-    sizes_E: jax.Array,
-    layout: RowLayout,
-    precision: Any,
-    transposed: bool,
-) -> jax.Array:
-    steps = grouped_kernels.steps(sizes_E, layout.block, layout.rows, at_least=0)
-    return grouped_kernels.products(x_RD, w_EDF, steps, transposed=transposed, precision=precision)
-
-
-def _pallas_outers(
-    x_RD: jax.Array, g_RF: jax.Array, sizes_E: jax.Array, layout: RowLayout, precision: Any
-) -> jax.Array:
-    # A group without rows has a step too: its matrix must be written.
-    steps = grouped_kernels.steps(sizes_E, layout.block, layout.rows, at_least=1)
-    return grouped_kernels.outers(x_RD, g_RF, steps, groups=layout.groups, precision=precision)
-
-
-_register("pallas", _differentiable(_pallas_products, _pallas_outers), "blocks")
-
-
-# Of rows of which none is dropped. Measured and predicted in November 2026: the CPU with 2 cores,
-# float32, 8 groups, 8192 rows, D 512, F 1408, forward and backward, against a dense matmul of as
-# many FLOPs; the TPU from schedules of v5p, bfloat16, 16 groups, 65536 rows, D 2048, F 768.
-_DROPLESS: dict[str, tuple[FormName, str]] = {
-    "cpu": (
-        "blocked",
-        "loops over the blocks in use take 1.1 of a dense matmul's time, ragged_dot 9.5",
-    ),
-    "gpu": (
-        "blocked",
-        "the work follows the rows; XLA may make one matmul of all rows per expert of ragged_dot "
-        "(openxla/xla #40189); not measured",
-    ),
-    "tpu": (
-        "pallas",
-        "kernels over the blocks in use need about 1.7 ms where ragged_dot needs 12.8, its kernel "
-        "derivative being one matmul of all rows per expert (libtpu 0.0.42)",
-    ),
-}
-
-
-def choose_form(platform: str, *, uniform: bool) -> tuple[FormName, str]:
-    """The form to take on a platform as jax names it, and why, in one line.
-
-    uniform: every group has the same room, and what does not fit was dropped.
-    Raises: ValueError for a platform of which nothing is known.
-    """
-    if platform not in _DROPLESS:
-        raise ValueError(
-            f"grouped matmul on platform {platform!r}: no form is known to be good there; name one "
-            f"of {', '.join(_FORMS)}"
-        )
-    if uniform:
-        return "padded", "groups of equal room are one batched matmul"
-    return _DROPLESS[platform]
+    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+        # An empty group has a step too, which writes the zeros of its gradient.
+        steps = grouped_kernels.grid_steps(groups, min_steps=1)
+        return grouped_kernels.tgmm(x_RD, g_RF, steps, num_groups=groups.layout.groups)

@@ -13,7 +13,6 @@ from benchmarks import plain
 from benchmarks.measure import MODEL, medians, random_batch, ratios, time_in_turns
 from configs.build import build_program, open_devices
 from configs.schema import Config
-from parallel.experts.grouped_matmul import FormName
 from training.step import Program
 
 
@@ -68,7 +67,7 @@ def bench_moe_step(
     top_k: int,
     repeats: int,
     capacity_factor: float | None,
-    grouped_matmul: FormName,
+    grouped_matmul: str,
 ) -> dict[str, Any]:
     """Compare a mixture of experts with the dense model of the same active FLOPs.
 

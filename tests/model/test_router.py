@@ -1,4 +1,4 @@
-"""Routers choose and weigh as loops in float64 do; losses and gradients are those of one device."""
+"""Routers, losses and gradients equal loops in float64, and are the same on every mesh."""
 
 import math
 from functools import cache
@@ -12,42 +12,41 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from model.router import (
-    RouterRule,
-    balance_loss,
-    check_rule,
-    rebalanced,
-    route,
-    route_rows,
-    tally,
-    z_loss,
+from model.load_balancing import (
+    load_balancing_loss,
+    router_z_loss,
+    routing_stats,
+    update_router_bias,
 )
+from model.router import RouterSpec, get_router, register_router, route, router_names
 
 T, E = 16, 8
 B, S = 4, 4
-RULES = {
-    "softmax": RouterRule(name="softmax", top_k=3, normalise=True),
-    "softmax-plain": RouterRule(name="softmax", top_k=3, normalise=False, scaling=2.5),
-    "topk_softmax": RouterRule(name="topk_softmax", top_k=2, normalise=True),
-    "sigmoid": RouterRule(
-        name="sigmoid", top_k=3, normalise=True, num_groups=4, top_groups=2, scaling=2.5
-    ),
-    "sigmoid-plain": RouterRule(name="sigmoid", top_k=2, normalise=False),
-    "sigmoid-groups-of-one": RouterRule(
-        name="sigmoid", top_k=2, normalise=True, num_groups=8, top_groups=3
-    ),
-    "switch": RouterRule(name="switch", top_k=1, normalise=False),
+
+
+def spec_of(name="sigmoid", top_k=2, normalise=False, **rest):
+    return RouterSpec(name=name, num_experts=E, top_k=top_k, normalise=normalise, **rest)
+
+
+SPECS = {
+    "softmax": spec_of("softmax", 3, True),
+    "softmax-plain": spec_of("softmax", 3, scaling=2.5),
+    "topk_softmax": spec_of("topk_softmax", 2, True),
+    "sigmoid": spec_of("sigmoid", 3, True, num_groups=4, top_groups=2, scaling=2.5),
+    "sigmoid-plain": spec_of("sigmoid"),
+    "sigmoid-groups-of-one": spec_of("sigmoid", 2, True, num_groups=8, top_groups=3),
+    "switch": spec_of("switch", 1),
 }
-CHOICE = RouterRule(name="expert_choice", top_k=3, normalise=False, scaling=1.5)
-rule_of_every_router = pytest.mark.parametrize("name", RULES)
+EXPERT_CHOICE = spec_of("expert_choice", 3, scaling=1.5)
+every_router = pytest.mark.parametrize("name", SPECS)
 rng = np.random.default_rng(0)
 LOGITS = rng.normal(size=(T, E)).astype(np.float32)
 BIAS = (rng.normal(size=E) / 4).astype(np.float32)
 VALID = rng.random(T) < 0.75
-COTANGENT = rng.normal(size=(T, E)).astype(np.float32)  # by token and expert, whatever the slot
-# What the losses count for, beside the weights, in the objective whose gradient is compared.
+COTANGENT = rng.normal(size=(T, E)).astype(np.float32)  # by token and expert
+# Coefficients of the losses in the objective whose gradient is compared.
 BALANCE, Z = 3.0, 0.5
-# Its terms cancel; together they have a size of less than 64: half of float32's last bit there.
+# The terms cancel; their sizes add up to less than 64: half of float32's last bit there.
 OBJECTIVE_BOUND = 64 * 2.0**-24
 
 
@@ -61,35 +60,35 @@ def best(scores, count, among=None):
     return sorted(ids, key=lambda i: (-scores[i], i))[:count]
 
 
-def token(logits, rule, bias):
-    """One token in float64: its experts, their weights, the scores of all experts."""
-    if rule.name == "sigmoid":
+def token(logits, spec, bias):
+    """Route one token in float64: experts, their weights, probabilities of all experts."""
+    if spec.name == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
         choosing = scores + (0 if bias is None else bias)
-        size = len(logits) // rule.num_groups
-        members = [range(g * size, (g + 1) * size) for g in range(rule.num_groups)]
+        size = len(logits) // spec.num_groups
+        members = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
         merits = [sum(sorted(choosing[list(m)])[-2:]) for m in members]
-        groups = best(merits, rule.top_groups)
+        groups = best(merits, spec.top_groups)
         allowed = [e for e in range(len(logits)) if e // size in groups]
-        experts = best(choosing, rule.top_k, allowed)
+        experts = best(choosing, spec.top_k, allowed)
         weights = scores[experts]
-        if rule.normalise:
+        if spec.normalise:
             weights = weights / (weights.sum() + 1e-20)
-        return experts, weights * rule.scaling, scores / scores.sum()
+        return experts, weights * spec.scaling, scores / scores.sum()
     probs = softmax(logits)
-    by_logit = rule.name == "topk_softmax" and bias is None
+    by_logit = spec.name == "topk_softmax" and bias is None
     choosing = logits if by_logit else probs + (0 if bias is None else bias)
-    experts = best(choosing, rule.top_k)
-    weights = softmax(logits[experts]) if rule.name == "topk_softmax" else probs[experts]
-    if rule.name == "softmax" and rule.normalise:
+    experts = best(choosing, spec.top_k)
+    weights = softmax(logits[experts]) if spec.name == "topk_softmax" else probs[experts]
+    if spec.name == "softmax" and spec.normalise:
         weights = weights / weights.sum()
-    return experts, weights * rule.scaling, probs
+    return experts, weights * spec.scaling, probs
 
 
-def rows_taken(logits, valid, rule):
-    """expert_choice in float64: token `(row, place)` -> its experts."""
+def rows_taken(logits, valid, spec):
+    """Route by expert_choice in float64: token `(row, position)` -> its experts."""
     rows, length, num_experts = logits.shape
-    capacity = min(math.ceil(length * rule.top_k / num_experts), length)
+    capacity = min(math.ceil(length * spec.top_k / num_experts), length)
     taken = {(b, i): [] for b in range(rows) for i in range(length)}
     for b in range(rows):
         scores = np.array([softmax(x) for x in logits[b]])
@@ -100,7 +99,7 @@ def rows_taken(logits, valid, rule):
 
 
 def objective_of(chosen, logits, valid):
-    """From {token: (experts, weights, scores)}: the objective and the tally, in float64."""
+    """Compute objective, losses and statistics from {token: (experts, weights, probabilities)}."""
     load, probs = np.zeros(E), np.zeros(E)
     weighted = z = entropy = 0.0
     for t, (experts, weights, scores) in chosen.items():
@@ -115,25 +114,25 @@ def objective_of(chosen, logits, valid):
     return total, (balance, z / tokens), (load, probs, valid.sum(), z, entropy)
 
 
-def oracle(logits, rule, bias, valid):
+def by_loops(logits, spec, bias, valid):
     logits = logits.astype(np.float64)
-    chosen = {t: token(logits[t], rule, bias) for t in range(len(logits)) if valid[t]}
+    chosen = {t: token(logits[t], spec, bias) for t in range(len(logits)) if valid[t]}
     return chosen, *objective_of(chosen, logits, valid)
 
 
-def rows_oracle(logits, rule, bias, valid):
-    """The same for expert_choice on B rows; bias is not used."""
+def rows_by_loops(logits, spec, bias, valid):
+    """Do the same for expert_choice on B rows, without a bias."""
     logits = logits.astype(np.float64)
-    taken = rows_taken(logits.reshape(B, S, E), valid.reshape(B, S), rule)
+    taken = rows_taken(logits.reshape(B, S, E), valid.reshape(B, S), spec)
     chosen = {}
     for t in np.flatnonzero(valid):
         probs, experts = softmax(logits[t]), taken[t // S, t % S]
-        chosen[t] = experts, rule.scaling * probs[experts], probs
+        chosen[t] = experts, spec.scaling * probs[experts], probs
     return chosen, *objective_of(chosen, logits, valid)
 
 
 def differences(solve, logits, *args, step=1e-6):
-    """The gradient of the oracle's objective by central differences; no choice changes so near."""
+    """Return the gradient by central differences; the steps are too small to change a choice."""
     gradient = np.zeros(logits.shape)
     for index in np.ndindex(*logits.shape):
         move = np.zeros(logits.shape)
@@ -144,40 +143,39 @@ def differences(solve, logits, *args, step=1e-6):
 
 
 def by_expert(routing):
-    """Weights of a token by expert, `T E`, whatever the slots."""
+    """Return the weights of a token by expert, `T E`."""
     hit_TKE = routing.experts_TK[:, :, None] == jnp.arange(routing.probs_TE.shape[1])
     return jnp.sum(jnp.where(hit_TKE, routing.weights_TK[:, :, None], 0), 1)
 
 
-def objective(logits, cotangent, rule, bias, valid, token_axes=(), length_axes=()):
-    """Local tokens `T E`, for expert_choice `B L E` -> what is differentiated; routing and tally.
+def objective(logits, cotangent, spec, bias, valid, token_axes=(), length_axes=()):
+    """Return the objective without losses, summed over devices, the routing and its statistics.
 
-    The objective is summed over devices; balance and z losses are left to the caller.
+    Tokens are local: `T E`, for expert_choice `B L E`.
     """
-    if rule.name == "expert_choice":
-        routing = route_rows(logits, rule, valid_BL=valid, length_axes=length_axes)
-    else:
-        routing = route(logits, rule, bias_E=bias, valid_T=valid)
-    valid_T = None if valid is None else valid.reshape(-1)
-    health = tally(routing, logits.reshape(-1, E), valid_T=valid_T, token_axes=token_axes)
+    length = logits.shape[-2]
+    logits, valid = logits.reshape(-1, E), None if valid is None else valid.reshape(-1)
+    axes = {"row_length": length, "length_axes": length_axes}
+    routing = route(logits, spec, bias_E=bias, valid_T=valid, **axes)
+    stats = routing_stats(routing, logits, valid_T=valid, token_axes=token_axes)
     weighted = jnp.sum(by_expert(routing) * cotangent.reshape(-1, E))
-    return jax.lax.psum(weighted, token_axes) if token_axes else weighted, (routing, health)
+    return jax.lax.psum(weighted, token_axes) if token_axes else weighted, (routing, stats)
 
 
-def losses(health):
-    return BALANCE * balance_loss(health) + Z * z_loss(health)
+def losses(stats):
+    return BALANCE * load_balancing_loss(stats) + Z * router_z_loss(stats)
 
 
 @cache
-def solver(rule):
-    """value_and_grad on one device, compiled once per rule and per kind of bias and valid."""
+def solver(spec):
+    """Return value_and_grad on one device, compiled once per router and kind of arguments."""
 
     def whole(logits, bias, valid):
-        total, aux = objective(logits, COTANGENT, rule, bias, valid)
+        total, aux = objective(logits, COTANGENT, spec, bias, valid)
         return total + losses(aux[1]), aux
 
     def solve(logits, bias, valid):
-        if rule.name == "expert_choice":
+        if spec.name == "expert_choice":
             logits, valid = logits.reshape(B, S, E), valid.reshape(B, S)
         (total, aux), gradient = jax.tree.map(np.asarray, jitted(logits, bias, valid))
         return (total, aux), gradient.reshape(T, E)
@@ -186,9 +184,9 @@ def solver(rule):
     return solve
 
 
-def assert_is_oracle(got, expected, gradient) -> None:
-    """Bounds: a few roundings of float32 on values, the same on sums of 16 tokens."""
-    (total, (routing, health)), got_gradient = got
+def assert_equals_loops(got, expected, gradient) -> None:
+    """Bounds: a few roundings of float32 on values and on sums of 16 tokens."""
+    (total, (routing, stats)), got_gradient = got
     chosen, expected_total, expected_losses, sums = expected
     for t in range(T):
         experts, weights, probs = chosen.get(t, ([], [], np.zeros(E)))
@@ -199,30 +197,32 @@ def assert_is_oracle(got, expected, gradient) -> None:
         np.testing.assert_allclose(routing.probs_TE[t], probs, rtol=1e-6)
     names = "load_E", "probs_E", "tokens", "z_sum", "entropy_sum"
     for name, value in zip(names, sums, strict=True):
-        np.testing.assert_allclose(getattr(health, name), value, rtol=2e-6, err_msg=name)
-    np.testing.assert_allclose((balance_loss(health), z_loss(health)), expected_losses, rtol=2e-6)
+        np.testing.assert_allclose(getattr(stats, name), value, rtol=2e-6, err_msg=name)
+    np.testing.assert_allclose(
+        (load_balancing_loss(stats), router_z_loss(stats)), expected_losses, rtol=2e-6
+    )
     np.testing.assert_allclose(total, expected_total, rtol=0, atol=OBJECTIVE_BOUND)
     np.testing.assert_allclose(got_gradient, gradient, rtol=0, atol=2e-6)
     assert routing.experts_TK.dtype == np.int32 and routing.weights_TK.dtype == np.float32
 
 
 @pytest.mark.parametrize("bias_and_padding", [True, False])
-@rule_of_every_router
+@every_router
 def test_routing_losses_and_gradients_equal_loops_in_float64(name, bias_and_padding) -> None:
-    rule = RULES[name]
+    spec = SPECS[name]
     bias, valid = (BIAS, VALID) if bias_and_padding else (None, None)
     everyone = np.ones(T, bool) if valid is None else valid
-    got = solver(rule)(LOGITS, bias, valid)
-    gradient = differences(oracle, LOGITS, rule, bias, everyone)
-    assert_is_oracle(got, oracle(LOGITS, rule, bias, everyone), gradient)
+    got = solver(spec)(LOGITS, bias, valid)
+    gradient = differences(by_loops, LOGITS, spec, bias, everyone)
+    assert_equals_loops(got, by_loops(LOGITS, spec, bias, everyone), gradient)
 
 
 @pytest.mark.parametrize("top_k", [2, 3, 8])
 def test_expert_choice_equals_loops_in_float64(top_k) -> None:
-    rule = RouterRule(name="expert_choice", top_k=top_k, normalise=False, scaling=1.5)
-    got = solver(rule)(LOGITS, None, VALID)
-    gradient = differences(rows_oracle, LOGITS, rule, None, VALID)
-    assert_is_oracle(got, rows_oracle(LOGITS, rule, None, VALID), gradient)
+    spec = spec_of("expert_choice", top_k, scaling=1.5)
+    got = solver(spec)(LOGITS, None, VALID)
+    gradient = differences(rows_by_loops, LOGITS, spec, None, VALID)
+    assert_equals_loops(got, rows_by_loops(LOGITS, spec, None, VALID), gradient)
 
 
 def mesh_of(**sizes):
@@ -230,15 +230,15 @@ def mesh_of(**sizes):
     return jax.sharding.Mesh(devices, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 
 
-def on_mesh(rule, tokens, token_axes, length_axes, losses_inside):
-    """value_and_grad outside of a jitted shard_map over split tokens, on the ambient mesh."""
+def on_mesh(spec, tokens, token_axes, length_axes, losses_inside):
+    """Return value_and_grad of a shard_map over split tokens, on the ambient mesh."""
 
     def island(logits, cotangent, bias, valid):
-        total, (routing, health) = objective(
-            logits, cotangent, rule, bias, valid, token_axes, length_axes
+        total, (routing, stats) = objective(
+            logits, cotangent, spec, bias, valid, token_axes, length_axes
         )
-        total = total + losses(health) if losses_inside else total
-        return total, (by_expert(routing).reshape(logits.shape), health)
+        total = total + losses(stats) if losses_inside else total
+        return total, (by_expert(routing).reshape(logits.shape), stats)
 
     def whole(*args):
         total, aux = jax.shard_map(
@@ -249,32 +249,32 @@ def on_mesh(rule, tokens, token_axes, length_axes, losses_inside):
     return jax.value_and_grad(jax.jit(whole), has_aux=True)
 
 
-def assert_equals_one_device(mesh, rule, tokens, token_axes, length_axes=(), inside=True) -> None:
-    shape = (B, S) if rule.name == "expert_choice" else (T,)
+def assert_equals_one_device(mesh, spec, tokens, token_axes, length_axes=(), inside=True) -> None:
+    shape = (B, S) if spec.name == "expert_choice" else (T,)
     arrays = LOGITS.reshape(*shape, E), COTANGENT.reshape(*shape, E), BIAS, VALID.reshape(shape)
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(array, jax.sharding.NamedSharding(mesh, spec))
             for array, spec in zip(arrays, (tokens, tokens, P(), tokens), strict=True)
         ]
-        got = on_mesh(rule, tokens, token_axes, length_axes, inside)(*placed)
-    (total, (weights, health)), gradient = jax.tree.map(np.asarray, got)
-    (expected, (routing, sums)), expected_gradient = solver(rule)(LOGITS, BIAS, VALID)
+        got = on_mesh(spec, tokens, token_axes, length_axes, inside)(*placed)
+    (total, (weights, stats)), gradient = jax.tree.map(np.asarray, got)
+    (expected, (routing, one_device)), expected_gradient = solver(spec)(LOGITS, BIAS, VALID)
     np.testing.assert_allclose(total, expected, rtol=0, atol=OBJECTIVE_BOUND)
     np.testing.assert_allclose(gradient.reshape(T, E), expected_gradient, rtol=0, atol=1e-6)
     expected_weights = np.asarray(by_expert(routing))
     np.testing.assert_array_equal(weights.reshape(T, E) > 0, expected_weights > 0)
     np.testing.assert_allclose(weights.reshape(T, E), expected_weights, rtol=1e-6)
-    for name, value in vars(sums).items():
+    for name, value in vars(one_device).items():
         rtol = 0 if name in ("load_E", "tokens") else 1e-6
-        np.testing.assert_allclose(getattr(health, name), value, rtol=rtol, err_msg=name)
+        np.testing.assert_allclose(getattr(stats, name), value, rtol=rtol, err_msg=name)
 
 
 @pytest.mark.parametrize(
     ("sizes", "token_axes", "inside"),
     [
         ({"dp": 8}, ("dp",), False),
-        ({"dp": 2, "tp": 2, "sp": 2}, ("dp", "sp"), True),  # every token on both devices of tp
+        ({"dp": 2, "tp": 2, "sp": 2}, ("dp", "sp"), True),  # both tp devices hold every token
         ({"dp": 2, "tp": 2, "sp": 2}, ("dp", "sp"), False),
         ({"dp": 1, "tp": 8}, ("dp",), True),
     ],
@@ -282,20 +282,20 @@ def assert_equals_one_device(mesh, rule, tokens, token_axes, length_axes=(), ins
 )
 def test_split_tokens_give_the_losses_and_gradients_of_one_device(sizes, token_axes, inside):
     """inside: the losses are computed in the shard_map that also routes."""
-    mesh, rule = mesh_of(**sizes), RULES["sigmoid"]
-    assert_equals_one_device(mesh, rule, P(token_axes), token_axes, inside=inside)
+    mesh, spec = mesh_of(**sizes), SPECS["sigmoid"]
+    assert_equals_one_device(mesh, spec, P(token_axes), token_axes, inside=inside)
 
 
 def test_tokens_count_on_all_devices_when_all_are_valid() -> None:
     def island(logits):
-        routing = route(logits, RULES["softmax"])
-        return tally(routing, logits, token_axes=("dp",))
+        routing = route(logits, SPECS["softmax"])
+        return routing_stats(routing, logits, token_axes=("dp",))
 
     mesh = mesh_of(dp=8)
     logits = jax.device_put(LOGITS, jax.sharding.NamedSharding(mesh, P("dp")))
     with jax.set_mesh(mesh):
-        health = jax.jit(jax.shard_map(island, in_specs=P("dp"), out_specs=P()))(logits)
-    assert health.tokens == T and health.load_E.sum() == 3 * T
+        stats = jax.jit(jax.shard_map(island, in_specs=P("dp"), out_specs=P()))(logits)
+    assert stats.tokens == T and stats.load_E.sum() == 3 * T
 
 
 @pytest.mark.parametrize(
@@ -310,26 +310,26 @@ def test_tokens_count_on_all_devices_when_all_are_valid() -> None:
     ],
     ids=str,
 )
-def test_experts_choose_alike_however_rows_are_split(sizes, tokens, length_axes) -> None:
+def test_expert_choice_does_not_depend_on_how_rows_are_split(sizes, tokens, length_axes) -> None:
     token_axes = (*length_axes, "dp") if tokens[0] else length_axes
-    assert_equals_one_device(mesh_of(**sizes), CHOICE, tokens, token_axes, length_axes)
+    assert_equals_one_device(mesh_of(**sizes), EXPERT_CHOICE, tokens, token_axes, length_axes)
 
 
-def checked(rule, logits, bias, valid):
-    """Routing and tally of one device, once the laws of every routing were checked."""
-    (_, (routing, health)), gradient = solver(rule)(logits, bias, valid)
+def checked(spec, logits, bias, valid):
+    """Return routing and statistics of one device after checking the laws of every router."""
+    (_, (routing, stats)), gradient = solver(spec)(logits, bias, valid)
     experts, weights = routing.experts_TK, routing.weights_TK
     chosen = experts >= 0
     assert np.all(experts < E) and np.all(experts[~chosen] == -1)
     assert all(len(set(ids[ids >= 0])) == np.sum(ids >= 0) for ids in experts)
     assert np.all(weights[~chosen] == 0) and np.all(weights >= 0)
-    np.testing.assert_array_equal(health.load_E, np.bincount(experts[chosen], minlength=E))
-    assert health.tokens == valid.sum()
+    np.testing.assert_array_equal(stats.load_E, np.bincount(experts[chosen], minlength=E))
+    assert stats.tokens == valid.sum()
     assert not chosen[~valid].any() and np.all(gradient[~valid] == 0)
     np.testing.assert_allclose(routing.probs_TE.sum(1), valid, atol=1e-6)
-    assert -1e-4 <= health.entropy_sum <= valid.sum() * math.log(E) + 1e-4
-    assert all(np.all(np.isfinite(x)) for x in (weights, gradient, *vars(health).values()))
-    return routing, health
+    assert -1e-4 <= stats.entropy_sum <= valid.sum() * math.log(E) + 1e-4
+    assert all(np.all(np.isfinite(x)) for x in (weights, gradient, *vars(stats).values()))
+    return routing, stats
 
 
 @st.composite
@@ -340,75 +340,75 @@ def inputs(draw):
     return logits.astype(np.float32), bias.astype(np.float32), (mask >> np.arange(T)) % 2 == 1
 
 
-@rule_of_every_router
+@every_router
 @settings(max_examples=25, deadline=None)
 @given(drawn=inputs())
 def test_every_valid_token_gets_top_k_distinct_experts(name, drawn) -> None:
-    rule, (logits, bias, valid) = RULES[name], drawn
-    routing, health = checked(rule, logits, bias, valid)
-    np.testing.assert_array_equal((routing.experts_TK >= 0).sum(1), rule.top_k * valid)
-    assert health.load_E.sum() == valid.sum() * rule.top_k
+    spec, (logits, bias, valid) = SPECS[name], drawn
+    routing, stats = checked(spec, logits, bias, valid)
+    np.testing.assert_array_equal((routing.experts_TK >= 0).sum(1), spec.top_k * valid)
+    assert stats.load_E.sum() == valid.sum() * spec.top_k
     sums = routing.weights_TK[valid].sum(1)
     low = logits.min() < -30  # where the 1e-20 beside the sum of sigmoids counts
-    if rule.name == "topk_softmax" or (rule.normalise and not (rule.name == "sigmoid" and low)):
-        np.testing.assert_allclose(sums, rule.scaling, rtol=1e-6)
-    elif rule.name != "sigmoid" or rule.normalise:
-        assert np.all(sums <= rule.scaling * (1 + 1e-6))
-    if rule.num_groups > 1:
-        groups = routing.experts_TK // (E // rule.num_groups)
-        assert all(len(set(g)) <= rule.top_groups for g in groups[valid].tolist())
+    if spec.name == "topk_softmax" or (spec.normalise and not (spec.name == "sigmoid" and low)):
+        np.testing.assert_allclose(sums, spec.scaling, rtol=1e-6)
+    elif spec.name != "sigmoid" or spec.normalise:
+        assert np.all(sums <= spec.scaling * (1 + 1e-6))
+    if spec.num_groups > 1:
+        groups = routing.experts_TK // (E // spec.num_groups)
+        assert all(len(set(g)) <= spec.top_groups for g in groups[valid].tolist())
 
 
 @settings(max_examples=25, deadline=None)
 @given(drawn=inputs())
-def test_every_expert_takes_its_share_of_every_row_or_all_that_is_there(drawn) -> None:
+def test_every_expert_takes_its_capacity_of_every_row_or_all_valid_tokens(drawn) -> None:
     logits, bias, valid = drawn
-    routing, _ = checked(CHOICE, logits, bias, valid)
+    routing, _ = checked(EXPERT_CHOICE, logits, bias, valid)
     taken = (routing.experts_TK >= 0).reshape(B, S, E).sum(1)
     share = np.minimum(valid.reshape(B, S).sum(1), 2)  # 4 tokens * 3 / 8 experts, rounded up
     np.testing.assert_array_equal(taken, share[:, None] + np.zeros((B, E)))
 
 
-@rule_of_every_router
-def test_of_equal_experts_the_lowest_come_first(name) -> None:
-    routing, _ = checked(RULES[name], np.ones((T, E), np.float32), 0 * BIAS, VALID)
-    assert np.all(routing.experts_TK[VALID] == np.arange(RULES[name].top_k))
+@every_router
+def test_equal_experts_are_chosen_by_lowest_index(name) -> None:
+    routing, _ = checked(SPECS[name], np.ones((T, E), np.float32), 0 * BIAS, VALID)
+    assert np.all(routing.experts_TK[VALID] == np.arange(SPECS[name].top_k))
 
 
-def test_of_equal_tokens_the_first_are_taken() -> None:
+def test_equal_tokens_are_taken_by_position() -> None:
     valid = np.arange(T) % S > 0
-    routing, _ = checked(CHOICE, np.ones((T, E), np.float32), BIAS, valid)
+    routing, _ = checked(EXPERT_CHOICE, np.ones((T, E), np.float32), BIAS, valid)
     taken = (routing.experts_TK >= 0).reshape(B, S, E)
     assert taken[:, 1:3].all() and not taken[:, 3].any()
 
 
 @pytest.mark.parametrize("value", [-1e4, 0.0, 1e4])
-@pytest.mark.parametrize("name", [*RULES, "expert_choice"])
+@pytest.mark.parametrize("name", [*SPECS, "expert_choice"])
 def test_huge_and_equal_logits_have_finite_gradients(name, value) -> None:
     equal = np.full((T, E), value, np.float32)
     for logits in (equal, equal * np.resize([1, -1], E).astype(np.float32)):
-        checked(RULES.get(name, CHOICE), logits, BIAS, VALID)
+        checked(SPECS.get(name, EXPERT_CHOICE), logits, BIAS, VALID)
 
 
 @pytest.mark.parametrize("shift", [20, 40, 60])
 def test_tiny_sigmoids_are_divided_by_their_sum_and_the_floor(shift) -> None:
-    rule, logits = RULES["sigmoid"], LOGITS - np.float32(shift)
-    routing, _ = checked(rule, logits, 0 * BIAS, np.ones(T, bool))
+    spec, logits = SPECS["sigmoid"], LOGITS - np.float32(shift)
+    routing, _ = checked(spec, logits, 0 * BIAS, np.ones(T, bool))
     # A logarithm as large as `shift` has an error of half its last bit, 2^-19 from 32 on.
     for got_K, logits_E in zip(routing.weights_TK, logits.astype(np.float64), strict=True):
-        np.testing.assert_allclose(got_K, token(logits_E, rule, None)[1], rtol=2 * 2.0**-19)
+        np.testing.assert_allclose(got_K, token(logits_E, spec, None)[1], rtol=2 * 2.0**-19)
 
 
 @pytest.mark.parametrize(("name", "second"), [("topk_softmax", 5), ("softmax-plain", 0)])
-def test_only_topk_softmax_tells_vanished_probabilities_apart(name, second) -> None:
+def test_only_topk_softmax_distinguishes_probabilities_that_underflow(name, second) -> None:
     logits = np.zeros((T, E), np.float32) + np.where(np.arange(E) == 7, 1e4, np.arange(E) == 5)
-    routing, _ = checked(RULES[name], logits.astype(np.float32), None, np.ones(T, bool))
+    routing, _ = checked(SPECS[name], logits.astype(np.float32), None, np.ones(T, bool))
     assert np.all(routing.experts_TK[:, :2] == [7, second])
 
 
-def test_the_entropy_has_no_gradient_that_could_be_nan() -> None:
+def test_the_entropy_has_no_gradient() -> None:
     def entropy(logits):
-        return tally(route(logits, RULES["softmax"]), logits, token_axes=()).entropy_sum
+        return routing_stats(route(logits, SPECS["softmax"]), logits, token_axes=()).entropy_sum
 
     assert np.all(jax.jit(jax.grad(entropy))(1e4 * LOGITS) == 0)
 
@@ -416,85 +416,83 @@ def test_the_entropy_has_no_gradient_that_could_be_nan() -> None:
 @pytest.mark.parametrize("name", ["softmax", "softmax-plain", "sigmoid"])
 def test_the_backward_pass_keeps_nothing_of_tokens_by_slots_by_experts(name) -> None:
     def residuals(logits):
-        return jax.vjp(lambda x: route(x, RULES[name]).weights_TK, logits)[1]
+        return jax.vjp(lambda x: route(x, SPECS[name]).weights_TK, logits)[1]
 
     kept = jax.tree.leaves(jax.eval_shape(residuals, LOGITS))
     assert max(leaf.size for leaf in kept) <= T * E
 
 
-@pytest.mark.parametrize("name", [*RULES, "expert_choice"])
-def test_padding_counts_nowhere_whatever_stands_there(name) -> None:
-    rule = RULES.get(name, CHOICE)
+@pytest.mark.parametrize("name", [*SPECS, "expert_choice"])
+def test_padding_is_not_counted_whatever_its_logits(name) -> None:
+    spec = SPECS.get(name, EXPERT_CHOICE)
     broken = np.where(VALID[:, None], LOGITS, np.nan).astype(np.float32)
-    got, expected = (solver(rule)(logits, BIAS, VALID) for logits in (broken, LOGITS))
+    got, expected = (solver(spec)(logits, BIAS, VALID) for logits in (broken, LOGITS))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-    (total, (_, health)), gradient = solver(rule)(broken * np.nan, BIAS, np.zeros(T, bool))
+    (total, (_, stats)), gradient = solver(spec)(broken * np.nan, BIAS, np.zeros(T, bool))
     assert total == 0 and np.all(gradient == 0)
-    assert all(np.all(x == 0) for x in vars(health).values())
+    assert all(np.all(x == 0) for x in vars(stats).values())
 
 
 @pytest.mark.parametrize("name", ["softmax", "topk_softmax", "sigmoid", "switch"])
-def test_a_bias_chooses_and_has_no_gradient(name) -> None:
-    rule = RULES[name]
+def test_a_bias_changes_the_choice_and_has_no_gradient(name) -> None:
+    spec = SPECS[name]
     low_group = np.where(np.arange(E) < E // 2, 5.0, 0.0).astype(np.float32)
-    routing, _ = checked(rule, LOGITS, low_group, VALID)
+    routing, _ = checked(spec, LOGITS, low_group, VALID)
     assert routing.experts_TK.max() < E // 2
 
     @jax.jit
     @jax.grad
     def of_bias(bias_E):
-        routing = route(jnp.asarray(LOGITS), rule, bias_E=bias_E)
-        health = tally(routing, jnp.asarray(LOGITS), token_axes=())
-        return jnp.sum(by_expert(routing) * COTANGENT) + losses(health)
+        routing = route(jnp.asarray(LOGITS), spec, bias_E=bias_E)
+        stats = routing_stats(routing, jnp.asarray(LOGITS), token_axes=())
+        return jnp.sum(by_expert(routing) * COTANGENT) + losses(stats)
 
     np.testing.assert_array_equal(of_bias(jnp.asarray(BIAS)), np.zeros(E))
 
 
-def test_an_even_load_costs_one_and_a_collapse_the_number_of_experts() -> None:
-    rule = RULES["switch"]
+def test_the_load_balancing_loss_is_one_if_balanced_and_num_experts_if_collapsed() -> None:
+    spec = SPECS["switch"]
     even = 9.0 * np.eye(E, dtype=np.float32)[np.arange(T) % E]
     collapsed = np.tile(50.0 * np.eye(E, dtype=np.float32)[0], (T, 1))
     for logits, loss in ((even, 1.0), (collapsed, float(E))):
-        _, health = checked(rule, logits, 0 * BIAS, np.ones(T, bool))
-        np.testing.assert_allclose(balance_loss(health), loss, rtol=1e-6)
+        _, stats = checked(spec, logits, 0 * BIAS, np.ones(T, bool))
+        np.testing.assert_allclose(load_balancing_loss(stats), loss, rtol=1e-6)
 
 
 def test_the_bias_rises_below_the_mean_load_and_falls_above_it() -> None:
     load_NE = np.array([[0, 4, 8, 4], [1, 1, 1, 1]], np.float32)
     bias_NE = np.full((2, 4), 0.5, np.float32)
     expected = [[0.75, 0.5, 0.25, 0.5], [0.5] * 4]
-    np.testing.assert_array_equal(rebalanced(bias_NE, load_NE, 0.25), expected)
-    np.testing.assert_array_equal(rebalanced(bias_NE[0], load_NE[0], 0.25), expected[0])
-
-
-def a_rule(name="sigmoid", top_k=2, **rest):
-    return RouterRule(name=name, top_k=top_k, normalise=False, **rest)
+    np.testing.assert_array_equal(update_router_bias(bias_NE, load_NE, 0.25), expected)
+    np.testing.assert_array_equal(update_router_bias(bias_NE[0], load_NE[0], 0.25), expected[0])
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    ("changes", "message"),
     [
-        (a_rule(top_k=9), "num_experts_per_tok=9: there are 8 experts; use a number from 1 to 8"),
-        (a_rule(top_k=0), "num_experts_per_tok=0: there are 8 experts; use a number from 1 to 8"),
+        ({"top_k": 9}, "num_experts_per_tok=9: there are 8 experts; use a number from 1 to 8"),
+        ({"top_k": 0}, "num_experts_per_tok=0: there are 8 experts; use a number from 1 to 8"),
+        ({"name": "switch"}, "=2: the switch router chooses one expert per token; use 1"),
+        ({"num_groups": 3}, "n_group=3 does not divide 8 experts; use 1, 2, 4, 8"),
+        ({"num_groups": 2, "top_groups": 3}, "topk_group=3: there are 2 groups; use a number from"),
         (
-            a_rule("switch"),
-            "num_experts_per_tok=2: the switch router chooses one expert per token; use 1",
-        ),
-        (a_rule(num_groups=3), "n_group=3 does not divide 8 experts; use one of 1, 2, 4, 8"),
-        (a_rule(num_groups=2, top_groups=3), "topk_group=3: there are 2 groups; use a number from"),
-        (
-            a_rule(top_k=3, num_groups=4),
+            {"top_k": 3, "num_groups": 4},
             "num_experts_per_tok=3: the topk_group=1 best groups hold 2 experts; use at most 2",
         ),
-        (a_rule("softmax", num_groups=2), "the softmax router knows no groups of experts; use 1"),
+        ({"name": "softmax", "num_groups": 2}, "the softmax router has no groups of experts; use"),
+        (
+            {"name": "best"},
+            "unknown router 'best'; use softmax, topk_softmax, sigmoid, switch, exp",
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=str,
 )
-def test_a_rule_that_cannot_route_is_refused(bad, message) -> None:
+def test_a_specification_that_cannot_route_is_refused(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        check_rule(bad, E)
+        spec_of(**changes)
 
 
-@pytest.mark.parametrize("good", [*RULES.values(), CHOICE], ids=str)
-def test_a_rule_that_can_route_is_accepted(good) -> None:
-    check_rule(good, E)
+def test_a_router_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'switch' is registered twice; use another name"):
+        register_router("switch")(route)
+    assert [name for name in router_names() if not get_router(name).is_causal] == ["expert_choice"]

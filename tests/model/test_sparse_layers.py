@@ -1,4 +1,4 @@
-"""Models with sparse layers: the same loss on every mesh, text that follows the forward pass."""
+"""Models with sparse layers: equal loss on every mesh, generation equals the forward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def gradients(mesh: MeshConfig, model: ModelConfig = MODEL, parts: int = 1):
     with jax.set_mesh(program.tp.manager.mesh):
         params = program.init().params
         loss, report, grads = jax.jit(program.gradients)(params, batch(program, parts))
-    return jax.tree.map(np.asarray, (loss, vars(report.health), grads))
+    return jax.tree.map(np.asarray, (loss, vars(report.stats), grads))
 
 
 @pytest.fixture(scope="module")

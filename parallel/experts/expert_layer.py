@@ -1,0 +1,211 @@
+"""Expert layer of one device: dispatch tokens to their experts, apply these, combine the results.
+
+`apply_experts` runs inside `jax.shard_map`. The router has already chosen the experts; the methods
+of exchange differ in how tokens reach experts on other devices. Expert capacity bounds the buffers,
+and assignments without room are dropped and counted.
+
+Letters: T tokens of this device, K assignments per token, R rows, E experts, e experts of this
+device, n devices that share the experts, C expert capacity, M = e C rows of a block, D embed.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from parallel.experts.exchange import PermuteAllToAll, RaggedAllToAll, all_to_all, num_devices
+from parallel.experts.expert import ExpertKernels, ExpertLayerSpec, expert_mlp
+from parallel.experts.permutation import Permutation, permute, sort_by_group, unpermute
+from parallel.experts.row_layout import RowGroups, RowLayout
+from parallel.linear.ring import all_gather, pcast_varying, reduce_scatter
+from parallel.sharding.specs import FEATURES, ROWS
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens of this device and the experts that the router assigned to them.
+
+    x_TD: `T/tp D`, `T D/tp` or `T D`, by `spec.split_dim`. experts_TK: int32, distinct within a
+    token; -1: no expert. max_assignments: static bound on the assignments of all tokens; None: T K.
+    """
+
+    x_TD: jax.Array
+    experts_TK: jax.Array
+    weights_TK: jax.Array
+    max_assignments: int | None = field(default=None, metadata={"static": True})
+
+    @property
+    def assignment_bound(self) -> int:
+        """Most assignments of these tokens."""
+        size = self.experts_TK.size
+        return size if self.max_assignments is None else min(size, self.max_assignments)
+
+
+def apply_experts(
+    tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Return sum over k of weight * expert(token), laid out as the tokens, and the dropped count.
+
+    The count is float32: assignments of this device without room.
+    Communication: over `spec.axes`, K rows per token each way (`alltoall`: its whole buffers); over
+    tp, what a dense MLP sends for K rows per token.
+    """
+    # A custom gradient must have the type of its argument, so all arguments vary over all axes.
+    axes = jax.typeof(tokens.x_TD).manual_axis_type.varying | {spec.axis_name, *spec.axes}
+    varying = partial(pcast_varying, axes=tuple(sorted(axes)))
+    tokens, kernels = jax.tree.map(varying, (tokens, kernels))
+    run = {"dense": _dense, "alltoall": _all_to_all, "ragged": _ragged}[spec.exchange]
+    if not spec.axes and spec.exchange != "dense":
+        run = _local
+    y_TD, num_kept = run(tokens, kernels, spec)
+    if spec.split_dim is None:
+        y_TD = lax.psum(y_TD, spec.axis_name)
+    dropped = jnp.sum(tokens.experts_TK >= 0) - num_kept
+    return y_TD, dropped.astype(jnp.float32)
+
+
+def _combine(y_RD: jax.Array, tokens: RoutedTokens, permutation: Permutation) -> jax.Array:
+    # Saved by remat: the gradient of the weights reads the rows once more.
+    return unpermute(checkpoint_name(y_RD, "expert_results"), tokens.weights_TK, permutation)
+
+
+def _local(
+    tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Apply experts that are all on this device."""
+    capacity = spec.capacity(tokens.x_TD.shape[0])
+    if spec.is_uniform:
+        layout = RowLayout("uniform", 1, spec.num_experts * capacity, spec.num_experts)
+    else:
+        layout = spec.layout(tokens.assignment_bound, spec.num_experts)
+    permutation, groups = sort_by_group(tokens.experts_TK.reshape(-1), layout, capacity)
+    y_RD = expert_mlp(permute(tokens.x_TD, permutation), groups, kernels, spec)
+    return _combine(y_RD, tokens, permutation), jnp.sum(groups.sizes_E)
+
+
+def _all_to_all(
+    tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Send a buffer of C rows for every expert to its owner."""
+    n, E, D = num_devices(spec.axes), spec.num_experts, tokens.x_TD.shape[1]
+    e, C, permutes = E // n, spec.capacity(tokens.x_TD.shape[0]), PermuteAllToAll(spec.axes)
+    chunked = spec.chunks > 1
+    # Position of every owner among the blocks that are sent.
+    position_n = jnp.argsort(permutes.targets()) if chunked else jnp.arange(n)
+    experts_TK = tokens.experts_TK
+    groups_TK = jnp.where(experts_TK >= 0, position_n[experts_TK // e] * e + experts_TK % e, -1)
+    uniform = RowLayout("uniform", 1, E * C, E)
+    permutation, groups = sort_by_group(groups_TK.reshape(-1), uniform)
+    blocks_nMD = permute(tokens.x_TD, permutation).reshape(n, e * C, D)
+    sizes_ne = groups.sizes_E.reshape(n, e)
+    mlp = partial(_block_mlp, bound=tokens.assignment_bound, kernels=kernels, spec=spec)
+    if chunked:
+        sizes_ne = all_to_all(sizes_ne[position_n], spec.axes)[permutes.sources()]
+        # Split, not indexed: the gradient of an index is a sum of arrays as large as all blocks.
+        sent, results = jnp.split(blocks_nMD, n), []
+        for chunk in permutes.chunks(spec.chunks):
+            with jax.named_scope("dispatch"):
+                received = [permutes.send(sent[i], i) for i in chunk]
+            done = mlp(received, sizes_ne[chunk[0] : chunk[-1] + 1])
+            with jax.named_scope("combine"):
+                results += [
+                    permutes.send(y, i, back=True) for i, y in zip(chunk, done, strict=True)
+                ]
+        y_nMD = jnp.concatenate(results)
+    else:
+        sizes_ne = all_to_all(sizes_ne, spec.axes)
+        with jax.named_scope("dispatch"):
+            received = jnp.split(all_to_all(blocks_nMD, spec.axes), n)
+        y_nMD = jnp.concatenate(mlp(received, sizes_ne))
+        with jax.named_scope("combine"):
+            y_nMD = all_to_all(y_nMD, spec.axes)
+    return _combine(y_nMD.reshape(-1, D), tokens, permutation), jnp.sum(groups.sizes_E)
+
+
+def _block_mlp(
+    blocks: list[jax.Array],
+    sizes_ge: jax.Array,
+    *,
+    bound: int,
+    kernels: ExpertKernels,
+    spec: ExpertLayerSpec,
+) -> list[jax.Array]:
+    """Apply the MLP to g blocks `1 M D` of one source device each, with at most `bound` used rows.
+
+    sizes_ge: used rows by source and expert.
+    """
+    (_, M, D), (g, e) = blocks[0].shape, sizes_ge.shape
+    C = M // e
+    # Sorted by expert in the same copy that concatenates the blocks.
+    rows_eMD = jnp.concatenate([block.reshape(e, C, D) for block in blocks], axis=1)
+    rows_RD = checkpoint_name(rows_eMD.reshape(g * M, D), "expert_rows")
+    if spec.is_uniform:
+        full = RowGroups(RowLayout("uniform", 1, g * M, e), jnp.full_like(sizes_ge[0], g * C))
+        y = expert_mlp(rows_RD, full, kernels, spec)
+    else:
+        used_egC = jnp.arange(C) < sizes_ge.T[..., None]
+        group = jnp.where(used_egC, jnp.arange(e)[:, None, None], -1)
+        layout = spec.layout(g * min(bound, M), e)
+        y = _sorted_mlp(rows_RD, group.reshape(-1), layout, kernels, spec)
+    return [part.reshape(1, M, D) for part in jnp.split(y.reshape(e, g * C, D), g, axis=1)]
+
+
+def _ragged(
+    tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Send exactly the assigned rows to their owners, which sort them by expert."""
+    bound = tokens.assignment_bound
+    packed = RowLayout("packed", 1, bound, spec.num_experts)
+    permutation, groups = sort_by_group(tokens.experts_TK.reshape(-1), packed)
+    rows = spec.receive_rows(tokens.x_TD.shape[0], bound)
+    exchange = RaggedAllToAll.create(groups.sizes_E, spec.axes, rows=rows, native=spec.native)
+    with jax.named_scope("dispatch"):
+        received = exchange.send(permute(tokens.x_TD, permutation))
+        received = checkpoint_name(received, "expert_rows")
+    layout = spec.layout(rows, spec.num_experts // num_devices(spec.axes))
+    y_RD = _sorted_mlp(received, exchange.groups_R(), layout, kernels, spec)
+    with jax.named_scope("combine"):
+        y_RD = exchange.send_back(y_RD, bound)
+    num_kept = jnp.sum(exchange.kept_nnE[lax.axis_index(spec.axes)])
+    return _combine(y_RD, tokens, permutation), num_kept
+
+
+def _sorted_mlp(
+    rows_RD: jax.Array,
+    groups_R: jax.Array,
+    layout: RowLayout,
+    kernels: ExpertKernels,
+    spec: ExpertLayerSpec,
+) -> jax.Array:
+    """Sort rows by group into `layout`, apply the MLP, and return the results in the old order."""
+    permutation, groups = sort_by_group(groups_R, layout)
+    y = expert_mlp(permute(rows_RD, permutation), groups, kernels, spec)
+    return permute(y, permutation.inverse)
+
+
+def _dense(
+    tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
+) -> tuple[jax.Array, jax.Array]:
+    """Apply every expert to every token of the devices that share them; weights mask the result."""
+    axis, hidden = spec.axis_name, spec.split_dim == FEATURES
+    over = (*spec.axes, axis) if spec.split_dim == ROWS else spec.axes
+    arrays = tokens.x_TD, tokens.experts_TK, tokens.weights_TK
+    x, experts, weights = (all_gather(y, over, 0) for y in arrays)
+    if hidden:
+        x = all_gather(x, axis, -1)
+    e = kernels.row.shape[0]
+    first = lax.axis_index(spec.axes) * e if spec.axes else 0
+    own = experts[..., None] == first + jnp.arange(e)
+    weights_Te = jnp.sum(jnp.where(own, weights[..., None], 0), axis=1)
+    h = kernels.activation(*(jnp.einsum("td,edf->etf", x, w) for w in kernels.column))
+    y = jnp.einsum("etf,efd->etd", h, kernels.row, preferred_element_type=jnp.float32)
+    y = jnp.sum(y * weights_Te.T[..., None], axis=0)
+    if hidden:
+        y = reduce_scatter(y, axis, -1)
+    if num_devices(over) > 1:
+        y = lax.psum_scatter(y, over, scatter_dimension=0, tiled=True)
+    return y.astype(tokens.x_TD.dtype), jnp.sum(tokens.experts_TK >= 0)
