@@ -230,6 +230,6 @@ def test_a_save_that_fails_in_one_process_ends_all_with_the_reason(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), group=Alone())) as saver:
         saver._pending = 7, partial(os.mkdir, tmp_path)
         with pytest.raises(
-            ProcessGroupError, match=r"^checkpoint 7 was not saved: FileExistsError: .*others"
+            ProcessGroupError, match=r"^checkpoint 7 was not saved: FileExistsError: .*other proc"
         ):
             saver.finish()
