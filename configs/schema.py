@@ -7,7 +7,8 @@ Every mistake of a user is a ConfigError on one line: key path, value, rule, rem
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel, field_validator
@@ -30,7 +31,9 @@ from parallel.sharding.residual import DEFAULT_RESIDUAL, get_residual
 from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint_policy import CheckpointConfig
 from training.config import RunConfig, TrainingConfig
-from training.optimizers.registry import OptimizerConfig
+from training.optimizers.registry import OptimizerConfig, check_optimizer
+from training.schedules import SCHEDULES
+from training.writers.registry import WRITERS
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -152,21 +155,34 @@ def _cross_check(config: Config) -> None:
                 "model.layer_types has none; remove it, or add such a layer"
             )
     _check_experts(config)
-    try:
-        if model.attention != AUTO:
-            backends_of(model.attention)
-    except ValueError as error:
-        raise ConfigError(f"model.attention: {error}; or {AUTO}") from error
+    _check_registered(config)
+
+
+def _check_registered(config: Config) -> None:
+    """Check the names that refer to registered implementations."""
+    model, optimizer = config.model, config.optimizer
+    if model.attention != AUTO:
+        _require("model.attention", lambda: backends_of(model.attention))
     for name in model.operation_configs.root:
         if name not in blockwise_names():
             raise ConfigError(
                 f"model.operation_configs.{name}: no operation of this name works in blocks; use "
                 f"one of {', '.join(blockwise_names())}"
             )
+    _require("model.remat", lambda: remat_policy(model.remat))
+    _require("optimizer", lambda: check_optimizer(optimizer))
+    _require("optimizer.schedule", lambda: SCHEDULES.get(optimizer.schedule))
+    for name in config.training.writers:
+        _require("training.writers", partial(WRITERS.get, name))
+
+
+def _require(key: str, look_up: Callable[[], object]) -> None:
+    """Raise a ConfigError that names the key if a name is not registered."""
     try:
-        remat_policy(model.remat)
+        look_up()
     except ValueError as error:
-        raise ConfigError(f"model.remat: {error}") from error
+        text = str(error)
+        raise ConfigError(text if text.startswith(key) else f"{key}: {text}") from error
 
 
 def _check_data(config: Config) -> None:
