@@ -15,7 +15,7 @@ from model.footprint import activation_tensors, ring_shapes
 from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import Choice, choose_overlap
 from parallel.linear.config import TensorParallelConfig
-from parallel.planning.sharding_table import Row, sharding_table, tensors_alike, tensors_of_model
+from parallel.planning.sharding_table import Row, sharding_table, tensors_of_model, tensors_of_state
 from parallel.sharding.axes import KV_HEAD, TP
 from parallel.sharding.chips import CHIPS
 from parallel.sharding.devices import find_devices
@@ -141,7 +141,7 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
     with jax.set_mesh(manager.mesh):
         state = program.abstract_state
         parameters = tensors_of_model(nnx.merge(program.definition, state.params))
-    others = tensors_alike(dataclasses.replace(state, params=None), parameters)
+    others = tensors_of_state(dataclasses.replace(state, params=None), parameters)
     activations = activation_tensors(
         config.model,
         manager,

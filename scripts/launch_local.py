@@ -1,11 +1,12 @@
-"""Trains with several processes on this machine: the code path of a pod, over the loopback.
+"""Train with several processes on this machine: the code path of a pod, over the loopback.
 
 `python scripts/launch_local.py --processes 2 --devices-per-process 4 -- --config configs/tp8.yaml`
-starts `train.py` that often, with what follows `--`. Process 0 has the console; lines of the others
-come to stderr behind `[1] `. SIGTERM or Ctrl-C stops all of them, a second one kills them, SIGUSR1
-goes to process 0. When one fails the rest have `--peer-grace` seconds to end by themselves. Exit
-codes: 0 all are done, 75 all were stopped and can resume, else that of the process that failed
-first: 128 + number after a signal, 1 if the launcher had to kill.
+starts that many `train.py` processes with the arguments after `--`. Process 0 writes to the
+console; the output of the others goes to stderr with a prefix `[1] `. SIGTERM or Ctrl-C stops all
+of them, a second one kills them; SIGUSR1 is passed on to process 0. When a process fails, the
+others have `--peer-grace` seconds to exit. Exit codes: 0 all are done, 75 all were stopped and can
+resume, else that of the process that failed first: 128 + number after a signal, 1 if the launcher
+killed it.
 """
 
 import argparse
@@ -26,31 +27,32 @@ from types import FrameType
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PEER = 1, 2, 75, 76  # of train.py
+# The exit codes of train.py.
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PROCESS_LOST = 1, 2, 75, 76
 
 _POLL_SECONDS = 0.02
-_RELAY_SECONDS = 5.0  # for the last lines of a process that has ended
+_RELAY_SECONDS = 5.0  # for the last lines of a process that has exited
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def tell(line: str) -> None:
-    """A line of the launcher itself."""
+def log(line: str) -> None:
+    """Print a line of the launcher itself."""
     print(f"launch_local: {line}", file=sys.stderr, flush=True)
 
 
 @dataclass
-class _Asked:
-    """What signals ask for: handlers note it, the loop acts.
+class _Signals:
+    """Signals that have arrived; handlers set a flag and the supervisor acts on it.
 
-    So two of them within one turn of the loop are one: GNU timeout sends two.
+    Two signals within one poll count as one: GNU timeout sends two.
     """
 
     stop: bool = False
     save: bool = False
 
     def install(self) -> None:
-        """Takes over the signals of this process; SIGHUP comes when its terminal is closed."""
+        """Handle the signals of this process; SIGHUP comes when its terminal is closed."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_save)
@@ -63,25 +65,28 @@ class _Asked:
 
 
 def _die_with(parent: int) -> None:
-    """Runs in a new process before its program: it must not survive a launcher killed by -9."""
+    """Bind the life of a new process to the launcher's, before its program starts.
+
+    The kernel then kills it when the launcher is killed with SIGKILL.
+    """
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the launcher died before the line above
             os._exit(EXIT_FAILED)
 
 
 def _relay(index: int, pipe: IO[str]) -> None:
-    """Lines of a process to stderr, behind its number."""
+    """Copy the lines of a process to stderr with its number as a prefix."""
     with pipe:
         for line in pipe:
             ending = "" if line.endswith("\n") else "\n"
-            with contextlib.suppress(OSError):  # nobody reads it any more; read on
+            with contextlib.suppress(OSError):  # stderr is closed; still drain the pipe
                 sys.stderr.write(f"[{index}] {line}{ending}")
                 sys.stderr.flush()
 
 
 class _Child:
-    """A process in a session of its own: Ctrl-C at the terminal reaches the launcher alone."""
+    """A process of the run, in its own session, so that Ctrl-C reaches only the launcher."""
 
     def __init__(self, index: int, command: Sequence[str], environment: dict[str, str]):
         self.name = f"process {index}"
@@ -90,7 +95,7 @@ class _Child:
         self._relays: list[threading.Thread] = []
         parent = os.getpid()
         output = subprocess.PIPE if index else None
-        if index:  # or it takes its last lines with it when it is killed
+        if index:  # buffered lines would be lost when it is killed
             environment = {**environment, "PYTHONUNBUFFERED": "1"}
         self.process = subprocess.Popen(
             command,
@@ -101,19 +106,19 @@ class _Child:
             encoding="utf-8",
             errors="backslashreplace",
             start_new_session=True,
-            preexec_fn=lambda: _die_with(parent),  # the launcher has no threads here
+            preexec_fn=lambda: _die_with(parent),  # safe: the launcher has no threads yet
         )
 
     def start_relays(self) -> None:
-        """Begins to read what it prints; not before every process was forked."""
+        """Start the threads that read its output; only after every process was forked."""
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 arguments = (self._index, pipe)
                 self._relays.append(threading.Thread(target=_relay, args=arguments, daemon=True))
                 self._relays[-1].start()
 
-    def has_ended(self) -> bool:
-        """Whether it has; then none of its own processes stays."""
+    def reap(self) -> bool:
+        """Return whether it has exited; if so, kill the processes that it started itself."""
         if self.process.poll() is None:
             return False
         self._kill_group()
@@ -121,27 +126,27 @@ class _Child:
 
     @property
     def exit_code(self) -> int:
-        """Of a process that has ended: 128 + number after a signal, but 1 after ours."""
+        """Its exit code: 128 + number after a signal, but 1 if the launcher killed it."""
         code = self.process.returncode
         if self.killed and code == -signal.SIGKILL:
             return EXIT_FAILED
         return code if code >= 0 else 128 - code
 
     @property
-    def end(self) -> str:
-        """How it ended, in words."""
+    def description(self) -> str:
+        """How it exited, for the log."""
         code = self.process.returncode
         if code >= 0:
-            return f"{self.name} ended with exit code {code}"
+            return f"{self.name} exited with code {code}"
         return f"{self.name} was killed by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """SIGKILL to it and to its own processes."""
+        """Kill it and the processes that it started."""
         self.killed = True
         self._kill_group()
 
     def close(self) -> None:
-        """Kills what is left, and waits for its last lines."""
+        """Kill it if it runs, and wait for its last lines of output."""
         if self.process.poll() is None:
             self.kill()
             self.process.wait()
@@ -149,54 +154,83 @@ class _Child:
             relay.join(_RELAY_SECONDS)
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody; on macOS a zombie
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # none left; on macOS a zombie
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def _watch(
-    children: Sequence[_Child], asked: _Asked, *, grace: float, peer_grace: float
-) -> tuple[int, bool]:
-    """Until all have ended: the exit code for all, and whether a signal stopped the launcher."""
-    running, codes, is_stopped = list(children), [], False
-    limit = (math.inf, "")  # when the rest are killed, and after what
-    while running:
-        time.sleep(_POLL_SECONDS)
-        now = time.monotonic()
-        ended = [child for child in running if child.has_ended()]
-        # Who lost a peer ends milliseconds after it, and is never the first to fail.
-        for child in sorted(ended, key=lambda child: child.exit_code == EXIT_PEER):
-            running.remove(child)
+class _Supervisor:
+    """Waits for all processes of one start; passes signals on and kills those that exit too late.
+
+    grace, peer_grace: seconds until SIGKILL after SIGTERM, and after a process has failed.
+    """
+
+    def __init__(
+        self, children: Sequence[_Child], signals: _Signals, *, grace: float, peer_grace: float
+    ):
+        self.is_stopped = False
+        """Whether a signal to the launcher has stopped the processes."""
+        self._children, self._running = children, list(children)
+        self._signals, self._grace, self._peer_grace = signals, grace, peer_grace
+        self._codes: list[int] = []
+        # When the processes that still run are killed, and the reason for the log.
+        self._deadline = (math.inf, "")
+
+    def run(self) -> int:
+        """Wait until all processes have exited; return the exit code for all of them."""
+        while self._running:
+            time.sleep(_POLL_SECONDS)
+            now = time.monotonic()
+            self._reap(now)
+            if self._signals.stop:
+                self._signals.stop = False
+                self._stop(now)
+            if self._signals.save:
+                self._signals.save = False
+                self._children[0].process.send_signal(signal.SIGUSR1)
+            if now >= self._deadline[0]:
+                self._kill_late()
+        failures = [code for code in self._codes if code not in (0, EXIT_STOPPED)]
+        return failures[0] if failures else max(self._codes)
+
+    def _reap(self, now: float) -> None:
+        """Record the processes that have exited; a failure sets the deadline of the others."""
+        exited = [child for child in self._running if child.reap()]
+        # A process that lost a peer exits milliseconds after it and is never the first to fail.
+        for child in sorted(exited, key=lambda child: child.exit_code == EXIT_PROCESS_LOST):
+            self._running.remove(child)
             code = child.exit_code
-            codes.append(code)
-            is_expected = code == EXIT_STOPPED and is_stopped
+            self._codes.append(code)
+            is_expected = code == EXIT_STOPPED and self.is_stopped
             if code and not child.killed and not is_expected:
-                tell(child.end)
-                # Those that were asked to stop still save, each its part.
-                seconds = grace if code == EXIT_STOPPED else peer_grace
-                limit = min(limit, (now + seconds, f"within {seconds:g} s of {child.name}"))
-        if asked.stop:
-            asked.stop = False
-            if is_stopped:
-                limit = (now, "before the second signal")
-            else:
-                is_stopped = True
-                limit = min(limit, (now + grace, f"within {grace:g} s of SIGTERM"))
-                for child in running:
-                    child.process.terminate()
-        if asked.save:
-            asked.save = False
-            children[0].process.send_signal(signal.SIGUSR1)
-        if now >= limit[0]:
-            for child in running:
-                if not child.killed:
-                    tell(f"{child.name} did not end {limit[1]}: SIGKILL")
-                    child.kill()
-    failures = [code for code in codes if code not in (0, EXIT_STOPPED)]
-    return failures[0] if failures else max(codes), is_stopped
+                log(child.description)
+                # Processes that were stopped still save, each its part.
+                seconds = self._grace if code == EXIT_STOPPED else self._peer_grace
+                self._shorten_deadline(now + seconds, f"within {seconds:g} s of {child.name}")
+
+    def _stop(self, now: float) -> None:
+        """Send SIGTERM to all processes; the second time let them be killed."""
+        if self.is_stopped:
+            self._deadline = (now, "before the second signal")
+            return
+        self.is_stopped = True
+        self._shorten_deadline(now + self._grace, f"within {self._grace:g} s of SIGTERM")
+        for child in self._running:
+            child.process.terminate()
+
+    def _shorten_deadline(self, when: float, reason: str) -> None:
+        self._deadline = min(self._deadline, (when, reason))
+
+    def _kill_late(self) -> None:
+        for child in self._running:
+            if not child.killed:
+                log(f"{child.name} did not exit {self._deadline[1]}; killing it")
+                child.kill()
 
 
 def _free_port(before: int) -> int:
-    """A port of the loopback that nobody uses, and that is not the one before."""
+    """Return a free port of the loopback other than the one before."""
     port = before
     while port == before:
         with socket.socket() as probe:
@@ -215,15 +249,16 @@ def launch(
     grace: float = 120.0,
     peer_grace: float = 60.0,
 ) -> int:
-    """Runs `program` in `processes` processes of `devices` CPU devices each; their exit code.
+    """Run `program` as `processes` processes of `devices` CPU devices; return the exit code.
 
-    grace, peer_grace: seconds before SIGKILL, after SIGTERM and after one has failed. They start
-    again, up to `restarts` times, after any failure but bad input (2), unless a signal stopped
-    them or the launcher.
-    Raises: OSError if a process cannot be started; none is left then.
+    After a failure all start again, up to `restarts` times. Bad input (2) and signals to the
+    launcher or the processes do not count as failures. grace: seconds from SIGTERM to SIGKILL.
+    peer_grace: seconds from the failure of one process to SIGKILL for the others.
+
+    Raises: OSError if a process cannot be started; none is left running then.
     """
-    asked = _Asked()
-    asked.install()
+    signals = _Signals()
+    signals.install()
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -240,20 +275,21 @@ def launch(
                 children.append(_Child(index, command, environment))
             for child in children:
                 child.start_relays()
-            code, is_stopped = _watch(children, asked, grace=grace, peer_grace=peer_grace)
+            supervisor = _Supervisor(children, signals, grace=grace, peer_grace=peer_grace)
+            code = supervisor.run()
         finally:
             for child in children:
                 child.close()
-        if code in (0, EXIT_BAD_INPUT, EXIT_STOPPED) or is_stopped or asked.stop:
+        if code in (0, EXIT_BAD_INPUT, EXIT_STOPPED) or supervisor.is_stopped or signals.stop:
             return code
         if restart == restarts:
             return code
         restart += 1
-        tell(f"restart {restart} of {restarts}")
+        log(f"restart {restart} of {restarts}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and launches; what a user can mend is one line and 2."""
+    """Parse the command line and launch; bad input is one line on stderr and exit code 2."""
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(
@@ -263,15 +299,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("--devices-per-process", type=int, required=True)
-    parser.add_argument("--restarts", type=int, default=0, help="how often, after a failure")
-    parser.add_argument(
-        "--grace", type=float, default=120.0, help="seconds from SIGTERM to SIGKILL"
-    )
-    parser.add_argument(
-        "--peer-grace", type=float, default=60.0, help="seconds to SIGKILL after one has failed"
-    )
+    for option, kind, default, text in (
+        ("--processes", int, None, "number of processes"),
+        ("--devices-per-process", int, None, "simulated CPU devices of each process"),
+        ("--restarts", int, 0, "how often to start all processes again after a failure"),
+        ("--grace", float, 120.0, "seconds from SIGTERM to SIGKILL"),
+        ("--peer-grace", float, 60.0, "seconds from a failed process to SIGKILL for the others"),
+    ):
+        parser.add_argument(option, type=kind, default=default, required=default is None, help=text)
     args = parser.parse_args(given[:split])
     arguments = given[split + 1 :]
     least = {"processes": 1, "devices_per_process": 1, "restarts": 0, "grace": 0, "peer_grace": 0}
@@ -287,7 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     if args.restarts and any("resume=never" in argument for argument in arguments):
         print(
-            "error: checkpoint.resume=never with --restarts begins anew each time", file=sys.stderr
+            "error: checkpoint.resume=never with --restarts would start over each time; leave "
+            "one of them out",
+            file=sys.stderr,
         )
         return EXIT_BAD_INPUT
     try:

@@ -82,8 +82,8 @@ def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Pro
     payload = {"jax_port": _free_port()} if group.is_primary else {}
     port = group.connect(cluster.coordinator, payload)[0]["jax_port"]
     _check_clocks(group)
-    if "JAX_NUM_CPU_DEVICES" not in os.environ:
-        simulate_cpu_devices(num_devices // cluster.num_processes)
+    share = os.environ.get("JAX_NUM_CPU_DEVICES") or num_devices // cluster.num_processes
+    simulate_cpu_devices(int(share))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":
         _silence_gloo()

@@ -1,11 +1,10 @@
-"""The sharding table: where every tensor lies, what a device holds of it, what lies there twice.
+"""Sharding table: how every tensor is split, what each device holds of it, and what is replicated.
 
-Pure: tensors (name, semantic axes, shape) and the rules give rows, rows give text; nothing is
-allocated. No copy is silent: for every mesh axis of more than one device that does not split a
-tensor, the row has a reason and a cost, in bytes per device beyond an even split over all devices.
-A tensor that lies elsewhere than its semantic axes say is an error. The table lists what it is
-given: what exists only inside a shard_map (gathered inputs, gathered kernels) has no layout and is
-not in it. It refuses to know what a tensor is for.
+Tensors (name, semantic axes, shape) and the sharding rules give rows, and rows give text; nothing
+is allocated. No replica is silent: for every mesh axis that does not split a tensor, the row has a
+reason and an excess, in bytes per device beyond an even split over all devices. A tensor whose
+sharding differs from its semantic axes is an error. Arrays that exist only inside a shard_map
+(gathered inputs, gathered kernels) are not in the table.
 """
 
 import dataclasses
@@ -24,22 +23,25 @@ from parallel.sharding import axes as ax
 from parallel.sharding.partition import PartitionManager, axis_label, runtime_mode
 from parallel.sharding.specs import mesh_axes_of
 
-_COLUMNS = tuple("semantic axes,spec,dtype,shape,per device,bytes,copies,beyond,why".split(","))
+_COLUMNS = tuple(
+    "semantic axes,spec,dtype,shape,per device,bytes,replicas,excess,reasons".split(",")
+)
 _NUMBERS = (6, 7, 8)
 _LEGEND = (
-    "bytes: per device, of all arrays of a row; beyond: more than an even split over all devices",
-    "copies: how many devices hold the same part; stack: a dim that is scanned, on no mesh axis",
+    "bytes: per device, summed over the arrays of a row; excess: bytes beyond an even split",
+    "replicas: devices that hold the same shard; stack: a dim that is scanned and never sharded",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """What the table must know of an array.
+    """What the table needs to know of an array.
 
-    axes: a `DynamicShardingAxes` class or instance, or a list of semantic axes; None: not known.
-        They are those of the last dims: dims before them are a stack that is scanned.
-    spec: where it lies; None: where the rules put it.
-    count: how many such arrays there are.
+    Attributes:
+        axes: A `DynamicShardingAxes` class or instance, or a list of semantic axes; None if not
+            known. They describe the last dims; dims before them are a stack that is scanned.
+        spec: The actual sharding; None for the one that the rules give.
+        count: The number of such arrays.
     """
 
     name: str
@@ -52,21 +54,21 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Replication:
-    """One mesh axis whose devices all hold the same part of a tensor."""
+    """One mesh axis whose devices all hold the same shard of a tensor."""
 
     mesh_axis: str
     size: int
     reason: str
     cost: int
-    """Bytes per device; of several axes, each has the share of its size's logarithm."""
+    """Excess bytes per device; several axes share them by the logarithm of their sizes."""
 
     def __str__(self) -> str:
-        return f"{self.mesh_axis}{self.size}: {self.reason}"
+        return f"{self.mesh_axis}={self.size}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor on one device. Bytes are those of all `count` arrays."""
+    """One tensor on one device, with the bytes of all `count` arrays."""
 
     name: str
     axes: str
@@ -80,12 +82,12 @@ class Row:
 
     @property
     def even_bytes(self) -> int:
-        """Bytes per device if no two devices held the same."""
+        """Bytes per device if nothing were replicated."""
         return self.bytes_per_device - sum(item.cost for item in self.replicated)
 
 
 def tensors_of_model(model: nnx.Module) -> list[Tensor]:
-    """The variables of a module, abstract or not, with the `semantic_axes` in their metadata."""
+    """Return the variables of a module, with the `semantic_axes` in their metadata."""
     return [
         Tensor(
             name=".".join(str(part) for part in path),
@@ -98,13 +100,13 @@ def tensors_of_model(model: nnx.Module) -> list[Tensor]:
     ]
 
 
-def tensors_alike(tree: Any, owners: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves of a pytree; those made of an owner have its axes.
+def tensors_of_state(tree: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves of a pytree, such as an optimizer state.
 
-    Made of an owner is a leaf whose path ends in the owner's name, of the same shape. Where several
-    lie alike they are one Tensor: `{mu,nu}.name`.
+    A leaf whose path ends in the name of a parameter, and has its shape, gets its axes. Leaves of
+    one parameter with the same sharding become one Tensor: `{mu,nu}.name`.
     """
-    by_name = {owner.name: owner for owner in owners}
+    by_name = {parameter.name: parameter for parameter in parameters}
     found: dict[Any, tuple[Tensor, list[str]]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
@@ -112,34 +114,34 @@ def tensors_alike(tree: Any, owners: Sequence[Tensor]) -> list[Tensor]:
         name = next((end for end in ends if end in by_name), None)
         if name is None or by_name[name].shape != leaf.shape:
             plain = Tensor(name=".".join(parts), axes=None, shape=leaf.shape, dtype=leaf.dtype)
-            tensor, maker = plain, []
+            tensor, prefix = plain, []
         else:
-            tensor, maker = by_name[name], [parts[ends[name] - 1]]
+            tensor, prefix = by_name[name], [parts[ends[name] - 1]]
         tensor = dataclasses.replace(tensor, dtype=leaf.dtype, spec=_spec_in_type(leaf))
-        alike = (tensor.name, str(tensor.dtype), tensor.spec)
-        found.setdefault(alike, (tensor, []))[1].extend(maker)
+        key = (tensor.name, str(tensor.dtype), tensor.spec)
+        found.setdefault(key, (tensor, []))[1].extend(prefix)
     return [
-        dataclasses.replace(tensor, name=f"{_choice(makers)}.{tensor.name}", count=len(makers))
-        if makers
+        dataclasses.replace(tensor, name=f"{_braces(prefixes)}.{tensor.name}", count=len(prefixes))
+        if prefixes
         else tensor
-        for tensor, makers in found.values()
+        for tensor, prefixes in found.values()
     ]
 
 
-def _choice(names: Sequence[str]) -> str:
+def _braces(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
 
 
 def _spec_in_type(array: Any) -> P | None:
-    """Of an array or a ShapeDtypeStruct; None if it does not say."""
+    """Return the spec of an array or a ShapeDtypeStruct; None if it has none."""
     return getattr(array.sharding, "spec", None)
 
 
 def sharding_table(tensors: Iterable[Tensor], manager: PartitionManager) -> list[Row]:
-    """One row per tensor.
+    """Return one row per tensor.
 
-    Raises: ValueError for a dim that does not divide, or a tensor that lies elsewhere than its
-        semantic axes say.
+    Raises: ValueError for a dim that does not divide, or a sharding that differs from the semantic
+        axes.
     """
     return [_row(tensor, manager) for tensor in tensors]
 
@@ -166,7 +168,7 @@ def _entries(axes: Any) -> tuple[Any, ...]:
 
 
 def _spec_of(tensor: Tensor, manager: PartitionManager) -> P:
-    """Where it lies, which must be where its semantic axes say."""
+    """Return the sharding of a tensor, which must be the one of its semantic axes."""
     ndim = len(tensor.shape)
     given = None if tensor.spec is None else P(*tensor.spec, *[None] * (ndim - len(tensor.spec)))
     if tensor.axes is None:
@@ -175,17 +177,19 @@ def _spec_of(tensor: Tensor, manager: PartitionManager) -> P:
     resolved = manager.resolve(tensor.axes, shape=tensor.shape[stack:], name=tensor.name)
     spec = P(*[None] * stack, *resolved)
     if given is not None and _split(given, manager) != _split(spec, manager):
-        raise ValueError(f"{tensor.name} lies as {given}, but {_axes_label(tensor)} means {spec}")
+        raise ValueError(
+            f"{tensor.name} has sharding {given}, but {_axes_label(tensor)} means {spec}"
+        )
     return spec
 
 
 def _split(spec: P, manager: PartitionManager) -> list[tuple[str, ...]]:
-    """Per dim, the mesh axes that really split it."""
+    """Return the mesh axes of more than one device that split each dim."""
     return [tuple(n for n in mesh_axes_of(entry) if manager.mesh.shape[n] > 1) for entry in spec]
 
 
 def _axes_label(tensor: Tensor) -> str:
-    """`RowWise: stack TP [FSDP SP]`."""
+    """Return a label like `RowWise: stack TP [FSDP SP]`."""
     if tensor.axes is None:
         return "?" if tensor.shape else ""
     entries = _entries(tensor.axes)
@@ -216,11 +220,11 @@ def _replications(
 
 
 def _reason(tensor: Tensor, mesh_axis: str, manager: PartitionManager) -> str:
-    """Why no dim of this tensor is on this mesh axis."""
+    """Return why this mesh axis splits no dim of this tensor."""
     if not tensor.shape:
-        return "a scalar"
+        return "scalar"
     if tensor.axes is None:
-        return "no semantic axes given"
+        return "no semantic axes"
     entries = _entries(tensor.axes)
     shape = tensor.shape[len(tensor.shape) - len(entries) :]
     mode = runtime_mode(tensor.axes, ax.NOT_GIVEN, shape, tensor.name)
@@ -229,20 +233,19 @@ def _reason(tensor: Tensor, mesh_axis: str, manager: PartitionManager) -> str:
         if mesh_axis in names:
             parts = math.prod(manager.mesh.shape[name] for name in names)
             return (
-                f"{axis_label(entry)} = {size} does not divide over {' x '.join(names)} = {parts}: "
+                f"{axis_label(entry)} = {size} does not divide over {' x '.join(names)} = {parts}, "
                 "replicated on request"
             )
-    label = _rule_name(tensor.axes) or "its axes"
     if any(axis_label(entry) == ax.EMPTY for entry in entries):
-        return f"'_' in {label}"
+        return f"the axes {_rule_name(tensor.axes)}".rstrip() + " leave a dim unsharded"
     if nowhere := [axis_label(e) for e, names in zip(entries, wanted, strict=True) if not names]:
-        return f"rules map {' and '.join(nowhere)} to nothing"
-    repeats = mesh_axis == manager.partition_axis.data_parallel_axis
-    return f"no dim is on {mesh_axis}" + (": data parallel repeats it" if repeats else "")
+        return f"the rules leave {' and '.join(nowhere)} unsharded"
+    is_data_parallel = mesh_axis == manager.partition_axis.data_parallel_axis
+    return "data parallelism" if is_data_parallel else f"no dim is on {mesh_axis}"
 
 
 def costs(rows: Iterable[Row]) -> dict[str, int]:
-    """Bytes per device beyond an even split, by mesh axis and reason, the largest first."""
+    """Return the excess bytes per device by mesh axis and reason, the largest first."""
     found: dict[str, int] = {}
     for row in rows:
         for item in row.replicated:
@@ -251,21 +254,29 @@ def costs(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: bytes per device, those beyond an even split, the two largest reasons for them."""
+    """Return one line: bytes per device, how many are replicas, and the two largest reasons."""
     size, even = _bytes(rows)
     if size == even:
-        return f"{size:,} bytes per device, split evenly"
-    largest = [f"{cost:,} {reason}" for reason, cost in list(costs(rows).items())[:2]]
-    return f"{size:,} bytes per device, {size - even:,} beyond an even split ({'; '.join(largest)})"
+        return f"{_size(size)} per device, nothing replicated"
+    largest = [f"{_size(cost)} over {reason}" for reason, cost in list(costs(rows).items())[:2]]
+    return f"{_size(size)} per device, {_size(size - even)} of it replicated ({'; '.join(largest)})"
+
+
+def _size(size: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
 
 
 def _bytes(rows: Sequence[Row]) -> tuple[int, int]:
-    """Per device: as it is, and split evenly."""
+    """Return the bytes per device, as they are and split evenly over all devices."""
     return sum(row.bytes_per_device for row in rows), sum(row.even_bytes for row in rows)
 
 
 def render(sections: Mapping[str, Sequence[Row]]) -> str:
-    """The table as text: a block per section, then what every reason costs in each of them."""
+    """Return the table as text: a block per section, then the excess bytes by reason."""
     reasons = costs(row for rows in sections.values() for row in rows)
     marks = {reason: str(number) for number, reason in enumerate(reasons, 1)}
     lines: list[tuple[str, ...]] = []
@@ -276,7 +287,7 @@ def render(sections: Mapping[str, Sequence[Row]]) -> str:
         by_section = [costs(rows) for rows in sections.values()]
         text += _aligned(
             [
-                ("why", "bytes per device beyond an even split over all devices", *sections),
+                ("reason", "excess bytes per device", *sections),
                 *(
                     (mark, reason, *(f"{section.get(reason, 0):,}" for section in by_section))
                     for reason, mark in marks.items()
@@ -317,7 +328,7 @@ def _dims(shape: Sequence[int]) -> str:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], right: Iterable[int]) -> list[str]:
-    """Columns two spaces apart, those in `right` flush right."""
+    """Return lines with aligned columns; those in `right` are right-aligned."""
     right = set(right)
     columns = max(len(cells) for cells in lines)
     widths = [max(len(cells[i]) for cells in lines if len(cells) > i) for i in range(columns)]

@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import jax
 
 from parallel.planning.links import chip_coords
-from parallel.planning.schedule import Prediction, predict
+from parallel.planning.prediction import Prediction
+from parallel.planning.timeline import predict
 from parallel.sharding.chips import CHIPS, Chip
 from parallel.sharding.devices import absent_devices, read_topology
 

@@ -1,51 +1,39 @@
 #!/usr/bin/env bash
-# Trains on slices of TPUs under GKE, as a JobSet (gke_jobset.yaml), or through XPK.
+# Train on TPU slices under GKE, as a JobSet (gke_jobset.yaml) or through XPK.
 set -euo pipefail
 
 usage() {
   cat <<'EOF'
 usage: gke.sh build|up|tail|delete [options] [-- arguments of train.py]
 
-  build   make the image from this folder, and push it
-  up      start the JobSet; the run goes on from its newest checkpoint
+  build   build the image from this folder, and push it
+  up      start the JobSet; the run resumes from its newest checkpoint
   tail    follow the console of process 0
-  delete  SIGTERM to all, which save at the same step; then delete the JobSet
+  delete  send SIGTERM, so that all processes save at the same step; then delete the JobSet
 
-  --name NAME         of the JobSet (up, tail, delete)
-  --image IMAGE       with its registry and tag (build, up)
+  --name NAME         name of the JobSet (up, tail, delete)
+  --image IMAGE       image with its registry and tag (build, up)
   --cluster CLUSTER   --location ZONE_OR_REGION  --project PROJECT  --namespace NAMESPACE (default)
   --accelerator TYPE  cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice, tpu-v5p-slice, ...
-  --topology AxB[xC]  of one slice
-  --chips N           per host (4)
-  --slices N          joined by the data-center network; give mesh.dcn_dp=N, too (1)
-  --pvc CLAIM         ReadWriteMany, mounted at /shared: put run.dir there
-  --restarts N        how often to start all again after a failure (20)
-  --xpk               up and delete by XPK; --tpu-type TYPE instead of accelerator, topology, chips;
-                      the volume comes from `xpk storage attach`
-  --dry-run           print every command and execute none
+  --topology AxB[xC]  topology of one slice
+  --chips N           chips per host (4)
+  --slices N          number of slices; give mesh.dcn_dp=N, too (1)
+  --pvc CLAIM         volume claim (ReadWriteMany), mounted at /shared: put run.dir there
+  --restarts N        how often to restart all processes after a failure (20)
+  --xpk               use XPK for up and delete; give --tpu-type TYPE instead of accelerator,
+                      topology and chips; attach the volume by `xpk storage attach`
+  --dry-run           print every command and run none
 EOF
 }
 
-die() {
-  printf 'error: %s\n' "$1" >&2
-  exit 2
-}
-
-# Prints a command as a shell reads it.
-show() {
-  local word line="" escaped="'\\''"
-  for word in "$@"; do
-    [[ $word =~ ^[A-Za-z0-9_./:=,@%+~-]+$ ]] || word="'${word//\'/"$escaped"}'"
-    line+=" $word"
-  done
-  printf '%s\n' "${line# }"
-}
+cd "${BASH_SOURCE[0]%/*}/../.."
+source scripts/launch/arguments.sh
 
 run() {
   if [[ $dry ]]; then show "$@"; else show "$@" >&2 && "$@"; fi
 }
 
-# Every option named here must have been given.
+# Check that every option named here was given.
 need() {
   local option
   for option in "$@"; do
@@ -53,7 +41,7 @@ need() {
   done
 }
 
-# A list that is JSON, and so YAML.
+# Print a list as JSON, which is also YAML.
 list() {
   local word line=""
   for word in "$@"; do
@@ -69,7 +57,7 @@ manifest() {
     hosts=$((hosts * size))
   done
   ((hosts % chips == 0)) ||
-    die "--topology=$topology has $hosts chips, which hosts of --chips=$chips do not share evenly; give --chips"
+    die "--topology=$topology has $hosts chips, which do not divide over hosts of --chips=$chips; give --chips"
   hosts=$((hosts / chips))
   text=$(< scripts/launch/gke_jobset.yaml)
   text=${text//__NAME__/"$name"}
@@ -92,12 +80,11 @@ connect() {
 
 up() {
   local filled
-  [[ " ${train[*]-} " == *" --config "* || " ${train[*]-}" == *" --config="* ]] ||
-    die "train.py needs --config; give it after --"
-  [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; take it out"
+  check_config "${train[@]}"
+  [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; remove it"
   if [[ $xpk ]]; then
     need name image cluster location project tpu_type
-    # XPK's own default starts again after 42 and 127 to 255 alone.
+    # By default XPK restarts only after exit codes 42 and 127 to 255.
     run xpk workload create --workload="$name" "${xpk_place[@]}" --tpu-type="$tpu_type" \
       --num-slices="$slices" --docker-image="$image" --max-restarts="$restarts" \
       --restart-on-exit-codes=1,75,76 --termination-grace-period-seconds=300 \
@@ -114,9 +101,7 @@ up() {
   fi
 }
 
-((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) ||
-  die "this is bash $BASH_VERSION; run it with bash 4.4 or newer"
-cd "${BASH_SOURCE[0]%/*}/../.."
+check_bash
 action="" name="" image="" cluster="" location="" project="" accelerator="" topology="" pvc=""
 tpu_type="" xpk="" dry="" namespace=default chips=4 slices=1 restarts=20 train=()
 while (($#)); do
@@ -140,24 +125,22 @@ while (($#)); do
       train=("$@")
       break
       ;;
-    *) die "$1 is not known; see --help, and give arguments of train.py after --" ;;
+    *) die "$1 is no known option; see --help, and give arguments of train.py after --" ;;
   esac
   shift
 done
-[[ $action ]] || die "say what to do: build, up, tail or delete; see --help"
-# What goes into the YAML has no character that means something there.
+[[ $action ]] || die "give an action: build, up, tail or delete; see --help"
+# These values go into the YAML file, so they may have no special characters.
 for option in name namespace pvc; do
   [[ ${!option} =~ ^([a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?)?$ ]] ||
-    die "--$option=${!option} is not a name of small letters, digits and -, up to 40; give another"
+    die "--$option=${!option} is not a name; give up to 40 lowercase letters, digits and dashes"
 done
-for option in chips slices; do
-  [[ ${!option} =~ ^[1-9][0-9]*$ ]] || die "--$option=${!option} is not a number above 0; give 1 or more"
-done
-[[ $restarts =~ ^[0-9]+$ ]] || die "--restarts=$restarts is not a number; give 0 or more"
+check_positive chips slices
+check_restarts "$restarts"
 [[ $topology =~ ^([1-9][0-9]*(x[1-9][0-9]*){1,2})?$ ]] ||
-  die "--topology=$topology is not like 4x4 or 2x2x2; give that of one slice"
+  die "--topology=$topology is no topology; give that of one slice, like 4x4 or 2x2x2"
 [[ $image$accelerator =~ ^[A-Za-z0-9_./:@-]*$ ]] ||
-  die "--image=$image or --accelerator=$accelerator has a strange character; give another"
+  die "--image=$image or --accelerator=$accelerator has a special character; give another"
 place=(--location="$location")
 [[ ! $project ]] || place+=(--project="$project")
 xpk_place=(--cluster="$cluster" --zone="$location" --project="$project")

@@ -1,51 +1,39 @@
 #!/usr/bin/env bash
-# Trains on Cloud TPU VMs: one slice or several. Asks for them as a queued resource, or takes the
-# ones that are there, copies HEAD, installs, runs on all workers, and shows the console of the run.
+# Train on one or several slices of Cloud TPU VMs: create them as a queued resource or reuse the
+# existing ones, copy HEAD, install it, run it on all workers and follow the console of process 0.
 #
-# The run is detached on its hosts: when the connection breaks, `up` again finds it running and
-# only watches. A command that stays in the foreground would be started a second time by gcloud's
-# own retries, and not at all beyond its 64 connections.
+# The run is detached on its hosts. When the connection breaks, `up` again finds it running and only
+# follows it. A command in the foreground would be started twice by the retries of gcloud, and would
+# not start at all beyond the 64 connections that gcloud opens.
 set -euo pipefail
 
 usage() {
   cat <<'EOF'
 usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- arguments of train.py]
 
-  up      make the slices or take those that are there, run, and watch until the run ends
+  up      create or reuse the slices, run, and follow the console until the run ends
   tail    follow the console of process 0
-  stop    SIGTERM to all: they save at the same step; `up` with the same arguments goes on
+  stop    send SIGTERM: all processes save at the same step; `up` resumes
   delete  delete the slices
 
-  --accelerator TYPE  of one slice: v5litepod-16, v5p-16, v6e-16, ... (up)
-  --slices N          joined by the data-center network; give mesh.dcn_dp=N, too (1)
-  --spot              cheaper, and may be taken away
-  --restarts N        how often to start all again after a failure; slices that were preempted or
-                      terminated are then deleted and made anew (0: never)
-  --setup COMMAND     run on every host before the installation, to mount the shared run.dir
-  --extras LIST       of pyproject.toml (tpu)
-  --runtime VERSION   of the TPU software (by --accelerator)
-  --project PROJECT   (that of gcloud)
-  --dry-run[=STATE]   print every command and execute none, as if the queued resource were in
-                      STATE: NONE (if none is given), ACTIVE, SUSPENDED, ...
+  --accelerator TYPE  type of one slice: v5litepod-16, v5p-16, v6e-16, ... (up)
+  --slices N          number of slices; give mesh.dcn_dp=N, too (1)
+  --spot              use spot capacity: cheaper, may be preempted
+  --restarts N        how often to restart all processes after a failure; slices that were
+                      preempted or terminated are deleted and created again (0)
+  --setup COMMAND     command for every host before the installation, to mount the shared run.dir
+  --extras LIST       extras of pyproject.toml to install (tpu)
+  --runtime VERSION   version of the TPU software (default by --accelerator)
+  --project PROJECT   project of Google Cloud (default of gcloud)
+  --dry-run[=STATE]   print every command and run none, as if the queued resource were in STATE:
+                      NONE (default), ACTIVE, SUSPENDED, ...
 
-Exit codes: 0 done, 2 bad input, 75 stopped and resumable, else that of the last try.
+Exit codes: 0 done, 2 bad input, 75 stopped and resumable, else that of the last attempt.
 EOF
 }
 
-die() {
-  printf 'error: %s\n' "$1" >&2
-  exit 2
-}
-
-# Prints a command as a shell reads it.
-show() {
-  local word line="" escaped="'\\''"
-  for word in "$@"; do
-    [[ $word =~ ^[A-Za-z0-9_./:=,@%+~-]+$ ]] || word="'${word//\'/"$escaped"}'"
-    line+=" $word"
-  done
-  printf '%s\n' "${line# }"
-}
+cd "${BASH_SOURCE[0]%/*}/../.."
+source scripts/launch/arguments.sh
 
 run() {
   show "$@" >&"$shown"
@@ -60,7 +48,7 @@ on_all() {
   queued ssh "$name" --node=all --worker=all --command="$1"
 }
 
-# Prints what a question is answered. Over days one in a while gets no answer: that ends no run.
+# Print the output of a query, and repeat it when it fails: over days some do.
 ask() {
   local answer seconds
   for seconds in 10 30 60 120 300; do
@@ -68,13 +56,13 @@ ask() {
       printf '%s\n' "$answer"
       return
     fi
-    say "no answer; asked again in $seconds s"
+    say "no answer; trying again in $seconds s"
     sleep "$seconds"
   done
   "$@"
 }
 
-# Sets state: what the queue says, NONE, or LOST when a slice is gone behind its back.
+# Set state to that of the queued resource, NONE, or LOST if a slice of an ACTIVE one is gone.
 look() {
   local queue=(gcloud compute tpus queued-resources list "${where[@]}"
     --filter="name ~ /$name\$" --format="value(state.state)")
@@ -94,7 +82,7 @@ look() {
   fi
 }
 
-# Returns when all slices are there.
+# Wait until all slices are active; create them if needed.
 ready() {
   local nodes=(--node-id="$name")
   ((slices == 1)) || nodes=(--node-count="$slices" --node-prefix="$name")
@@ -111,7 +99,7 @@ ready() {
         ;;
       SUSPENDED | FAILED | LOST)
         if ((restarts == 0)); then
-          printf 'error: %s is %s; give --restarts N to delete it and make it anew\n' \
+          printf 'error: %s is %s; give --restarts N to delete and create it again\n' \
             "$name" "$state" >&2
           exit 1
         fi
@@ -132,17 +120,17 @@ say() {
 
 up() {
   local tries=0 code
-  # Once: a restart goes on with the code that it began with.
+  # Once, so that a restart runs the same code.
   run mkdir -p .cache
   run git archive --format=tar.gz --output="$archive" HEAD
-  [[ $dry ]] || git diff --quiet HEAD || say "changes that are not committed are not copied"
+  [[ $dry ]] || git diff --quiet HEAD || say "uncommitted changes are not copied"
   while true; do
     ready
     code=0
     queued scp "$archive" "$name:torus.tar.gz" --node=all --worker=all &&
       on_all "$launch" && on_all "$watch" || code=$?
     if [[ $dry ]]; then
-      say "0, 2 and 75 end here; after any other exit code all of this again, $restarts times"
+      say "exit codes 0, 2 and 75 end here; any other repeats all of this, $restarts times"
       return
     fi
     say "exit code $code"
@@ -153,9 +141,7 @@ up() {
   done
 }
 
-((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) ||
-  die "this is bash $BASH_VERSION; run it with bash 4.4 or newer"
-cd "${BASH_SOURCE[0]%/*}/../.."
+check_bash
 action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu spot="" dry=""
 slices=1 restarts=0 state=NONE shown=2 archive=.cache/torus.tar.gz train=()
 while (($#)); do
@@ -178,22 +164,22 @@ while (($#)); do
       train=("$@")
       break
       ;;
-    *) die "$1 is not known; see --help, and give arguments of train.py after --" ;;
+    *) die "$1 is no known option; see --help, and give arguments of train.py after --" ;;
   esac
   shift
 done
-[[ $action ]] || die "say what to do: up, tail, stop or delete; see --help"
+[[ $action ]] || die "give an action: up, tail, stop or delete; see --help"
 [[ $name =~ ^[a-z]([-a-z0-9]{0,38}[a-z0-9])?$ ]] ||
-  die "--name=$name is not a name of small letters, digits and -, up to 40; give another"
-[[ $zone ]] || die "--zone is missing; give one that has TPUs, like us-west4-a"
-[[ $slices =~ ^[1-9][0-9]*$ ]] || die "--slices=$slices is not a number above 0; give 1 or more"
-[[ $restarts =~ ^[0-9]+$ ]] || die "--restarts=$restarts is not a number; give 0 or more"
+  die "--name=$name is not a name; give up to 40 lowercase letters, digits and dashes"
+[[ $zone ]] || die "--zone is missing; give a zone with TPUs, like us-west4-a"
+check_positive slices
+check_restarts "$restarts"
 where=(--zone="$zone" --quiet)
 [[ ! $project ]] || where+=(--project="$project")
 [[ ! $dry ]] || shown=1
 
-# On a host: torus/ is the code, .log the console, .pid the shell around train.py, .code its end,
-# .stop says that the end was asked for. ~ is that of the host.
+# Files in the home folder of a host: torus/ is the code, torus.log the console, torus.pid the shell
+# around train.py, torus.code its exit code; torus.stop says that a stop was requested.
 # shellcheck disable=SC2088,SC2016
 watch='(while [ ! -e ~/torus.code ] && kill -0 "$(cat ~/torus.pid)"; do sleep 1; done) &
 tail -n 20 -f --pid="$!" ~/torus.log
@@ -209,11 +195,10 @@ case $action in
         v5p-*) runtime=v2-alpha-tpuv5 ;;
         v6e-*) runtime=v2-alpha-tpuv6e ;;
         v[234]-*) runtime=tpu-ubuntu2204-base ;;
-        *) die "--accelerator=$accelerator is no TPU VM; give one like v5litepod-16, or --runtime" ;;
+        *) die "--accelerator=$accelerator is no known type of TPU VM; give one like v5litepod-16, or --runtime" ;;
       esac
     fi
-    [[ " ${train[*]-} " == *" --config "* || " ${train[*]-}" == *" --config="* ]] ||
-      die "train.py needs --config; give it after --"
+    check_config "${train[@]}"
     # Python comes from uv: the TPU software's own is older than 3.11.
     launch="set -eu
 if [ -e ~/torus.pid ] && [ ! -e ~/torus.code ] && kill -0 \"\$(cat ~/torus.pid)\"; then exit 0; fi

@@ -1,4 +1,4 @@
-"""`scripts/launch_local.py` with tiny programs instead of train.py: who lives, who is told."""
+"""`scripts/launch_local.py` with tiny programs instead of train.py: exits, signals, restarts."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ import launch_local
 
 SECONDS = 60.0  # that anything may take on a busy machine
 SCRIPT = ROOT / "scripts" / "launch_local.py"
-# Runs `launch`, then tells what it leaves: children, open files, threads.
+# Runs `launch`, then prints what it leaves behind: children, open files, threads.
 DRIVER = """
 import json, os, sys, threading
 sys.path.insert(0, sys.argv[1])
@@ -47,7 +47,7 @@ def count(number, frame=None):
     with open(folder / f"{signal.Signals(number).name}-{index}", "a") as file:
         file.write("x")
 """
-# Traps the signals, counts them, and goes on until a file says with which code to end.
+# Counts the signals that arrive.
 TRAPS = """
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, count)
@@ -59,7 +59,7 @@ STOPS = TRAPS + "until(f'SIGTERM-{index}'); time.sleep(0.2); sys.exit(75)"
 Launch = Callable[..., subprocess.Popen]
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     limit = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < limit, "nothing happened"
@@ -67,7 +67,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Not a zombie either: an orphan's may wait for an init that is slow."""
+    """Whether a process runs; a zombie does not, and may wait for a slow init."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -76,7 +76,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts a launcher of `program`; the last argument of each process is the test's folder."""
+    """Start a launcher of `program`; the last argument of each process is the test's folder."""
     started = []
 
     def start(program: str, *arguments: str, processes: int = 2, **options) -> subprocess.Popen:
@@ -100,26 +100,26 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def finish(launcher: subprocess.Popen) -> tuple[int, str, str]:
-    """Its exit code, stdout, stderr; it must leave nothing."""
+    """Return the exit code, stdout and stderr; check that nothing is left behind."""
     out, err = launcher.communicate(timeout=SECONDS)
     assert "LEFT" not in err, err
     return launcher.returncode, out, err
 
 
 def wait_ready(folder: Path, processes: int = 2) -> list[int]:
-    """The process ids, once all have their handlers."""
+    """Wait until all processes have their handlers; return their ids."""
     files = [folder / f"ready-{index}" for index in range(processes)]
-    until(lambda: all(file.exists() for file in files))
+    wait_until(lambda: all(file.exists() for file in files))
     return [int(file.read_text()) for file in files]
 
 
-def told(err: str) -> list[str]:
-    """The launcher's own lines."""
+def launcher_lines(err: str) -> list[str]:
+    """Return the lines of the launcher itself."""
     prefix = "launch_local: "
     return [line.removeprefix(prefix) for line in err.splitlines() if line.startswith(prefix)]
 
 
-def test_each_process_gets_its_place_in_the_cluster_and_the_arguments(launch, tmp_path):
+def test_each_process_gets_its_process_id_and_the_arguments(launch, tmp_path):
     program = """
 names = ["JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES"]
 environment = [os.environ[name] for name in names]
@@ -175,10 +175,10 @@ def test_a_killed_process_does_not_take_its_last_lines_with_it(launch):
     code, _, err = finish(launch(program))
     assert code == 137
     assert "[1] last words" in err.splitlines()
-    assert told(err) == ["process 1 was killed by SIGKILL"]
+    assert launcher_lines(err) == ["process 1 was killed by SIGKILL"]
 
 
-# What process 0 does, then, half a second later, process 1.
+# How process 0 exits and then, half a second later, process 1.
 @pytest.mark.parametrize(
     ("first", "second", "code", "lines"),
     [
@@ -187,18 +187,18 @@ def test_a_killed_process_does_not_take_its_last_lines_with_it(launch):
             "75",
             "75",
             75,
-            ["process 0 ended with exit code 75", "process 1 ended with exit code 75"],
+            ["process 0 exited with code 75", "process 1 exited with code 75"],
         ),
-        ("0", "3", 3, ["process 1 ended with exit code 3"]),
-        ("3", "5", 3, ["process 0 ended with exit code 3", "process 1 ended with exit code 5"]),
-        ("75", "5", 5, ["process 0 ended with exit code 75", "process 1 ended with exit code 5"]),
+        ("0", "3", 3, ["process 1 exited with code 3"]),
+        ("3", "5", 3, ["process 0 exited with code 3", "process 1 exited with code 5"]),
+        ("75", "5", 5, ["process 0 exited with code 75", "process 1 exited with code 5"]),
         (
             "kill",
             "76",
             137,
-            ["process 0 was killed by SIGKILL", "process 1 ended with exit code 76"],
+            ["process 0 was killed by SIGKILL", "process 1 exited with code 76"],
         ),
-        ("1", "kill", 1, ["process 0 ended with exit code 1", "process 1 was killed by SIGKILL"]),
+        ("1", "kill", 1, ["process 0 exited with code 1", "process 1 was killed by SIGKILL"]),
     ],
 )
 def test_the_exit_code_is_that_of_the_first_failure(launch, first, second, code, lines):
@@ -214,49 +214,52 @@ if end == "kill":
 sys.exit(int(end))
 """
     found, _, err = finish(launch(program))
-    assert (found, told(err)) == (code, lines)
+    assert (found, launcher_lines(err)) == (code, lines)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_who_lost_a_peer_is_not_the_first_to_fail_however_quick(launch, tmp_path):
+def test_a_process_that_lost_a_peer_is_never_the_first_failure(launch, tmp_path):
     program = TRAPS + "until('go'); index or sys.exit(76); os.kill(os.getpid(), signal.SIGKILL)"
     launcher = launch(program)
     pids = wait_ready(tmp_path)
-    launcher.send_signal(signal.SIGSTOP)  # so that it finds both at once
+    launcher.send_signal(signal.SIGSTOP)  # so that it sees both exits in one poll
     (tmp_path / "go").touch()
-    until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
     launcher.send_signal(signal.SIGCONT)
     code, _, err = finish(launcher)
     assert code == 137
-    assert told(err) == ["process 1 was killed by SIGKILL", "process 0 ended with exit code 76"]
+    assert launcher_lines(err) == [
+        "process 1 was killed by SIGKILL",
+        "process 0 exited with code 76",
+    ]
 
 
-def test_peers_that_hang_after_a_failure_are_killed_when_their_time_is_over(launch):
+def test_processes_that_hang_after_a_failure_are_killed_after_peer_grace(launch):
     program = "if index == 1: until('ready-0'); until('ready-2'); sys.exit(76)\n" + HANGS
     code, _, err = finish(launch(program, processes=3, peer_grace=0.3))
     assert code == 76
-    assert told(err) == [
-        "process 1 ended with exit code 76",
-        "process 0 did not end within 0.3 s of process 1: SIGKILL",
-        "process 2 did not end within 0.3 s of process 1: SIGKILL",
+    assert launcher_lines(err) == [
+        "process 1 exited with code 76",
+        "process 0 did not exit within 0.3 s of process 1; killing it",
+        "process 2 did not exit within 0.3 s of process 1; killing it",
     ]
 
 
-def test_peers_of_one_that_was_stopped_have_the_time_to_save(launch):
+def test_after_a_stopped_process_the_others_have_grace_to_save(launch):
     program = "if index == 1: until('ready-0'); sys.exit(75)\n" + HANGS
     code, _, err = finish(launch(program, grace=0.3, peer_grace=1000))
     assert code == 1
-    assert told(err) == [
-        "process 1 ended with exit code 75",
-        "process 0 did not end within 0.3 s of process 1: SIGKILL",
+    assert launcher_lines(err) == [
+        "process 1 exited with code 75",
+        "process 0 did not exit within 0.3 s of process 1; killing it",
     ]
 
 
-def test_peers_may_end_by_themselves_after_a_failure(launch, tmp_path):
+def test_processes_that_exit_within_peer_grace_are_not_killed(launch, tmp_path):
     program = "if index: sys.exit(1)\ntime.sleep(1); note('done'); sys.exit(76)"
     code, _, err = finish(launch(program, peer_grace=30))
     assert code == 1 and (tmp_path / "done").exists()
-    assert "SIGKILL" not in err
+    assert "killing" not in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -269,26 +272,28 @@ def test_a_signal_stops_all_once_and_nothing_starts_again(launch, tmp_path, numb
     assert counted == {"SIGTERM-0": "x", "SIGTERM-1": "x"}
 
 
-def test_a_signalled_child_that_fails_is_no_reason_to_start_again(launch, tmp_path):
+def test_a_failure_after_a_stop_does_not_restart(launch, tmp_path):
     launcher = launch(STOPS.replace("75", "index and 75 or 9"), restarts=3)
     wait_ready(tmp_path)
     launcher.terminate()
     code, _, err = finish(launcher)
-    assert (code, told(err)) == (9, ["process 0 ended with exit code 9"])
+    assert (code, launcher_lines(err)) == (9, ["process 0 exited with code 9"])
 
 
 def test_a_second_signal_kills_at_once(launch, tmp_path):
     launcher = launch(HANGS, restarts=3, grace=1000)
     wait_ready(tmp_path)
     launcher.terminate()
-    until(lambda: len(list(tmp_path.glob("SIGTERM-*"))) == 2)
+    wait_until(lambda: len(list(tmp_path.glob("SIGTERM-*"))) == 2)
     launcher.terminate()
     code, _, err = finish(launcher)
     assert code == 1
-    assert told(err) == [f"process {n} did not end before the second signal: SIGKILL" for n in "01"]
+    assert launcher_lines(err) == [
+        f"process {n} did not exit before the second signal; killing it" for n in "01"
+    ]
 
 
-def test_two_signals_at_once_are_one(launch, tmp_path):
+def test_two_signals_at_once_count_as_one(launch, tmp_path):
     launcher = launch(STOPS)
     wait_ready(tmp_path)
     for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGINT, signal.SIGCONT):
@@ -296,13 +301,15 @@ def test_two_signals_at_once_are_one(launch, tmp_path):
     assert finish(launcher) == (75, "", "")
 
 
-def test_who_does_not_end_after_sigterm_is_killed(launch, tmp_path):
+def test_a_process_that_ignores_sigterm_is_killed_after_grace(launch, tmp_path):
     launcher = launch(HANGS, grace=0.3)
     wait_ready(tmp_path)
     launcher.terminate()
     code, _, err = finish(launcher)
     assert code == 1
-    assert told(err) == [f"process {n} did not end within 0.3 s of SIGTERM: SIGKILL" for n in "01"]
+    assert launcher_lines(err) == [
+        f"process {n} did not exit within 0.3 s of SIGTERM; killing it" for n in "01"
+    ]
 
 
 def test_sigusr1_goes_to_process_0_alone(launch, tmp_path):
@@ -313,7 +320,7 @@ def test_sigusr1_goes_to_process_0_alone(launch, tmp_path):
     assert [path.name for path in tmp_path.glob("SIG*")] == ["SIGUSR1-0"]
 
 
-# Notes each start with its port; ends with the n-th of these codes.
+# Records each start with its port; the nth exits with the nth code.
 COUNTS = """
 starts = folder / f"starts-{index}"
 with open(starts, "a") as file:
@@ -325,35 +332,37 @@ sys.exit(CODES[len(starts.read_text().splitlines()) - 1])
 @pytest.mark.parametrize(
     ("codes", "restarts", "starts"),
     [
-        ([1, 76, 0], 3, 3),  # until it is done
-        ([76, 1, 76], 2, 3),  # as often as it may
+        ([1, 76, 0], 3, 3),  # until success
+        ([76, 1, 76], 2, 3),  # up to the limit
         ([1], 0, 1),
         ([2], 3, 1),  # bad input would fail again
-        ([1, 75], 3, 2),  # somebody else stopped it
+        ([1, 75], 3, 2),  # stopped from outside
     ],
 )
-def test_a_failure_starts_all_again_as_often_as_it_may(launch, tmp_path, codes, restarts, starts):
+def test_a_failure_restarts_all_processes_up_to_the_limit(
+    launch, tmp_path, codes, restarts, starts
+):
     code, _, err = finish(launch(f"CODES = {codes}\n{COUNTS}", restarts=restarts))
     assert code == codes[-1]
     ports = [(tmp_path / f"starts-{index}").read_text().splitlines() for index in range(2)]
     assert ports[0] == ports[1]
     assert len(ports[0]) == starts
     assert all(one != other for one, other in zip(ports[0], ports[0][1:], strict=False))
-    restarted = [line for line in told(err) if line.startswith("restart")]
+    restarted = [line for line in launcher_lines(err) if line.startswith("restart")]
     assert restarted == [f"restart {n} of {restarts}" for n in range(1, starts)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
-def test_a_launcher_that_is_killed_leaves_nobody(launch, tmp_path):
+def test_a_killed_launcher_leaves_no_process(launch, tmp_path):
     launcher = launch(HANGS)
     pids = wait_ready(tmp_path)
     assert all(map(is_alive, pids))
     launcher.kill()
-    until(lambda: not any(map(is_alive, pids)))
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_process_that_ends_leaves_none_of_its_own(launch, tmp_path):
+def test_the_children_of_a_process_that_exited_are_killed(launch, tmp_path):
     program = """
 worker = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
 note(f"worker-{index}", worker.pid)
@@ -361,10 +370,10 @@ os._exit(0)
 """
     assert finish(launch(program)) == (0, "", "")
     workers = [int((tmp_path / f"worker-{index}").read_text()) for index in range(2)]
-    until(lambda: not any(map(is_alive, workers)))
+    wait_until(lambda: not any(map(is_alive, workers)))
 
 
-def test_a_program_that_cannot_start_leaves_nobody(tmp_path):
+def test_a_program_that_cannot_start_leaves_no_process(tmp_path):
     options = {"program": [str(tmp_path / "absent")], "arguments": [], "processes": 2, "devices": 1}
     command = [sys.executable, "-c", DRIVER, str(SCRIPT.parent), json.dumps(options)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)

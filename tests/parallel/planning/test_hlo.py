@@ -1,14 +1,26 @@
-"""What is read from the text of a compiled program: order, sizes, pairs, sums, refusals."""
+"""Parsing of compiled programs: order, sizes, start and done, sums, refusals."""
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hlo_text import DOWN, MB, matmul, permute_done, permute_start, program, vector
+from hlo_text import (
+    DOWN,
+    MB,
+    async_pairs,
+    computation,
+    matmul,
+    permute_done,
+    permute_start,
+    program,
+    unfused_adds,
+    vector,
+)
 
-from parallel.planning.hlo import read_program
+from parallel.planning.hlo_parser import parse_hlo
+from parallel.planning.trip_count import trip_count
 
 
-def test_pairs_list_the_matmuls_scheduled_between_a_start_and_its_done() -> None:
+def test_the_matmuls_between_a_start_and_its_done_hide_a_transfer() -> None:
     lines = (
         permute_start("s"),
         matmul("m", 700),
@@ -18,25 +30,24 @@ def test_pairs_list_the_matmuls_scheduled_between_a_start_and_its_done() -> None
         matmul("n", 300),
         permute_done("e", "t"),
     )
-    found = read_program(program(*lines))
-    first, second = found.pairs()
+    found = parse_hlo(program(*lines))
+    first, second = async_pairs(found)
     assert (first.start.name, first.done.name, first.matmul_cycles) == ("s", "d", 700)
     assert (second.start.name, second.done.name, second.matmul_cycles) == ("t", "e", 300)
     assert [x.name for x in first.between] == ["m", "t", "v"]
-    assert found.pairs("all-gather") == ()
-    assert [x.name for x in found.instructions] == ["x", "s", "m", "t", "v", "d", "n", "e"]
+    assert async_pairs(found, "all-gather") == []
+    assert [x.name for x in found.entry.instructions] == ["x", "s", "m", "t", "v", "d", "n", "e"]
 
 
-def test_pairs_inside_of_loops_are_found() -> None:
-    body = "\n  ".join((f"%x = {MB} parameter(0)", permute_start("s"), permute_done("d", "s")))
-    others = f"\n%body (x: f32[250000]) -> f32[250000] {{\n  {body}\n}}\n"
+def test_transfers_inside_of_loops_are_found() -> None:
+    others = computation("body", permute_start("s"), permute_done("d", "s"))
     text = program(f"%w = {MB} while(%x), condition=%c, body=%body", others=others)
-    assert [pair.matmul_cycles for pair in read_program(text).pairs()] == [0]
+    assert [pair.matmul_cycles for pair in async_pairs(parse_hlo(text))] == [0]
 
 
 def test_a_start_without_a_done_is_refused() -> None:
     with pytest.raises(ValueError, match="s has no done after it"):
-        read_program(program(permute_start("s"))).pairs()
+        async_pairs(parse_hlo(program(permute_start("s"))))
 
 
 def fused(name: str, *lines: str) -> str:
@@ -69,35 +80,35 @@ def test_unfused_adds_are_sums_of_arrays_outside_of_matmuls() -> None:
         "%small = s32[] add(%x, %x)",
         others=others,
     )
-    found = read_program(text)
-    assert [x.name for x in found.unfused_adds(1e6)] == ["loop_sum", "nested_sum", "bare"]
-    assert found.unfused_adds(1e6 + 1) == ()
+    found = parse_hlo(text)
+    assert [x.name for x in unfused_adds(found, 1e6)] == ["loop_sum", "nested_sum", "bare"]
+    assert unfused_adds(found, 1e6 + 1) == []
 
 
-def test_the_sizes_of_all_dtypes_are_read_from_their_names() -> None:
+def test_the_size_of_every_dtype_is_known() -> None:
     shapes = "(bf16[3,5]{1,0:T(8,128)(2,1)S(1)}, pred[7], s4[6], f8e4m3fn[2], f32[], token[])"
-    (made,) = read_program(program(f"%t = {shapes} custom-call()")).instructions[1:]
+    (made,) = parse_hlo(program(f"%t = {shapes} custom-call()")).entry.instructions[1:]
     assert [array.bytes for array in made.arrays] == [30, 7, 3, 2, 4]
     assert made.arrays[0].dims == (3, 5)
 
 
-def test_the_text_of_a_real_compiled_program_can_be_read() -> None:
+def test_a_program_compiled_by_jax_is_parsed() -> None:
     def step(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 6, lambda _, y: jnp.tanh(y @ x), x)
 
     compiled = jax.jit(step).lower(jnp.ones((16, 16))).compile()
-    found = read_program(compiled.as_text())
-    (loop,) = [x for x in found.instructions if x.opcode == "while"]
-    assert found.trip_count(loop, found.entry) == 6
+    found = parse_hlo(compiled.as_text())
+    (loop,) = [x for x in found.entry.instructions if x.opcode == "while"]
+    assert trip_count(found, loop, found.entry) == 6
     assert found.entry.root.arrays[0].dims == (16, 16)
 
 
 def test_a_program_out_of_schedule_order_is_refused() -> None:
     unscheduled = program(matmul("m", 1)).replace(", is_scheduled=true", "")
-    with pytest.raises(ValueError, match=r"only a scheduled program.*compiled\.as_text\(\)"):
-        read_program(unscheduled)
+    with pytest.raises(ValueError, match=r"is not scheduled.*compiled\.as_text\(\)"):
+        parse_hlo(unscheduled)
 
 
 def test_a_program_cut_short_is_refused() -> None:
     with pytest.raises(ValueError, match="no ENTRY computation"):
-        read_program(program(matmul("m", 1))[:-4])
+        parse_hlo(program(matmul("m", 1))[:-4])

@@ -1,7 +1,7 @@
-"""What crosses the network between slices is the sum of gradients, each chip's share of it once.
+"""Traffic between slices: only the sum of gradients, and each chip's share of it once.
 
-The programs are compiled for absent slices by libtpu (`pip install -e ".[plan]"`), each in a
-process of its own; prices are held by schedules written by hand.
+libtpu (`pip install -e ".[plan]"`) compiles the programs for absent slices, each in a process of
+its own. Prices are tested on hand-written schedules.
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ import sys
 
 import pytest
 from conftest import ROOT
-from hlo_text import matmul, program
+from hlo_text import matmul, program, scheduled
 
 from configs.schema import load_config
-from parallel.planning.hlo import read_program
-from parallel.planning.schedule import Prediction, predict
+from parallel.planning.hlo_parser import parse_hlo
+from parallel.planning.prediction import Prediction
+from parallel.planning.timeline import predict
 from parallel.sharding.chips import CHIPS, Chip
 
 # One cycle is a microsecond; a megabyte takes 4 ms to another slice.
@@ -25,16 +26,16 @@ LABEL = "all-reduce between slices"
 
 
 def cross(name: str, slices: str = "1,2", kind: str = "ALL_REDUCE") -> list[str]:
-    """The messages of one collective of %x, a megabyte; the last two lines wait for it."""
-    told = (
+    """Return the messages of one collective of %x, a megabyte; the last two lines wait for it."""
+    attributes = (
         "is_host_transfer=true, frontend_attributes={"
         f'_xla_host_transfer_rendezvous="{name}",_xla_megascale_target="{{{slices}}}x{{0:7}}",'
         f'_xla_megascale_transfer_type="{kind}"}}'
     )
     shape = "(f32[250000]{0}, u32[], token[])"
     return [
-        f"%s_{name} = {shape} send(%x, %t), channel_id=1, {told}",
-        f"%r_{name} = {shape} recv(%t), channel_id=2, {told}",
+        f"%s_{name} = {shape} send(%x, %t), channel_id=1, {attributes}",
+        f"%r_{name} = {shape} recv(%t), channel_id=2, {attributes}",
         f"%sd_{name} = token[] send-done(%s_{name}), channel_id=1",
         f"%rd_{name} = (f32[250000]{{0}}, token[]) recv-done(%r_{name}), channel_id=2",
     ]
@@ -46,7 +47,7 @@ def time_of(*lines: str) -> Prediction:
 
 @pytest.mark.parametrize(("slices", "megabytes"), [("1,2", 1.0), ("1,2,3,4", 1.5)])
 @pytest.mark.parametrize("cycles", [1000, 9000])
-def test_a_sum_over_slices_takes_its_share_of_the_host_and_hides_under_matmuls(
+def test_a_sum_over_slices_takes_the_share_of_its_host_and_hides_under_matmuls(
     slices, megabytes, cycles
 ) -> None:
     lines = cross("a", slices)
@@ -57,14 +58,14 @@ def test_a_sum_over_slices_takes_its_share_of_the_host_and_hides_under_matmuls(
     assert found.total == pytest.approx(max(4 * megabytes, cycles / 1000) * MS)
 
 
-def test_sums_over_slices_wait_for_one_another() -> None:
+def test_sums_over_slices_queue() -> None:
     one, two = cross("a"), cross("b")
     found = time_of(*one[:2], *two[:2], *one[2:], *two[2:])
     assert found.total == found.exposed == pytest.approx(8 * MS)
     assert found.counts[LABEL] == 2
 
 
-def test_what_is_not_summed_over_slices_has_no_price() -> None:
+def test_other_collectives_between_slices_have_no_price() -> None:
     with pytest.raises(ValueError, match="no price for all-gather between slices"):
         time_of(*cross("a", kind="ALL_GATHER"))
     with pytest.raises(ValueError, match=r"no price for all-reduce .* at 0\.0 bytes/s"):
@@ -112,15 +113,15 @@ def test_each_chip_sends_its_share_of_the_gradient_to_the_other_slice_once(mesh)
     command = [sys.executable, "-c", STEP, "v5p:2x2x1*2", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    compiled = read_program(done.stdout)
-    # The program is that of one slice: by number its collectives cannot name chips of another.
+    compiled = parse_hlo(done.stdout)
+    # The program is that of one slice, so its collectives cannot name chips of another.
     assert compiled.num_partitions == 4
-    parts = [x for computation in compiled.scheduled for x in computation.instructions]
-    crossings = [x.crossing for x in parts if x.opcode in ("send", "recv")]
+    parts = [x for computation in scheduled(compiled) for x in computation.instructions]
+    crossings = [x.cross_slice for x in parts if x.opcode in ("send", "recv")]
     assert {crossing and (crossing.kind, crossing.num_slices) for crossing in crossings} == {
         ("all-reduce", 2)
     }
-    # Whatever dp within a slice, a chip sends what is left when its slice has reduce-scattered.
+    # Whatever dp is within a slice, a chip sends its share after a reduce-scatter in the slice.
     sent = predict(done.stdout, CHIPS["TPU v5"], (2, 2, 1)).bytes_by[LABEL]
     share = 4 * load_config("configs/tp8.yaml", overrides).model.num_parameters / 4
     assert share <= sent <= share + PADDING

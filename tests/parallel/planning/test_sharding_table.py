@@ -1,4 +1,4 @@
-"""Rows hold the bytes that devices hold; every copy has a reason and a cost, and costs add up."""
+"""Rows of the sharding table: bytes per device, and a reason for every replica."""
 
 import math
 
@@ -18,8 +18,8 @@ from parallel.planning.sharding_table import (
     render,
     sharding_table,
     summary,
-    tensors_alike,
     tensors_of_model,
+    tensors_of_state,
 )
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import MeshConfig, build_mesh
@@ -30,7 +30,7 @@ GRID = MeshConfig(dp=2, fsdp=2, tp=2)
 
 
 class Layers(nnx.Module):
-    """A linear of every kind, and one without semantic axes."""
+    """A linear of every kind, and a parameter without semantic axes."""
 
     def __init__(self, tp, rngs: nnx.Rngs):
         shared = {"parallel_config": tp, "rngs": rngs}
@@ -41,7 +41,7 @@ class Layers(nnx.Module):
 
 
 def state_of(tp):
-    """Initialised variables, the first dim of all stacked, and the definition of the module."""
+    """Return the definition of the module and its variables, all stacked along a first dim."""
 
     def stacked():
         keys = jax.random.split(jax.random.key(0), 3)
@@ -67,7 +67,7 @@ def reasons(found: Row) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_a_row_is_what_every_device_holds_of_a_parameter(name):
+def test_a_row_has_the_shape_and_bytes_of_every_shard(name):
     tp = tensor_parallel(MESHES[name])
     definition, state = state_of(tp)
     rows = sharding_table(tensors_of_model(nnx.merge(definition, state)), tp.manager)
@@ -82,7 +82,7 @@ def test_a_row_is_what_every_device_holds_of_a_parameter(name):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_costs_are_what_lies_beyond_an_even_split(name):
+def test_excess_is_relative_to_an_even_split(name):
     tp = tensor_parallel(MESHES[name])
     definition, state = state_of(tp)
     for found in sharding_table(tensors_of_model(nnx.merge(definition, state)), tp.manager):
@@ -108,7 +108,7 @@ def test_an_abstract_model_has_the_same_rows_as_an_initialised_one():
     assert [r for r in found if r.name != "bare"] == [r for r in wanted if r.name != "bare"]
 
 
-def test_axes_of_the_same_size_share_a_cost_and_shares_add_up():
+def test_axes_of_the_same_size_share_the_excess():
     found = row(ax.Replicated, (1000,), manager())
     assert found.bytes_per_device == 4000 and found.even_bytes == 500
     assert [item.cost for item in found.replicated] == [1167, 1166, 1167]
@@ -122,23 +122,27 @@ def test_axes_of_the_same_size_share_a_cost_and_shares_add_up():
 @pytest.mark.parametrize(
     ("axes", "shape", "expected"),
     [
-        (ax.ColumnWise, (16, 8), {"dp": "no dim is on dp: data parallel repeats it"}),
-        (ax.ColumnWise, (3, 16, 8), {"dp": "no dim is on dp: data parallel repeats it"}),
+        (ax.ColumnWise, (16, 8), {"dp": "data parallelism"}),
+        (ax.ColumnWise, (3, 16, 8), {"dp": "data parallelism"}),
         (ax.TokenSharding, (8, 16), {"tp": "no dim is on tp"}),
-        (ax.ResidualSharding, (8, 16, 4), {"tp": "rules map EMBED to nothing"}),
-        ([ax.BATCH, ax.HEAD_DIM], (8, 3), {"tp": "rules map HEAD_DIM to nothing"}),
-        ([ax.BATCH, None], (8, 3), {"tp": "'_' in its axes"}),
+        (ax.ResidualSharding, (8, 16, 4), {"tp": "the rules leave EMBED unsharded"}),
+        ([ax.BATCH, ax.HEAD_DIM], (8, 3), {"tp": "the rules leave HEAD_DIM unsharded"}),
+        ([ax.BATCH, None], (8, 3), {"tp": "the axes leave a dim unsharded"}),
         (ax.AttnQSharding, (8, 16, 2, 3), {}),
-        (ax.Replicated, (5,), dict.fromkeys(("dp", "fsdp", "tp"), "'_' in Replicated")),
-        (None, (5,), dict.fromkeys(("dp", "fsdp", "tp"), "no semantic axes given")),
-        (None, (), dict.fromkeys(("dp", "fsdp", "tp"), "a scalar")),
+        (
+            ax.Replicated,
+            (5,),
+            dict.fromkeys(("dp", "fsdp", "tp"), "the axes Replicated leave a dim unsharded"),
+        ),
+        (None, (5,), dict.fromkeys(("dp", "fsdp", "tp"), "no semantic axes")),
+        (None, (), dict.fromkeys(("dp", "fsdp", "tp"), "scalar")),
     ],
 )
-def test_every_mesh_axis_that_repeats_a_tensor_has_a_reason(axes, shape, expected):
+def test_every_mesh_axis_that_replicates_a_tensor_has_a_reason(axes, shape, expected):
     assert reasons(row(axes, shape, manager())) == expected
 
 
-def test_a_batch_that_the_rules_keep_off_an_axis_says_so():
+def test_a_batch_replicated_by_the_rules_has_a_reason():
     rules = manager(MeshConfig(fsdp=2, ep=2), base=PartitionAxis.reference())
     assert reasons(row(ax.TokenSharding, (8, 16), rules)) == {"ep": "no dim is on ep"}
     assert reasons(row(ax.TokenSharding, (8, 16), manager(MeshConfig(fsdp=2, ep=2)))) == {}
@@ -147,29 +151,29 @@ def test_a_batch_that_the_rules_keep_off_an_axis_says_so():
 def test_nothing_is_replicated_on_one_device():
     one = manager(MeshConfig())
     assert row(ax.Replicated, (5,), one).replicated == ()
-    assert summary([row(ax.Replicated, (5,), one)]) == "20 bytes per device, split evenly"
+    assert summary([row(ax.Replicated, (5,), one)]) == "20 bytes per device, nothing replicated"
 
 
-def test_what_may_stay_whole_stays_whole_only_where_it_does_not_divide():
+def test_a_dim_is_replicated_on_request_only_if_it_does_not_divide():
     rules = manager(MeshConfig(tp=8), replicate={ax.KV_HEAD})
     kv = row(ax.AttnKVSharding, (2, 4, 2, 8), rules)
     assert kv.spec == P(("dp", "fsdp", "ep"), "sp", None, None)
     assert kv.bytes_per_device == 512 and kv.even_bytes == 64
     assert reasons(kv) == {
-        "tp": "KV_HEAD = 2 does not divide over tp = 8: replicated on request",
+        "tp": "KV_HEAD = 2 does not divide over tp = 8, replicated on request",
     }
     assert row(ax.AttnKVSharding, (2, 4, 8, 8), rules).replicated == ()
     with pytest.raises(ValueError, match=r"dim 2 = 2 is not divisible by tp = 8; .*; or let HEAD"):
         rules.resolve(ax.AttnQSharding, shape=(2, 4, 2, 8))
 
 
-def test_of_a_dim_over_several_axes_only_what_was_asked_for_is_taken_out():
+def test_of_a_dim_over_several_axes_only_the_requested_axis_is_replicated():
     rules = manager(MeshConfig(fsdp=4, sp=2), replicate={ax.FSDP})
     assert rules.resolve(ax.ColumnWise, shape=(6, 3)) == P("sp", "tp")
     assert rules.resolve(ax.ColumnWise, shape=(16, 3)) == P(("fsdp", "sp"), "tp")
     assert rules.resolve(ax.ColumnWise) == P(("fsdp", "sp"), "tp")
     assert reasons(row(ax.ColumnWise, (6, 3), rules)) == {
-        "fsdp": "[FSDP SP] = 6 does not divide over fsdp x sp = 8: replicated on request"
+        "fsdp": "[FSDP SP] = 6 does not divide over fsdp x sp = 8, replicated on request"
     }
     with pytest.raises(
         ValueError, match=r"dim 0 = 5 is not divisible by sp = 2; .*; or let \[_ SP"
@@ -184,15 +188,15 @@ def test_constrain_replicates_on_request_too():
     assert x.addressable_shards[0].data.shape == (2, 4, 3, 8)
 
 
-def test_only_what_a_rule_splits_can_be_replicated_on_request():
+def test_only_a_sharded_axis_can_be_replicated_on_request():
     with pytest.raises(ValueError, match="replicate=HEAD_DIM: no rule shards it; leave it out"):
         manager(replicate={ax.HEAD_DIM})
     with pytest.raises(ValueError, match="unknown semantic axis '__TYPO__'"):
         manager(replicate={"__TYPO__"})
 
 
-def test_a_tensor_that_lies_elsewhere_than_its_axes_say_is_refused():
-    with pytest.raises(ValueError, match=r"x lies as .*, but RowWise: TP \[FSDP SP\] means"):
+def test_a_sharding_that_differs_from_the_semantic_axes_is_refused():
+    with pytest.raises(ValueError, match=r"x has sharding .*, but RowWise: TP \[FSDP SP\] means"):
         row(ax.RowWise, (16, 16), manager(), spec=P("fsdp", "tp"))
     assert row(ax.RowWise, (16, 16), manager(), spec=P("tp", "fsdp")).local_shape == (8, 8)
 
@@ -204,7 +208,7 @@ def test_a_tensor_whose_shape_does_not_fit_its_axes_is_refused_by_name():
         row(ax.RowWise, (8,), manager())
 
 
-def test_leaves_made_of_a_parameter_have_its_axes_and_count_as_one_row():
+def test_state_of_a_parameter_has_its_axes_and_is_one_row():
     rules = manager()
 
     def leaf(shape, *spec, dtype=jnp.float32):
@@ -220,7 +224,7 @@ def test_leaves_made_of_a_parameter_have_its_axes_and_count_as_one_row():
         "square": {"a": {"kernel": whole}, "kernel": leaf((8,), dtype=jnp.bfloat16)},
         "factors": {"a": {"kernel": part}},
     }
-    found = sharding_table(tensors_alike(tree, [kernel, inner]), rules)
+    found = sharding_table(tensors_of_state(tree, [kernel, inner]), rules)
     assert {(r.name, r.count, r.axes) for r in found} == {
         ("count", 1, ""),
         ("factors.a.kernel", 1, "?"),
@@ -234,7 +238,7 @@ def test_leaves_made_of_a_parameter_have_its_axes_and_count_as_one_row():
     assert sum(r.bytes_per_device for r in found) == held
 
 
-def test_the_text_names_every_tensor_and_sums_up_every_reason():
+def test_the_text_lists_every_tensor_and_the_excess_by_reason():
     rules = manager()
     tensors = [
         Tensor(name="kernel", axes=ax.ColumnWise, shape=(3, 16, 8), dtype=jnp.float32),
@@ -254,12 +258,12 @@ def test_the_text_names_every_tensor_and_sums_up_every_reason():
     assert table == [["192", "0"], ["0", "64"], ["38", "0"], ["37", "0"], ["37", "0"]]
     assert sum(costs(rows).values()) == 304
     assert summary(rows) == (
-        "512 bytes per device, 304 beyond an even split "
-        "(192 dp2: no dim is on dp: data parallel repeats it; 38 fsdp2: '_' in Replicated)"
+        "512 bytes per device, 304 bytes of it replicated (192 bytes over dp=2: data parallelism; "
+        "38 bytes over fsdp=2: the axes Replicated leave a dim unsharded)"
     )
     assert len({line.index("per device") for line in lines if "semantic axes" in line}) == 1
 
 
-def test_the_text_of_one_device_has_no_reasons():
+def test_the_text_for_one_device_has_no_reasons():
     text = render({"parameters": [row(ax.Replicated, (5,), manager(MeshConfig()))]})
-    assert "why" in text.splitlines()[0] and "even split over" not in text.rsplit("\n", 2)[0]
+    assert "reasons" in text.splitlines()[0] and "excess bytes" not in text.rsplit("\n", 2)[0]

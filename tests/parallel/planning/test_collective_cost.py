@@ -1,6 +1,6 @@
-"""Permutes cost what the links on their ways allow, ragged dots what their tiles do.
+"""Cost of permutes by the links on their routes, and of ragged dots by their tiles.
 
-The boxes hold the eight partitions of `hlo_text` in row-major order unless a test says otherwise.
+The eight partitions of `hlo_text` are placed in row-major order unless a test says otherwise.
 """
 
 import dataclasses
@@ -18,7 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hlo_text import DOWN, UP, matmul, permute_done, permute_start, program
+from hlo_text import (
+    DOWN,
+    FIVE_TIMES,
+    UP,
+    loop_body,
+    matmul,
+    permute_done,
+    permute_start,
+    program,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -26,7 +35,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.planning.links import Coords, chip_coords, link_loads
-from parallel.planning.schedule import Prediction, predict
+from parallel.planning.prediction import Prediction
+from parallel.planning.timeline import predict
 from parallel.sharding.chips import CHIPS, Chip
 from parallel.sharding.devices import absent_devices
 
@@ -55,7 +65,7 @@ def partner(bits: int) -> str:
 
 
 def together(chip: Chip, sides: tuple[int, ...], *permutes: str) -> Prediction:
-    """All of these permutes of a megabyte begun at once and waited for."""
+    """Predict permutes of a megabyte that all start at once."""
     starts = [permute_start(f"s{i}", moves) for i, moves in enumerate(permutes)]
     dones = [permute_done(f"d{i}", f"s{i}") for i in range(len(permutes))]
     return predict(program(*starts, *dones), chip, sides, box(*sides))
@@ -81,7 +91,7 @@ def close(seconds: float) -> object:
         (shift(4), 4, 4),
     ],
 )
-def test_a_permute_takes_its_fullest_link_and_its_longest_way(
+def test_a_permute_takes_its_busiest_link_and_its_longest_route(
     moves: str, load: int, distance: int
 ) -> None:
     found = together(MESH, (8,), moves)
@@ -92,7 +102,7 @@ def test_a_permute_takes_its_fullest_link_and_its_longest_way(
 @pytest.mark.parametrize(
     ("distance", "load", "hops"), [(1, 1, 1), (2, 2, 2), (3, 3, 3), (4, 2, 4), (5, 3, 3), (7, 1, 1)]
 )
-def test_linked_ends_shorten_ways_and_halves_of_a_tie_go_both_ways(
+def test_wrapped_sides_shorten_routes_and_ties_go_both_ways(
     distance: int, load: int, hops: int
 ) -> None:
     found = together(RING_4, (8,), shift(distance))
@@ -110,14 +120,14 @@ def test_linked_ends_shorten_ways_and_halves_of_a_tie_go_both_ways(
         ((2, 2, 2), pairs((0, 3), (1, 2)), 1, 2),
     ],
 )
-def test_sides_of_four_wrap_around_and_those_of_two_do_not(
+def test_sides_of_four_wrap_and_sides_of_two_do_not(
     sides: tuple[int, ...], moves: str, load: int, distance: int
 ) -> None:
     assert together(RING_4, sides, moves).total == close(load * MS + distance * HOP)
 
 
 @pytest.mark.parametrize("bits", range(1, 8))
-def test_partners_in_a_cube_are_as_far_as_their_ranks_differ_in_bits(bits: int) -> None:
+def test_the_distance_in_a_cube_is_the_number_of_different_bits(bits: int) -> None:
     found = together(MESH, (2, 2, 2), partner(bits))
     assert found.total == close(MS + bits.bit_count() * HOP)
 
@@ -142,7 +152,7 @@ def test_partners_in_a_cube_are_as_far_as_their_ranks_differ_in_bits(bits: int) 
         (MESH, (8,), pairs((0, 2)), pairs((1, 3)), 2 * MS + 4 * HOP),
     ],
 )
-def test_permutes_queue_for_links_that_they_share_in_one_direction(
+def test_permutes_queue_for_shared_links_in_one_direction(
     chip: Chip, sides: tuple[int, ...], first: str, second: str, seconds: float
 ) -> None:
     found = together(chip, sides, first, second)
@@ -150,27 +160,14 @@ def test_permutes_queue_for_links_that_they_share_in_one_direction(
     assert together(chip, sides, second, first).total == close(seconds)
 
 
-def test_a_transfer_waits_until_the_last_of_its_links_is_free() -> None:
+def test_a_transfer_waits_until_all_its_links_are_free() -> None:
     found = together(MESH, (8,), pairs((0, 1)), pairs((1, 2), (3, 4)), pairs((0, 2)))
     assert found.total == close(2 * MS + 3 * HOP)
 
 
-def test_a_loop_of_far_permutes_fills_their_links() -> None:
-    body = f"""
-%body (x: f32[250000]) -> f32[250000] {{
-  %x = f32[250000]{{0}} parameter(0)
-  {permute_start("s", shift(2))}
-  {matmul("m", 500)}
-  {permute_done("d", "s")}
-}}
-
-%condition (y: f32[250000]) -> pred[] {{
-  ROOT %y = pred[] constant(true)
-}}
-"""
-    loop = "%loop = f32[250000]{0} while(%x), condition=%condition, body=%body"
-    times = ', backend_config={"known_trip_count":{"n":"5"}}'
-    found = predict(program(loop + times, others=body), RING_4, (8,), box(8))
+def test_permutes_in_a_loop_keep_their_links_busy() -> None:
+    body = loop_body(permute_start("s", shift(2)), matmul("m", 500), permute_done("d", "s"))
+    found = predict(program(FIVE_TIMES, others=body), RING_4, (8,), box(8))
     assert found.total == close(5 * (2 * MS + 2 * HOP))
     assert found.exposed == close(5 * (1.5 * MS + 2 * HOP))
 
@@ -180,7 +177,7 @@ AROUND = [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0), (1, 1, 0), (1, 1, 1), (1, 
 
 @settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from([1, -1]), st.integers(0, 3000)), min_size=1, max_size=6))
-def test_permutes_around_a_ring_of_neighbours_cost_the_same_with_places_as_without(
+def test_permutes_between_neighbours_cost_the_same_with_and_without_places(
     steps: list[tuple[int, int]],
 ) -> None:
     lines = []
@@ -191,7 +188,7 @@ def test_permutes_around_a_ring_of_neighbours_cost_the_same_with_places_as_witho
     assert predict(text, MESH, (2, 2, 2), AROUND) == predict(text, MESH, (2, 2, 2))
 
 
-def test_four_in_a_square_are_neighbours_both_ways_around() -> None:
+def test_four_chips_in_a_square_are_a_ring_of_neighbours() -> None:
     text = program(permute_start("s", UP), permute_start("t", DOWN), permute_done("d", "t"))
     square = [(0, 0), (0, 1), (1, 1), (1, 0), *((x, y) for x in (2, 3) for y in (0, 1))]
     assert predict(text, MESH, (4, 2), square) == predict(text, MESH, (4, 2))
@@ -214,16 +211,18 @@ def test_cores_of_a_chip_share_its_links(moves: list[str], seconds: float) -> No
     assert predict(program(*starts, *dones), MESH, (2, 2), CORES).total == close(seconds)
 
 
-def test_places_that_are_not_of_the_program_are_refused() -> None:
+def test_places_of_another_mesh_are_refused() -> None:
     text = program(permute_start("s", shift(2)), permute_done("d", "s"))
-    with pytest.raises(ValueError, match=r"4 places for a program of 8 partitions; pass those of"):
+    with pytest.raises(
+        ValueError, match=r"4 places for a program of 8 partitions; pass the places"
+    ):
         predict(text, MESH, (2, 2), box(2, 2))
     with pytest.raises(ValueError, match=r"from \(0, 0\) to \(0, 2\) leaves the torus \(2, 2\)"):
         predict(text, MESH, (2, 2), box(2, 4))
 
 
 def distance(source: Coords, target: Coords, sides: Sequence[int], wrap: int) -> int:
-    """By the sides alone, and not hop by hop."""
+    """Return the distance by arithmetic on the sides, not hop by hop."""
     total = 0
     for a, b, side in zip(source, target, sides, strict=True):
         straight = abs(a - b)
@@ -233,7 +232,7 @@ def distance(source: Coords, target: Coords, sides: Sequence[int], wrap: int) ->
 
 @settings(deadline=None, derandomize=True)
 @given(data=st.data())
-def test_messages_take_shortest_ways_over_links_of_neighbours(data: st.DataObject) -> None:
+def test_messages_take_shortest_routes_over_links_of_neighbours(data: st.DataObject) -> None:
     sides = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     wrap = data.draw(st.sampled_from([4, 3, 7]))
     place = st.tuples(*(st.integers(0, side - 1) for side in sides))
@@ -247,12 +246,12 @@ def test_messages_take_shortest_ways_over_links_of_neighbours(data: st.DataObjec
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """As much of a TPU device as places look at."""
+    """The attribute of a TPU device that `chip_coords` reads."""
 
     coords: list[int]
 
 
-def test_places_are_counted_from_the_corner_of_the_box() -> None:
+def test_places_are_relative_to_the_corner_of_the_slice() -> None:
     devices = [Device([4, 2, 0]), Device([5, 2, 0]), Device([4, 3, 0])]
     assert chip_coords(devices) == ((0, 0, 0), (1, 0, 0), (0, 1, 0))  # type: ignore[arg-type]  # stand-ins
 
@@ -277,8 +276,8 @@ def ragged(
     return predict(program(*lines), dataclasses.replace(MESH, peak_flops=peak))
 
 
-SLOW = 1e9  # FLOP/s: so slow that the matmul is all that counts
-FAST = 1e18  # and so fast that only reading and writing count
+SLOW = 1e9  # FLOP/s: only the matmul counts
+FAST = 1e18  # FLOP/s: only HBM traffic counts
 
 
 @pytest.mark.parametrize(
@@ -316,7 +315,7 @@ def test_a_ragged_dot_computes_whole_tiles_at_the_rate_of_matmuls(
         ((1024, 256, 512, 4), "128,256,512", ":S(1)", 4 * 256 * 512 + 1024 * 512),
     ],
 )
-def test_a_ragged_dot_moves_what_its_tiles_read(
+def test_a_ragged_dot_reads_what_its_tiles_need(
     shape: tuple[int, int, int, int], tiling: str, memory: str, moved: int
 ) -> None:
     found = ragged(*shape, tiling, memory, peak=FAST)
@@ -325,8 +324,8 @@ def test_a_ragged_dot_moves_what_its_tiles_read(
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"')
-def test_the_compiler_writes_what_these_tests_assume() -> None:
-    # In a process of its own: libtpu takes the whole process.
+def test_libtpu_writes_the_text_that_these_tests_assume() -> None:
+    # In a process of its own, since libtpu changes the backend of the process.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "parallel")])
     done = subprocess.run(
         [sys.executable, __file__],
@@ -337,16 +336,16 @@ def test_the_compiler_writes_what_these_tests_assume() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    # Partitions are places in the mesh, not ids of devices: the far way is 3 hops, not 1.
+    # Partitions are positions in the mesh, not ids of devices: the route has 3 hops, not 1.
     assert found["seconds"] == close(found["seconds without places"] + 2 * HOP)
-    # Forward and by the rows: kernels. By the kernels: a matmul of all rows for each of 4 groups.
+    # Forward and dgrad are kernels; wgrad is a matmul of all rows for each of 4 groups.
     one = 2 * 1024 * 256 * 512 / CHIPS["TPU v5"].peak_flops
     assert 2 * one / 0.88 < found["kernels"] < 3 * one / 0.88
     assert found["matmul"] > 4 * one
 
 
 def schedules_for_tpu() -> dict[str, float]:
-    """Predicted seconds on v5p:2x2x2 of a permute in a shuffled mesh, and of a ragged dot."""
+    """Predict a permute in a shuffled mesh and a ragged dot on v5p:2x2x2, in seconds."""
     chip, sides = CHIPS["TPU v5"], (2, 2, 2)
     devices = sorted(absent_devices("v5p:2x2x2"), key=lambda device: tuple(device.coords))
     shuffled = [devices[i] for i in (0, 7, 1, 6, 2, 5, 3, 4)]  # partners are opposite corners

@@ -1,14 +1,27 @@
-"""Predictions of small hand-written schedules equal the time worked out by hand."""
+"""Predictions of small hand-written schedules equal the time computed by hand."""
 
 import dataclasses
 import math
 
 import pytest
-from hlo_text import DOWN, MB, UP, matmul, permute_done, permute_start, program, vector
+from hlo_text import (
+    DOWN,
+    FIVE_TIMES,
+    MB,
+    UP,
+    computation,
+    loop_body,
+    matmul,
+    permute_done,
+    permute_start,
+    program,
+    vector,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.planning.schedule import Prediction, predict
+from parallel.planning.prediction import Prediction
+from parallel.planning.timeline import predict
 from parallel.sharding.chips import CHIPS, Chip
 
 # One cycle is a microsecond; a megabyte takes a millisecond over HBM or one link one way.
@@ -21,8 +34,8 @@ EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}"
 def time_of(*lines: str, others: str = "", torus: tuple[int, ...] = ()) -> Prediction:
     found = predict(program(*lines, others=others), CHIP, torus)
     parts = found.matmul + found.other + found.kernels + found.exposed + found.dma_wait
-    assert parts == pytest.approx(found.total), "the parts do not add up"
-    assert sum(found.top.values()) == pytest.approx(found.total), "top leaves time out"
+    assert parts == pytest.approx(found.total), "the parts do not add up to the total"
+    assert sum(found.top.values()) == pytest.approx(found.total), "top misses some time"
     return found
 
 
@@ -54,14 +67,16 @@ def test_a_permute_is_exposed_for_what_no_matmul_hides(cycles: int, exposed: flo
     assert found.counts == {"collective-permute": 1}
 
 
-def test_what_runs_after_the_done_hides_nothing() -> None:
+def test_a_matmul_after_the_done_hides_nothing() -> None:
     found = time_of(permute_start("s"), permute_done("d", "s"), matmul("m", 2000))
     assert found.exposed == close(MS + HOP)
     assert list(found.top) == ["fusion layer/m", "EXPOSED collective-permute-done d"]
 
 
 @pytest.mark.parametrize(("second", "transfers"), [(DOWN, 1), (UP, 2)])
-def test_two_directions_run_at_once_and_one_direction_queues(second: str, transfers: int) -> None:
+def test_opposite_directions_run_at_once_and_one_direction_queues(
+    second: str, transfers: int
+) -> None:
     found = time_of(
         permute_start("s"),
         permute_start("t", second),
@@ -79,7 +94,7 @@ def test_a_permute_to_itself_moves_nothing() -> None:
 
 
 def loop(condition: str, annotation: str = "", first: int = 0, step: int = 1) -> Prediction:
-    """A loop around a permute half hidden under a matmul: 1.001 ms an iteration."""
+    """Predict a loop around a permute half hidden under a matmul: 1.001 ms an iteration."""
     carried = f"(s32[], {MB})"
     others = f"""
 %body (p: (s32[], f32[250000])) -> (s32[], f32[250000]) {{
@@ -123,7 +138,7 @@ ANNOTATED = ', backend_config={"known_trip_count":{"n":"5"}}'
         ({"annotation": ANNOTATED}, 5),
     ],
 )
-def test_a_loop_runs_its_body_as_often_as_the_text_tells(kwargs: dict, count: int) -> None:
+def test_a_loop_runs_its_body_trip_count_times(kwargs: dict, count: int) -> None:
     found = loop(BELOW_8, **kwargs)
     assert found.total == close(count * (MS + HOP))
     assert found.matmul == close(count * 0.5 * MS)
@@ -133,30 +148,20 @@ def test_a_loop_runs_its_body_as_often_as_the_text_tells(kwargs: dict, count: in
     assert not found.assumed
 
 
-def test_a_loop_of_unknown_length_counts_once_and_says_so() -> None:
+def test_a_loop_with_an_unknown_trip_count_runs_once_and_is_assumed() -> None:
     found = loop("ROOT %less = pred[] compare(%j, %j), direction=LT")
     assert found.total == close(MS + HOP)
     assert found.assumed == {"while without trip count": close(MS + HOP)}
 
 
 def test_a_transfer_around_a_loop_hides_under_all_its_iterations() -> None:
-    others = f"""
-%body (x: f32[250000]) -> f32[250000] {{
-  %x = {MB} parameter(0)
-  {matmul("m", 300)}
-}}
-
-%condition (y: f32[250000]) -> pred[] {{
-  ROOT %y = pred[] constant(true)
-}}
-"""
     found = time_of(
         permute_start("s"),
-        f"%loop = {MB} while(%x), condition=%condition, body=%body{ANNOTATED}",
+        FIVE_TIMES,
         permute_done("d", "s"),
         permute_start("t"),
         permute_done("e", "t"),
-        others=others,
+        others=loop_body(matmul("m", 300)),
     )
     assert found.matmul == close(1.5 * MS)
     # The second transfer finds the link free: the first ended inside the loop.
@@ -164,14 +169,11 @@ def test_a_transfer_around_a_loop_hides_under_all_its_iterations() -> None:
 
 
 def test_a_loop_may_leave_a_link_busy_after_its_last_iteration() -> None:
-    body = "\n  ".join((f"%x = {MB} parameter(0)", permute_start("s"), matmul("m", 100)))
-    others = f"\n%body (x: f32[250000]) -> f32[250000] {{\n  {body}\n}}\n"
-    others += f"\n%condition (y: f32[250000]) -> pred[] {{\n  ROOT %y = {MB} parameter(0)\n}}\n"
     found = time_of(
-        f"%loop = {MB} while(%x), condition=%condition, body=%body{ANNOTATED}",
+        FIVE_TIMES,
         permute_start("t"),
         permute_done("e", "t"),
-        others=others,
+        others=loop_body(permute_start("s"), matmul("m", 100)),
     )
     left_behind = 4 * 0.1 * MS + MS + HOP  # from the start of the fifth iteration
     assert found.total == close(left_behind + MS + HOP)
@@ -197,19 +199,14 @@ def test_a_synchronous_all_gather_is_fully_exposed() -> None:
     ("kind", "megabytes"),
     [("reduce-scatter", 7 / 8), ("all-reduce", 14 / 8), ("all-to-all", 2.0)],
 )
-def test_bytes_of_a_collective(kind: str, megabytes: float) -> None:
+def test_bytes_and_time_of_a_collective(kind: str, megabytes: float) -> None:
     found = time_of(f"%r = {MB} {kind}(%x), {EIGHT}")
     assert found.bytes_by == {kind: close(megabytes * 1e6)}
     assert found.total == close(megabytes / 2 * MS + 7 * HOP)
 
 
-def test_asynchronous_collectives_hide_in_every_form() -> None:
-    wrapped = f"""
-%wrapped (x: f32[250000]) -> f32[2000000] {{
-  %x = {MB} parameter(0)
-  ROOT {all_gather()}
-}}
-"""
+def test_asynchronous_collectives_are_hidden_in_every_form() -> None:
+    wrapped = computation("wrapped", f"ROOT {all_gather()}")
     pair = (
         f"%s = ({MB}, f32[2000000]{{0}}) all-gather-start(%x), {EIGHT}",
         matmul("m", 3000),
@@ -246,14 +243,8 @@ def test_a_fusion_with_a_collective_is_exposed_beyond_its_own_compute() -> None:
 
 
 def test_an_asynchronous_collective_fusion_progresses_under_the_matmuls_between() -> None:
-    def part(name: str, tail: str) -> str:
-        return f"""
-%{name} (x: f32[250000]) -> f32[2000000] {{
-  %x = {MB} parameter(0)
-  {all_gather()}
-  {tail}
-}}
-"""
+    def part(name: str, root: str) -> str:
+        return computation(name, all_gather(), root)
 
     others = (
         part("begin", 'ROOT %b = u32[] custom-call(%g), custom_call_target="AsyncCollectiveStart"')
@@ -269,7 +260,7 @@ def test_an_asynchronous_collective_fusion_progresses_under_the_matmuls_between(
     )
     assert (found.matmul, found.other) == (close(3 * MS), 0)
     assert found.exposed_by == {"all-gather": close(RING_8 - 3 * MS)}
-    assert found.counts == {"all-gather": 1}, "one collective in three fusions"
+    assert found.counts == {"all-gather": 1}, "three fusions contain one collective"
 
 
 @pytest.mark.parametrize(
@@ -286,7 +277,7 @@ def test_an_asynchronous_collective_fusion_progresses_under_the_matmuls_between(
         ("mesh['data'=2,'one'=1] {'one'}", 1),
     ],
 )
-def test_replica_groups_are_counted_in_every_printed_form(groups: str, size: int) -> None:
+def test_every_printed_form_of_replica_groups_is_understood(groups: str, size: int) -> None:
     found = time_of(f"%r = {MB} all-reduce(%x), replica_groups={groups}, to_apply=%add")
     moved = 2e6 * (size - 1) / size
     assert found.bytes_by == {"all-reduce": close(moved)}
@@ -294,7 +285,7 @@ def test_replica_groups_are_counted_in_every_printed_form(groups: str, size: int
 
 
 def test_an_unknown_form_of_replica_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"r has replica_groups='<new>.*teach parallel"):
+    with pytest.raises(ValueError, match=r"r has replica_groups='<new>.*extend Instruction"):
         time_of(f"%r = {MB} all-reduce(%x), replica_groups=<new>")
 
 
@@ -320,7 +311,7 @@ def copy_start(name: str) -> str:
     return f"%{name} = ({MB}, {MB}, u32[]) copy-start(%x)"
 
 
-def test_prefetches_share_one_engine_and_waiting_for_them_is_not_communication() -> None:
+def test_prefetches_share_one_dma_engine_and_are_no_communication() -> None:
     found = time_of(
         copy_start("s"),
         copy_start("t"),
@@ -345,8 +336,7 @@ def test_a_conditional_takes_its_longest_branch_alone() -> None:
     def branch(name: str, cycles: int) -> str:
         lines = (permute_start(f"s{name}"), matmul(f"m{name}", cycles))
         done = permute_done(f"d{name}", f"s{name}")
-        body = "\n  ".join((f"%x = {MB} parameter(0)", *lines, f"ROOT {done}"))
-        return f"\n%{name} (x: f32[250000]) -> f32[250000] {{\n  {body}\n}}\n"
+        return computation(name, *lines, f"ROOT {done}")
 
     others = branch("short", 200) + branch("long", 3000)
     for listed in (
@@ -359,20 +349,18 @@ def test_a_conditional_takes_its_longest_branch_alone() -> None:
         assert found.counts == {"collective-permute": 1}
 
 
-def test_a_transfer_begun_in_a_branch_keeps_its_link_busy() -> None:
-    body = f"%x = {MB} parameter(0)\n  {permute_start('s')}"
-    others = f"\n%one (x: f32[250000]) -> f32[250000] {{\n  {body}\n}}\n"
+def test_a_transfer_started_in_a_branch_keeps_its_link_busy() -> None:
     found = time_of(
         f"%c = {MB} conditional(%x, %x), branch_computations={{%one}}",
         permute_start("t"),
         permute_done("d", "t"),
-        others=others,
+        others=computation("one", permute_start("s")),
     )
     assert found.total == close(2 * (MS + HOP))
 
 
-def test_a_call_runs_where_it_stands() -> None:
-    called = f"\n%f (x: f32[250000]) -> f32[250000] {{\n  {matmul('m', 700)}\n}}\n"
+def test_a_call_runs_in_place() -> None:
+    called = computation("f", matmul("m", 700))
     lines = (permute_start("s"), f"%c = {MB} call(%x), to_apply=%f", permute_done("d", "s"))
     found = time_of(*lines, others=called)
     assert (found.total, found.exposed) == (close(MS + HOP), close(0.3 * MS + HOP))
@@ -402,38 +390,38 @@ def test_attention_kernels_take_causal_flops_at_half_of_peak(
     assert found.assumed == {"tpu_custom_call": close(found.total)}
 
 
-def test_other_kernels_take_their_traffic_or_the_flops_they_tell() -> None:
+def test_other_kernels_take_their_traffic_or_their_stated_flops() -> None:
     call = f'%k = {MB} custom-call(%x), custom_call_target="tpu_custom_call"'
     assert time_of(call).kernels == close(2 * MS)
     assert time_of(call + ', cost={"flops":"5000000000"}').kernels == close(5 * MS)
 
 
 @pytest.mark.parametrize("target", ["AllocateBuffer", "ConcatBitcast"])
-def test_naming_memory_is_free(target: str) -> None:
+def test_custom_calls_that_only_name_memory_are_free(target: str) -> None:
     assert time_of(f'%a = {MB} custom-call(), custom_call_target="{target}"').total == 0
 
 
-def test_without_cycles_an_operation_takes_its_traffic_and_is_named_as_assumed() -> None:
+def test_without_cycles_an_operation_takes_its_traffic_and_is_assumed() -> None:
     one = "f32[25000]{0}"
     update = (f"%u = {one} parameter(1)", f"%d = {MB} dynamic-update-slice(%x, %u)")
     assert time_of(f"%t = {MB} transpose(%x)").assumed == {"transpose": close(2 * MS)}
-    assert time_of(*update).total == close(0.2 * MS), "an update is made in place"
-    assert time_of("%t = f32[250000]{0:S(1)} transpose(%x)").total == 0, "into VMEM"
+    assert time_of(*update).total == close(0.2 * MS), "an update is in place"
+    assert time_of("%t = f32[250000]{0:S(1)} transpose(%x)").total == 0, "the result is in VMEM"
 
 
-def test_a_fill_takes_no_longer_than_writing_it() -> None:
+def test_a_fill_takes_no_longer_than_its_write() -> None:
     fill = f'%b = {MB} broadcast(%x), backend_config={{"estimated_cycles":"9000"}}'
     assert time_of(fill).other == close(MS)
 
 
-def test_cycles_are_found_behind_metadata_of_several_lines() -> None:
+def test_cycles_are_found_after_multi_line_metadata() -> None:
     line = f"%k = {MB} custom-call(%x), frontend_attributes={{kernel_metadata={{"
     tail = '"xprof":"{}"\n}}, backend_config={"estimated_cycles":"400"}'
     assert time_of(line + "\n " + tail).kernels == close(0.4 * MS)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ud"), st.integers(0, 3000)), min_size=1, max_size=8))
-def test_a_schedule_takes_no_less_than_its_compute_and_no_more_than_everything_in_turn(
+def test_a_schedule_takes_between_its_compute_and_the_sum_of_everything(
     steps: list[tuple[str, int]],
 ) -> None:
     lines = []
@@ -447,7 +435,7 @@ def test_a_schedule_takes_no_less_than_its_compute_and_no_more_than_everything_i
     assert found.total <= (compute + len(steps) * (MS + HOP)) * (1 + 1e-9)
 
 
-def test_the_table_shows_the_parts_and_the_longest() -> None:
+def test_the_table_shows_the_parts_and_the_longest_operations() -> None:
     found = time_of(permute_start("s"), matmul("m", 500), permute_done("d", "s"), all_gather())
     lines = found.table(rows=2).splitlines()
     assert lines[0].split() == ["total", "4.508", "ms"]
@@ -458,7 +446,7 @@ def test_the_table_shows_the_parts_and_the_longest() -> None:
 
 
 @pytest.mark.parametrize("field", ["clock_hz", "ici_bandwidth", "hbm_bandwidth"])
-def test_a_chip_without_torus_or_clock_is_refused(field: str) -> None:
+def test_a_chip_without_links_or_clock_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="has no clock or no links"):
         predict(program(matmul("m", 1)), dataclasses.replace(CHIP, **{field: 0.0}))
 

@@ -1,0 +1,126 @@
+"""Liveness of a process group: lost, silent and stalled processes are named on all others."""
+
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from process_groups import HOST, shut_down, timeouts, wait_until
+
+from parallel.cluster import liveness
+from parallel.cluster.errors import EXIT_PROCESS_LOST
+from parallel.cluster.process_group import ProcessGroup
+
+
+def test_a_lost_connection_fails_at_once_on_all_others_with_the_last_phase(connected):
+    connected.groups[1].set_phase("step 7")
+    wait_until(lambda: connected.groups[0]._peers[1].phase.name)
+    shut_down(connected.groups[1], 0)
+    reason = (
+        f"process 1 on {HOST} is lost: its connection closed, last phase 'step 7'; restart all "
+        "processes"
+    )
+    assert [connected.wait_for_failure(n) for n in (0, 2)] == [(reason, EXIT_PROCESS_LOST)] * 2
+
+
+def test_the_loss_of_process_0_fails_on_all_others(connected):
+    first = connected.groups[0]
+    first._monitor.stop()
+    for peer in first._peers:
+        shut_down(first, peer)
+    reason = f"process 0 on {HOST} is lost: its connection closed; restart all processes"
+    assert [connected.wait_for_failure(n) for n in (1, 2)] == [(reason, EXIT_PROCESS_LOST)] * 2
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_process_without_heartbeats_is_named_by_the_others(processes, monkeypatch, silent):
+    processes.add(0, 1, of=2, config=timeouts(peer=1.0))
+    processes.connect()
+    (peer,) = processes.groups[silent]._peers.values()
+    monkeypatch.setattr(peer.connection, "send", lambda *_: None)
+    reason = (
+        f"process {silent} on {HOST} has sent no heartbeat for 1.0 s (cluster.peer_timeout); "
+        "restart all processes"
+    )
+    assert processes.wait_for_failure(1 - silent) == (reason, EXIT_PROCESS_LOST)
+
+
+def test_heartbeats_alone_keep_the_group_alive(processes):
+    processes.add(0, 1, of=2, config=timeouts(peer=2.0))
+    processes.connect()
+    time.sleep(2.5)
+    assert processes.failures == [[], []]
+
+
+def test_after_a_suspension_of_this_process_the_others_get_their_time_again(processes, monkeypatch):
+    """When a machine is suspended, no process was silent for longer than its observer."""
+    processes.add(0, 1, of=2, config=timeouts(peer=1.0))
+    processes.connect()
+    suspended = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + suspended[0], time=time.time)
+    monkeypatch.setattr(liveness, "time", clock)
+    for _ in range(10):
+        suspended[0] += 9.0
+        time.sleep(0.2)
+    assert processes.failures == [[], []]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_in_the_monitor_fails_rather_than_hangs(processes, monkeypatch, number):
+    processes.add(0, 1, of=2)
+    processes.connect()
+
+    def fail(now: float) -> None:
+        raise RuntimeError("a bug")
+
+    group = processes.groups[number]
+    monkeypatch.setattr(group._monitor, "_check", fail)
+    reason = f"process {number} on {HOST} cannot monitor the others: RuntimeError: a bug"
+    assert processes.wait_for_failure(number) == (reason, EXIT_PROCESS_LOST)
+    for peer in group._peers.values():  # as the exit of a process does
+        peer.connection.close()
+    assert processes.wait_for_failure(1 - number)[1] == EXIT_PROCESS_LOST
+
+
+def test_a_stalled_phase_fails_on_all_and_lists_the_phases_oldest_first(processes):
+    processes.add(0, 1, of=2, config=timeouts(stall=1000.0))
+    processes.connect()
+    first, other = processes.groups
+
+    def set_phases(phase: str | None, other_phase: str | None) -> None:
+        other.set_phase(other_phase)
+        time.sleep(0.01)
+        first.set_phase(phase)
+        wait_until(lambda: first._peers[1].phase.name == other_phase)
+
+    later = time.monotonic() + 2000
+    first._monitor._check(later)
+    set_phases("step 1", "step 1")
+    set_phases(None, None)
+    first._monitor._check(later)
+    assert processes.failures == [[], []]
+    set_phases("step 5", "step 4")
+    first._monitor._check(later)
+    for number in range(2):
+        reason, code = processes.wait_for_failure(number)
+        assert code == EXIT_PROCESS_LOST
+        assert re.sub(r"for \d+ s\b", "for N s", reason) == (
+            "no progress for 1000.0 s (cluster.stall_timeout): "
+            f"process 1 on {HOST}: step 4 for N s, process 0 on {HOST}: step 5 for N s; restart "
+            "all processes, or raise the timeout if this phase needs longer"
+        )
+
+
+def test_the_lost_process_is_named_rather_than_one_that_failed_because_of_it(connected):
+    """A collective may fail beside a killed process before its connection is seen to close."""
+
+    def fail(group: ProcessGroup) -> None:
+        if group.process_id == 1:
+            shut_down(group, 0)
+        else:
+            group.abort("the connection was closed by a peer", 1)
+
+    connected.each(fail)
+    for number in (0, 2):
+        reason, code = connected.wait_for_failure(number)
+        assert code == EXIT_PROCESS_LOST and reason.startswith(f"process 1 on {HOST} is lost")
