@@ -19,7 +19,6 @@ import pytest
 from conftest import ROOT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from parallel.planning.timeline import predict
 
 from model.attention.blockwise import block_pairs
 from model.attention.dense import vanilla
@@ -28,6 +27,7 @@ from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, BlockMa
 from model.attention.pallas import flash as pallas_flash
 from model.attention.ring import key_offsets, ring_attention, ring_by_kernels, zigzag_order
 from model.attention.ulysses import ulysses_attention
+from parallel.planning.timeline import predict
 from parallel.sharding.chips import CHIPS
 from parallel.sharding.devices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
