@@ -40,7 +40,7 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """Activation sharding and communication of linears."""
 
     residual: str = DEFAULT_RESIDUAL
-    """Layout of the residual stream over tp: sequence, hidden, replicated or a registered one."""
+    """Sharding of the residual stream over tp: sequence, hidden, replicated or a registered one."""
     overlap: OverlapChoice = "auto"
     """How linears overlap communication with matmuls; auto: chosen by shape and chip."""
     overlap_qkv: OverlapChoice | None = None
@@ -83,7 +83,7 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpointing and resuming."""
     plugins: tuple[str, ...] = ()
-    """Python modules to import first. They register extensions, such as an attention operation."""
+    """Python modules to import first, which register extensions such as an attention operation."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
