@@ -40,7 +40,7 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """Activation sharding and communication of linears."""
 
     residual: str = DEFAULT_RESIDUAL
-    """Layout of the residual stream over tp: sequence, hidden, replicated or a registered one."""
+    """Sharding of the residual stream over tp: sequence, hidden, replicated or a registered one."""
     overlap: OverlapChoice = "auto"
     """How linears overlap communication with matmuls; auto: chosen by shape and chip."""
     overlap_qkv: OverlapChoice | None = None
@@ -83,7 +83,7 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpointing and resuming."""
     plugins: tuple[str, ...] = ()
-    """Python modules to import first. They register extensions, such as an attention operation."""
+    """Python modules to import first, which register extensions such as an attention operation."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -169,6 +169,8 @@ def _check_registered(config: Config) -> None:
                 f"model.operation_configs.{name}: no operation of this name works in blocks; use "
                 f"one of {', '.join(blockwise_names())}"
             )
+    if model.moe.grouped_matmul != "auto":
+        _require("model.moe.grouped_matmul", lambda: get_grouped_matmul(model.moe.grouped_matmul))
     _require("model.remat", lambda: remat_policy(model.remat))
     _require("optimizer", lambda: check_optimizer(optimizer))
     _require("optimizer.schedule", lambda: SCHEDULES.get(optimizer.schedule))
@@ -240,13 +242,6 @@ def _check_experts(config: Config) -> None:
         router_spec(model)
     except ValueError as error:
         raise ConfigError(f"model.moe.router={moe.router}: {error}") from error
-    try:
-        if moe.grouped_matmul != "auto":
-            get_grouped_matmul(moe.grouped_matmul)
-    except ValueError as error:
-        raise ConfigError(
-            f"model.moe.grouped_matmul={moe.grouped_matmul}: {error}, auto"
-        ) from error
     unified = moe.expert_rule == "unified"
     owners = "mesh.fsdp * mesh.sp * mesh.ep" if unified else "mesh.ep"
     count = mesh.ep * (mesh.fsdp * mesh.sp if unified else 1)

@@ -148,7 +148,7 @@ def _embed_body(
     axis_name: str,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Look up local tokens: `V/tp D/fsdp`, `B L` -> `B L D`, L or D over tp if `dim` is -2 or -1."""
+    """Look up tokens: `V/tp D/fsdp`, `B L` -> `B L D`; `dim` -2 or -1 splits L or D over tp."""
     # The lookup precedes the cast, so that the gradient sums rows of equal tokens in float32.
     table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
     rows = table.shape[0]

@@ -52,7 +52,8 @@ REFUSALS = {
     "data.eval_fraction=1": "data.eval_fraction=1: input should be less than 1",
     "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan: input should be",
     "optimizer.learning_rate=.inf": "optimizer.learning_rate=inf: input should be",
-    "optimizer.schedule=cosin": "optimizer.schedule='cosin': input should be 'cosine', 'wsd' or",
+    "optimizer.schedule=cosin": "optimizer.schedule='cosin' is unknown; use constant, cosine, wsd",
+    "optimizer.name=adamww": "optimizer.name='adamww' is unknown; use adamw",
     "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
     # The user names sources; values may change at given steps.
     "data.sources.code.wieght=2": (
@@ -80,7 +81,7 @@ REFUSALS = {
         "data.sequence_length=100 is not divisible by mesh.sp * mesh.tp=8"
     ),
     "data.sequence_length={0: 96, 5: 128}": (
-        "data.sequence_length=96 does not divide the longest rows of 128, from which shorter"
+        "data.sequence_length=96 does not divide the largest value, 128; use a divisor"
     ),
     "data.global_batch_size={0: 16, 5: 9} training.gradient_accumulation=2": (
         "data.global_batch_size=9 is not divisible by training.gradient_accumulation=2"

@@ -16,7 +16,6 @@ from model.load_balancing import (
     load_balancing_loss,
     router_z_loss,
     routing_stats,
-    update_router_bias,
 )
 from model.router import RouterSpec, get_router, register_router, route, router_names
 
@@ -406,13 +405,6 @@ def test_only_topk_softmax_distinguishes_probabilities_that_underflow(name, seco
     assert np.all(routing.experts_TK[:, :2] == [7, second])
 
 
-def test_the_entropy_has_no_gradient() -> None:
-    def entropy(logits):
-        return routing_stats(route(logits, SPECS["softmax"]), logits, token_axes=()).entropy_sum
-
-    assert np.all(jax.jit(jax.grad(entropy))(1e4 * LOGITS) == 0)
-
-
 @pytest.mark.parametrize("name", ["softmax", "softmax-plain", "sigmoid"])
 def test_the_backward_pass_keeps_nothing_of_tokens_by_slots_by_experts(name) -> None:
     def residuals(logits):
@@ -448,23 +440,6 @@ def test_a_bias_changes_the_choice_and_has_no_gradient(name) -> None:
         return jnp.sum(by_expert(routing) * COTANGENT) + losses(stats)
 
     np.testing.assert_array_equal(of_bias(jnp.asarray(BIAS)), np.zeros(E))
-
-
-def test_the_load_balancing_loss_is_one_if_balanced_and_num_experts_if_collapsed() -> None:
-    spec = SPECS["switch"]
-    even = 9.0 * np.eye(E, dtype=np.float32)[np.arange(T) % E]
-    collapsed = np.tile(50.0 * np.eye(E, dtype=np.float32)[0], (T, 1))
-    for logits, loss in ((even, 1.0), (collapsed, float(E))):
-        _, stats = checked(spec, logits, 0 * BIAS, np.ones(T, bool))
-        np.testing.assert_allclose(load_balancing_loss(stats), loss, rtol=1e-6)
-
-
-def test_the_bias_rises_below_the_mean_load_and_falls_above_it() -> None:
-    load_NE = np.array([[0, 4, 8, 4], [1, 1, 1, 1]], np.float32)
-    bias_NE = np.full((2, 4), 0.5, np.float32)
-    expected = [[0.75, 0.5, 0.25, 0.5], [0.5] * 4]
-    np.testing.assert_array_equal(update_router_bias(bias_NE, load_NE, 0.25), expected)
-    np.testing.assert_array_equal(update_router_bias(bias_NE[0], load_NE[0], 0.25), expected[0])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Models with sparse layers: equal loss on every mesh, generation equals the forward pass."""
 
+from functools import lru_cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,21 +104,21 @@ MORE = {"ep8": MeshConfig(ep=8), "ep2-tp2-sp2": MeshConfig(ep=2, tp=2, sp=2)}
 
 
 @pytest.mark.parametrize(
-    "mesh", ["ep2-fsdp2-sp2", "ep8", *(pytest.param(m, marks=pytest.mark.slow) for m in
-     ("tp8", "fsdp8", "dp8", "dp2-fsdp2-tp2", "tp4-sp2", "ep2-tp2-sp2"))]
+    "mesh", ["ep2-fsdp2-sp2", *(pytest.param(m, marks=pytest.mark.slow) for m in
+     ("ep8", "tp8", "fsdp8", "dp8", "dp2-fsdp2-tp2", "tp4-sp2", "ep2-tp2-sp2"))]
 )  # fmt: skip
 def test_loss_and_every_gradient_equal_one_device(one_device, mesh) -> None:
     assert_equal_gradients(gradients((MESHES | MORE)[mesh]), one_device)
 
 
-def test_dense_and_sparse_layers_lie_where_the_config_says(one_device) -> None:
+def test_layers_are_dense_or_sparse_as_configured(one_device) -> None:
     """1 dense layer first, then every second layer of the model is sparse: D S D S D."""
     assert MODEL.sparse_layers == (False, True, False, True, False)
     params = one_device[2]
     assert params["layers"]["mlp"]["down"]["kernel"].shape == (3, 48, 32)
     assert params["sparse_layers"]["mlp"]["down"]["kernel"].shape == (2, 8, 24, 32)
     assert one_device[1]["load_E"].shape == (2, 8)
-    assert (one_device[1]["tokens"] == B * L - 12).all(), "padding counts nowhere"
+    assert (one_device[1]["tokens"] == B * L - 12).all(), "padding is not counted"
     for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]:
         moved = np.abs(leaf).max() > 0
         assert moved == ("bias" not in jax.tree_util.keystr(path)), "the bias has no gradient"
@@ -125,39 +127,57 @@ def test_dense_and_sparse_layers_lie_where_the_config_says(one_device) -> None:
 def test_parameters_and_flops_count_the_experts_of_a_token(one_device) -> None:
     leaves = jax.tree.leaves(one_device[2])
     assert sum(leaf.size for leaf in leaves) == MODEL.num_parameters
-    idle = 2 * (8 - 2) * 3 * 32 * 24  # experts that a token does not see, in two layers
+    idle = 2 * (8 - 2) * 3 * 32 * 24  # experts that a token does not use, in two layers
     norms, biases, embedding = 11 * 32, 2 * 8, 264 * 32
     active = MODEL.num_parameters - idle - norms - biases - embedding
     assert MODEL.num_matmul_parameters == active
 
 
 @pytest.mark.slow
-def test_accumulation_changes_no_loss_and_counts_every_token(one_device) -> None:
-    """Balance is a mean over microbatches, so that gradients differ; without it they do not."""
-    loss, health, _ = gradients(ONE_DEVICE, parts=2)
+def test_accumulation_changes_no_loss_and_no_count(one_device) -> None:
+    """Gradients differ only by the load-balancing loss, a mean over microbatches."""
+    loss, stats, _ = gradients(ONE_DEVICE, parts=2)
     assert loss == pytest.approx(one_device[0], rel=LOSS_BOUND)
-    np.testing.assert_array_equal(health["load_E"], one_device[1]["load_E"])
+    np.testing.assert_array_equal(stats["load_E"], one_device[1]["load_E"])
     plain = MOE.model_copy(update={"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0})
     model = MODEL.model_copy(update={"moe": plain})
     assert_equal_gradients(gradients(ONE_DEVICE, model, 2), gradients(ONE_DEVICE, model))
 
 
-def test_a_step_tells_of_its_experts_and_moves_the_bias() -> None:
+def test_a_step_returns_expert_metrics_and_updates_the_bias() -> None:
     program = program_of(MeshConfig(ep=2))
     with jax.set_mesh(program.tp.manager.mesh):
         state, metrics = program.train_step(program.init(), batch(program))
-        told = jax.tree.map(np.asarray, metrics["experts"])
-    assert set(told) == {"load_NE", "entropy_N", "dropped_N", "balance_N", "z_N", "bias_NE"}
-    assert all(told[name].shape == ((2, 8) if name.endswith("E") else (2,)) for name in told)
+        arrays = jax.tree.map(np.asarray, metrics["experts"])
+    assert set(arrays) == {"load_NE", "entropy_N", "dropped_N", "balance_N", "z_N", "bias_NE"}
+    assert all(arrays[name].shape == ((2, 8) if name.endswith("E") else (2,)) for name in arrays)
     bias = np.asarray(state.params["sparse_layers"]["mlp"]["router"]["bias"])
-    load = told["load_NE"]
+    load = arrays["load_NE"]
     np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load))
-    assert (told["dropped_N"] == 0).all() and (told["balance_N"] >= 0.9).all()
+    assert (arrays["dropped_N"] == 0).all() and (arrays["balance_N"] >= 0.9).all()
+
+
+@lru_cache
+def full_forward(moe: MoEConfig):
+    """Return the next token after every position of rows, by the forward pass on one device."""
+    program = program_of(ONE_DEVICE, MODEL.model_copy(update={"moe": moe}))
+
+    @jax.jit
+    def next_tokens(params, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(program.definition, params)
+        index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        return model.logits(model(tokens, index, jnp.zeros_like(tokens))[0]).argmax(-1)
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        with jax.set_mesh(program.tp.manager.mesh):
+            return np.asarray(next_tokens(program.init().params, jnp.asarray(rows)))
+
+    return run
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
-def test_generation_follows_the_argmax_of_the_full_forward(cache) -> None:
-    """With a capacity that would drop in training: text is never missing an expert."""
+def test_generation_equals_the_argmax_of_the_full_forward(cache) -> None:
+    """With an expert capacity that drops tokens in training, but never in generation."""
     tight = MOE.model_copy(update={"capacity_factor": 0.5, "bias_update_speed": 0.0})
     program = program_of(MeshConfig(ep=2, tp=2), MODEL.model_copy(update={"moe": tight}))
     prompts = [np.array([5, 9, 200]), np.array([7]), np.array([1, 2, 3, 4, 5, 6])]
@@ -165,20 +185,10 @@ def test_generation_follows_the_argmax_of_the_full_forward(cache) -> None:
         params = program.init().params
         generator = Generator(program.definition, program.plan, cache=cache)
         texts = generator(params, prompts, max_new_tokens=5)
-    free = tight.model_copy(update={"capacity_factor": None})
-    whole = program_of(ONE_DEVICE, MODEL.model_copy(update={"moe": free}))
-    with jax.set_mesh(whole.tp.manager.mesh):
-
-        @jax.jit
-        def logits(params, tokens: jax.Array) -> jax.Array:
-            model = nnx.merge(whole.definition, params)
-            index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-            return model.logits(model(tokens, index, jnp.zeros_like(tokens))[0])
-
-        rows = np.zeros((3, 16), np.int32)
-        for row, text in zip(rows, texts, strict=True):
-            row[: len(text)] = text
-        best = np.asarray(logits(whole.init().params, jnp.asarray(rows))).argmax(-1)
+    rows = np.zeros((3, 16), np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    best = full_forward(tight.model_copy(update={"capacity_factor": None}))(rows)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         np.testing.assert_array_equal(text[: len(prompt)], prompt)
         np.testing.assert_array_equal(
@@ -194,13 +204,13 @@ def test_remat_changes_no_number(one_device, remat) -> None:
 
 
 @pytest.mark.slow
-def test_accumulation_on_several_devices_is_that_of_one() -> None:
+def test_accumulation_on_several_devices_equals_one_device() -> None:
     assert_equal_gradients(gradients(MeshConfig(ep=4), parts=2), gradients(ONE_DEVICE, parts=2))
 
 
 @pytest.mark.slow
-def test_bfloat16_rounds_alike_on_several_devices() -> None:
-    """Within the rounding of activations, 2 ** -8, times the length of a sum of few."""
+def test_bfloat16_loss_on_several_devices_equals_one_device() -> None:
+    """Up to one rounding of activations, 2 ** -8."""
     model = MODEL.model_copy(update={"dtype": "bfloat16"})
     got, want = gradients(MeshConfig(ep=2, tp=2), model), gradients(ONE_DEVICE, model)
     assert got[0] == pytest.approx(want[0], rel=2**-8)
@@ -217,11 +227,11 @@ def test_evaluation_drops_nothing_whatever_the_capacity() -> None:
     assert sums[1] == pytest.approx(sums[0], rel=LOSS_BOUND)
 
 
-@pytest.mark.parametrize("form", ["blocked", "padded"])
-def test_float32_is_float32_in_every_matmul_of_forward_and_backward(monkeypatch, form) -> None:
-    """TPUs and GPUs would multiply float32 in shorter passes; derivatives are traced apart."""
+@pytest.mark.parametrize("impl", ["blocked", "padded"])
+def test_float32_is_float32_in_every_matmul_of_forward_and_backward(monkeypatch, impl) -> None:
+    """TPUs and GPUs multiply float32 at lower precision by default; gradients are traced apart."""
     monkeypatch.setattr(Program, "_precision", "highest")
-    moe = MOE.model_copy(update={"grouped_matmul": form, "capacity_factor": 2.0})
+    moe = MOE.model_copy(update={"grouped_matmul": impl, "capacity_factor": 2.0})
     program = program_of(MeshConfig(ep=2, tp=2), MODEL.model_copy(update={"moe": moe}))
     with jax.set_mesh(program.tp.manager.mesh):
         text = program.train_step.lower(program.abstract_state, batch(program)).as_text()

@@ -1,0 +1,37 @@
+"""Load-balancing loss, entropy and router bias on cases computed by hand."""
+
+import jax
+import numpy as np
+
+from model.load_balancing import load_balancing_loss, routing_stats, update_router_bias
+from model.router import RouterSpec, route
+
+T, E = 16, 8
+
+
+def stats_of(logits, name, top_k):
+    spec = RouterSpec(name=name, num_experts=E, top_k=top_k, normalise=False)
+    return routing_stats(route(logits, spec), logits, token_axes=())
+
+
+def test_the_load_balancing_loss_is_one_if_balanced_and_num_experts_if_collapsed() -> None:
+    even = 9.0 * np.eye(E, dtype=np.float32)[np.arange(T) % E]
+    collapsed = np.tile(50.0 * np.eye(E, dtype=np.float32)[0], (T, 1))
+    for logits, loss in ((even, 1.0), (collapsed, float(E))):
+        got = load_balancing_loss(jax.jit(stats_of, static_argnums=(1, 2))(logits, "switch", 1))
+        np.testing.assert_allclose(got, loss, rtol=1e-6)
+
+
+def test_the_entropy_has_no_gradient() -> None:
+    """The gradient of p log p would be NaN at p = 0."""
+    logits = 1e4 * np.random.default_rng(0).standard_normal((T, E), np.float32)
+    gradient = jax.jit(jax.grad(lambda x: stats_of(x, "softmax", 3).entropy_sum))(logits)
+    assert np.all(gradient == 0)
+
+
+def test_the_bias_rises_below_the_mean_load_and_falls_above_it() -> None:
+    load_NE = np.array([[0, 4, 8, 4], [1, 1, 1, 1]], np.float32)
+    bias_NE = np.full((2, 4), 0.5, np.float32)
+    expected = [[0.75, 0.5, 0.25, 0.5], [0.5] * 4]
+    np.testing.assert_array_equal(update_router_bias(bias_NE, load_NE, 0.25), expected)
+    np.testing.assert_array_equal(update_router_bias(bias_NE[0], load_NE[0], 0.25), expected[0])
