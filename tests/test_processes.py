@@ -18,14 +18,15 @@ from conftest import ROOT
 from runs import kept_signals, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
-import soak_run
+from soaks.compare import CLOSE_BOUND, metric_differences, read_metrics
+from soaks.processes import write_config
 
 from configs.schema import load_config
 from data.pipeline import Dataset
 
 # Relative difference of losses when the same devices are in other processes: sixteen roundings of
 # float32. With the same processes everything is bit-equal.
-CLOSE = soak_run.CLOSE_BOUND
+CLOSE = CLOSE_BOUND
 SECONDS = 300.0  # that anything may take on a busy machine
 HOST = socket.gethostname()
 STEPS = 60
@@ -92,7 +93,7 @@ class Lab:
     def __init__(self, folder: Path, **changes: Any):
         self.folder, self._commands = folder, list[Command]()
         settings = {"training__steps": STEPS, "training__eval_every": 10, "checkpoint__every": 10}
-        self.config = soak_run.write_config(folder, **(settings | changes))
+        self.config = write_config(folder, **(settings | changes))
         Dataset(load_config(self.config).data)  # fill the cache of the data
 
     def launch(
@@ -120,11 +121,11 @@ class Lab:
 
     def step(self, name: str) -> int:
         """Return the last step in the metrics of a run."""
-        lines = soak_run.read_metrics(self.folder / name)
+        lines = read_metrics(self.folder / name)
         return int(lines[-1]["step"]) if lines else 0
 
     def differences(self, wanted: str, found: str, bound: float = 0.0) -> list[str]:
-        return soak_run.differences(self.folder / wanted, self.folder / found, bound)[0]
+        return metric_differences(self.folder / wanted, self.folder / found, bound)[0]
 
     def log(self, name: str, number: int = 0) -> str:
         return (self.folder / name / ("log.txt" if not number else f"log.{number}.txt")).read_text()
@@ -180,7 +181,7 @@ def test_two_processes_train_like_one_and_only_process_0_prints(tmp_path):
     assert command.err == ""
     for number in range(2):
         assert "saved step 4" in lab.log("two", number)
-    assert len(soak_run.read_metrics(tmp_path / "two")) == 4
+    assert len(read_metrics(tmp_path / "two")) == 4
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
-"""Damage to the newest checkpoint: noticed, or without effect; never a wrong state in silence."""
+"""Damage the newest checkpoint: a restart must detect the damage or be unaffected by it."""
 
-import argparse
 import contextlib
 import json
 import random
@@ -16,22 +15,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from soak_run import ROOT, SECONDS, run_undisturbed, tell, write_config
+from _clone import ROOT
 
 from configs.build import build_program, open_devices
 from configs.schema import load_config
-from data.pipeline import Dataset
+from data.pipeline import Rows
+from soaks.processes import TIMEOUT, report, run_undisturbed, write_config
 from training.checkpoint import Checkpoints
 from training.fingerprint import fingerprints, leaf_name
 from training.logs import logging_to
 from training.resume import Resumer
 
-TRIAL_SECONDS = 60.0
+TRIAL_TIMEOUT = 60.0
 DAMAGES = ("flip", "truncate", "delete", "garbage", "empty")
+GOOD = ("detected", "harmless")
+Table = dict[str, dict[str, Counter[str]]]
 
 
 def contents(state: Any) -> dict[str, tuple[Any, ...]]:
-    """Shape, dtype and bytes of every array of a state, by its dotted path."""
+    """Return shape, dtype and bytes of every array of a state, by its dotted path."""
     return {
         leaf_name(path): (x.shape, str(x.dtype), np.asarray(x).tobytes())
         for path, x in jax.tree_util.tree_leaves_with_path(state)
@@ -39,7 +41,7 @@ def contents(state: Any) -> dict[str, tuple[Any, ...]]:
 
 
 class Restorer:
-    """Restores as a starting trainer does, and compares with the undamaged original."""
+    """Restore as a starting trainer does, and compare with the undamaged original."""
 
     def __init__(self, config_path: Path, original: Path):
         self.config = load_config(config_path)
@@ -61,17 +63,21 @@ class Restorer:
         return contents(checkpoints.restore(step, self._program.abstract_state))
 
     def trial(self, directory: Path) -> dict[str, Any]:
-        """One damaged folder of checkpoints: what a trainer would go on from, and what it says."""
-        lines = directory.with_suffix(".log")
-        with jax.set_mesh(self._program.tp.manager.mesh), logging_to(lines, None):
+        """Restore from a damaged folder of checkpoints.
+
+        Returns: `step` (that the trainer would continue from, 0 for a fresh start), `wrong` (what
+        differs from the original) and `log`; or `crash`.
+        """
+        log = directory.with_suffix(".log")
+        with jax.set_mesh(self._program.tp.manager.mesh), logging_to(log, None):
             try:
                 with contextlib.closing(
                     Checkpoints(directory, self.config.checkpoint)
                 ) as checkpoints:
                     result = self._newest(checkpoints)
-            except Exception as error:  # whatever it is, the trainer would have ended with it
+            except Exception as error:  # any exception would have ended the trainer
                 result = {"crash": f"{type(error).__name__}: {error}".partition("\n")[0]}
-        return {**result, "told": lines.read_text().splitlines()}
+        return {**result, "log": log.read_text().splitlines()}
 
     def _newest(self, checkpoints: Checkpoints) -> dict[str, Any]:
         config, abstract = self.config, self._program.abstract_state
@@ -90,7 +96,7 @@ class Restorer:
 
 
 def serve_restores(config: Path, original: Path, paths: Iterable[str]) -> None:
-    """One trial per path; its result is the file PATH.json."""
+    """Run one trial for each path, and write its result to the file PATH.json."""
     restorer = Restorer(config, original)
     for path in paths:
         directory = Path(path.strip())
@@ -100,7 +106,7 @@ def serve_restores(config: Path, original: Path, paths: Iterable[str]) -> None:
 
 
 def classify(result: dict[str, Any], newest: int) -> str:
-    """`detected` and `harmless` are good; all others are not."""
+    """Return the verdict on a trial: one of `GOOD`, or what went wrong."""
     for bad in ("hang", "crash"):
         if bad in result:
             return bad
@@ -108,31 +114,30 @@ def classify(result: dict[str, Any], newest: int) -> str:
         return "silently wrong"
     if result["step"] == newest:
         return "harmless"
-    # Whoever reads the log must learn of it.
-    named = any(re.search(rf"checkpoint {newest}\b", line) for line in result["told"])
-    return "detected" if named else "silent fallback"
+    is_logged = any(re.search(rf"checkpoint {newest}\b", line) for line in result["log"])
+    return "detected" if is_logged else "silent fallback"
 
 
 def file_kind(path: Path) -> str:
-    """The place of a file in a checkpoint, without what is random in names."""
+    """Return the path of a file in a checkpoint, without the random parts of names."""
     parts = ["*" if re.fullmatch(r"[0-9a-f]{32}", part) else part for part in path.parts]
     return "/".join(parts) or "(all of it)"
 
 
 def all_damages(checkpoint: Path) -> list[tuple[Path, str]]:
-    """Every (file or folder, kind of damage) that makes sense; a flip counts three times."""
+    """Return every (file or folder, kind of damage); a bit flip is listed three times."""
     cells = [(Path("."), "empty")]
     for path in sorted(checkpoint.rglob("*")):
-        place = path.relative_to(checkpoint)
+        name = path.relative_to(checkpoint)
         if path.is_dir() or not path.stat().st_size:
-            cells.append((place, "delete"))
+            cells.append((name, "delete"))
         else:
-            cells += [(place, how) for how in (*DAMAGES, "flip", "flip")]
+            cells += [(name, how) for how in (*DAMAGES, "flip", "flip")]
     return cells
 
 
 def damage(path: Path, how: str, rng: random.Random) -> None:
-    """Does it to a file, or to a folder with all that is in it."""
+    """Damage a file, or delete or empty a folder."""
     if path.is_dir():
         shutil.rmtree(path)
         if how == "empty":
@@ -155,7 +160,7 @@ def damage(path: Path, how: str, rng: random.Random) -> None:
 
 @contextlib.contextmanager
 def restoring(config: Path, original: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that reads folders from its stdin."""
+    """Start a process that restores the folders named on its stdin, and kill it at the end."""
     command = [sys.executable, str(ROOT / "scripts/soak.py"), "restore", str(config), str(original)]
     with open(config.parent / "restore.err", "a") as err:
         process = subprocess.Popen(
@@ -168,11 +173,13 @@ def restoring(config: Path, original: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def await_trial(process: subprocess.Popen[str], directory: Path, seconds: float) -> dict[str, Any]:
-    """Hands a folder over, and waits for the result."""
+def wait_for_trial(
+    process: subprocess.Popen[str], directory: Path, seconds: float
+) -> dict[str, Any]:
+    """Give a folder to the process and return the result of its trial."""
     assert process.stdin is not None
     answer, limit = directory.with_suffix(".json"), time.monotonic() + seconds
-    with contextlib.suppress(BrokenPipeError):  # its end is noticed below
+    with contextlib.suppress(BrokenPipeError):  # the loop below notices that it ended
         process.stdin.write(f"{directory}\n")
         process.stdin.flush()
     while not answer.exists():
@@ -184,53 +191,82 @@ def await_trial(process: subprocess.Popen[str], directory: Path, seconds: float)
     return json.loads(answer.read_text())
 
 
-def soak_corruptions(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Damages the newest of three checkpoints, and restores."""
-    config = write_config(folder, checkpoint__every=10, training__steps=30)
+class Trials:
+    """Damaged copies of the checkpoints of a run, given one by one to a restoring process.
+
+    Attributes:
+        table: Counts of verdicts, by kind of file and of damage.
+        bad: One line for each trial whose verdict is not good.
+    """
+
+    def __init__(self, config: Path, original: Path, newest: int, rng: random.Random):
+        self.table: Table = {}
+        self.bad: list[str] = []
+        self._config, self._original, self._newest, self._rng = config, original, newest, rng
+        self._cells: list[tuple[Path, str]] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._stack = contextlib.ExitStack()
+
+    def run(self, number: int) -> None:
+        """Damage a copy, restore from it, and count the verdict."""
+        newest = self._newest
+        if not self._cells:
+            self._cells = all_damages(self._original / str(newest))
+            self._rng.shuffle(self._cells)
+        name, how = self._cells.pop()
+        directory = self._config.parent / f"trial-{number}"
+        shutil.copytree(self._original, directory)
+        damage(directory / str(newest) / name, how, self._rng)
+        result = self._restore(directory)
+        verdict, kind = classify(result, newest), file_kind(name)
+        self.table.setdefault(kind, {}).setdefault(how, Counter())[verdict] += 1
+        if verdict in GOOD:
+            shutil.rmtree(directory)
+        else:
+            self.bad.append(f"trial {number}: {how} {name}: {verdict}: {json.dumps(result)}")
+            report(self.bad[-1])
+
+    def _restore(self, directory: Path) -> dict[str, Any]:
+        """Hand a folder to the process, started again if the last one ended or hung."""
+        limit = TRIAL_TIMEOUT
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            started = restoring(self._config, self._original)
+            self._process, limit = self._stack.enter_context(started), TIMEOUT
+        result = wait_for_trial(self._process, directory, limit)
+        if "hang" in result:
+            self._process = None
+        return result
+
+    def close(self) -> None:
+        """Kill the process."""
+        self._stack.close()
+
+
+def soak_corruptions(folder: Path, *, times: int, seed: int) -> dict[str, Any]:
+    """Damage the newest of three checkpoints `times` times, and restore."""
+    config, newest = write_config(folder, checkpoint__every=10, training__steps=30), 30
     run_undisturbed(config, folder / "run")
-    original, newest, rng = folder / "run" / "checkpoints", 30, random.Random(args.seed)
-    cells: list[tuple[Path, str]] = []
-    table: dict[str, dict[str, Counter[str]]] = {}
-    bad: list[str] = []
-    with contextlib.ExitStack() as stack:
-        process: subprocess.Popen[str] | None = None
-        for number in range(args.times):
-            if not cells:
-                cells = all_damages(original / str(newest))
-                rng.shuffle(cells)
-            place, how = cells.pop()
-            directory = folder / f"trial-{number}"
-            shutil.copytree(original, directory)
-            damage(directory / str(newest) / place, how, rng)
-            limit = TRIAL_SECONDS
-            if process is None or process.poll() is not None:
-                stack.close()
-                process, limit = stack.enter_context(restoring(config, original)), SECONDS
-            result = await_trial(process, directory, limit)
-            verdict, kind = classify(result, newest), file_kind(place)
-            if "hang" in result:
-                process = None
-            table.setdefault(kind, {}).setdefault(how, Counter())[verdict] += 1
-            if verdict not in ("detected", "harmless"):
-                bad.append(f"trial {number}: {how} {place}: {verdict}: {json.dumps(result)}")
-                tell(bad[-1])
-            else:
-                shutil.rmtree(directory)
+    rng = random.Random(seed)
+    with contextlib.closing(Trials(config, folder / "run" / "checkpoints", newest, rng)) as trials:
+        for number in range(times):
+            trials.run(number)
             if (number + 1) % 10 == 0:
-                tell(f"{number + 1}/{args.times} corruptions, {len(bad)} bad")
+                report(f"{number + 1}/{times} corruptions, {len(trials.bad)} bad")
+    table = trials.table
     verdicts = sum((cell for row in table.values() for cell in row.values()), Counter[str]())
-    tell(render(table))
+    report(render(table))
     return {
-        "ok": not bad,
-        "trials": args.times,
+        "ok": not trials.bad,
+        "trials": times,
         "verdicts": dict(verdicts),
         "table": {kind: {how: dict(c) for how, c in row.items()} for kind, row in table.items()},
-        "bad": bad[:20],
+        "bad": trials.bad[:20],
     }
 
 
-def render(table: dict[str, dict[str, Counter[str]]]) -> str:
-    """One line per kind of file: detected + harmless of all, by kind of damage."""
+def render(table: Table) -> str:
+    """Format the counts: one line per kind of file, one column per kind of damage."""
     width = max(map(len, table))
     lines = [f"{'detected+harmless/all':<{width}}" + "".join(f"{how:>12}" for how in DAMAGES)]
     for kind, row in sorted(table.items()):
