@@ -1,110 +1,107 @@
-"""The import law, no cycles, and the size budget, tests too, read from the source with ast."""
+"""The import law, the size limits, and documentation that names files which exist.
+
+`python tests/test_architecture.py` writes the list of files in docs/architecture.md.
+"""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = {"configs", "training", "data", "model", "parallel"}
 # room -> rooms that it may import
 LAW = {
     "parallel": {"parallel"},
     "model": {"model", "parallel"},
     "data": {"data"},
     "training": {"training", "data", "model", "parallel"},
-    "configs": {"configs", "training", "data", "model", "parallel"},
-    "train": {"configs", "training", "data", "model", "parallel"},
-    "scripts": {"configs", "training", "data", "model", "parallel"},
+    "configs": PACKAGES,
+    "train": PACKAGES,
+    "scripts": {"scripts", *PACKAGES},
 }
-SOURCES = sorted(
-    path
-    for room in LAW
-    for path in ([ROOT / "train.py"] if room == "train" else (ROOT / room).rglob("*.py"))
-)
+SOURCES = [
+    ROOT / "train.py",
+    *sorted(
+        (path for room in LAW for path in (ROOT / room).rglob("*.py")),
+        key=lambda path: (path.parent, path.name),
+    ),
+]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 500, 80, 8
+TREES = {path: ast.parse(path.read_text()) for path in SOURCES + TESTS}
+FILES = re.compile("(<!-- files -->\n).*(<!-- /files -->)", re.DOTALL)
 
 
 def module_name(path: Path) -> str:
+    """The name under which a file is imported; commands run with scripts/ on the search path."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts).removeprefix("scripts.")
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of ours that this file imports, anywhere in it."""
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).with_suffix("").parts[0]
+
+
+MODULES = {module_name(path): path for path in SOURCES}
+
+
+def imports(path: Path) -> set[Path]:
+    """The files of ours that a file imports, anywhere in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    modules = {module_name(source) for source in SOURCES}
-    return {name for name in found if name in modules}
+    return {MODULES[name] for name in found if name in MODULES}
 
 
-def room_of(module: str) -> str:
-    return module.partition(".")[0]
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [node for node in ast.walk(TREES[path]) if isinstance(node, kinds)]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_imports_follow_the_law(path: Path) -> None:
-    module = module_name(path)
     for imported in imports(path):
-        assert room_of(imported) in LAW[room_of(module)], f"{module} must not import {imported}"
+        assert room_of(imported) in LAW[room_of(path)], f"must not import {imported}"
 
 
 def test_imports_have_no_cycle() -> None:
-    graph = {module_name(path): imports(path) for path in SOURCES}
-    done: set[str] = set()
+    done: set[Path] = set()
 
-    def visit(module: str, trail: tuple[str, ...]) -> None:
-        assert module not in trail, f"cycle: {' -> '.join((*trail, module))}"
-        if module not in done:
-            for imported in graph[module] - {module}:
-                visit(imported, (*trail, module))
-            done.add(module)
+    def visit(path: Path, trail: tuple[Path, ...]) -> None:
+        assert path not in trail, f"cycle: {' -> '.join(map(module_name, (*trail, path)))}"
+        if path not in done:
+            for imported in imports(path) - {path}:
+                visit(imported, (*trail, path))
+            done.add(path)
 
-    for module in graph:
-        visit(module, ())
+    for path in SOURCES:
+        visit(path, ())
 
 
-@pytest.mark.parametrize("path", SOURCES + TESTS, ids=module_name)
+@pytest.mark.parametrize("path", SOURCES + TESTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_small(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or 0) - node.lineno + 1
-            assert lines <= MAX_FUNCTION, f"{node.name} has {lines} lines"
-            # pytest gives a test its arguments by name.
-            few = node.name.startswith("test_") or len(node.args.args) <= MAX_PARAMETERS
-            assert few, f"{node.name}: too many positional"
+    assert len(path.read_text().splitlines()) <= MAX_FILE
+    for node in functions(path):
+        lines = (node.end_lineno or 0) - node.lineno + 1
+        assert lines <= MAX_FUNCTION, f"{node.name} has {lines} lines"
+        # pytest passes the arguments of a test by name.
+        few = node.name.startswith("test_") or len(node.args.args) <= MAX_PARAMETERS
+        assert few, f"{node.name}: too many positional parameters"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
 def test_imports_stand_at_the_top(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef):
-            local = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
-            assert not local, f"{node.name} imports locally"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_public_names_have_docstrings(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    if path.name != "__init__.py":
-        assert ast.get_docstring(tree), f"{path.name} has no module docstring"
-    owners = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
-    for owner in owners:
-        for node in owner.body:
-            if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
-                continue
-            if isinstance(owner, ast.ClassDef) and owner.name.startswith("_"):
-                continue
-            inherited = isinstance(owner, ast.ClassDef) and node.name in ("emit", "handleError")
-            assert inherited or ast.get_docstring(node), f"{node.name} has no docstring"
+    for node in functions(path):
+        local = [n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom)]
+        assert not local, f"{node.name} imports locally"
 
 
 def test_one_module_alone_selects_the_clone_that_scripts_import_from() -> None:
@@ -112,8 +109,61 @@ def test_one_module_alone_selects_the_clone_that_scripts_import_from() -> None:
     assert patched == {"_clone.py"}
 
 
-def test_the_readme_names_every_file() -> None:
-    tree = (ROOT / "README.md").read_text()
+def file_list() -> str:
+    """Every source file with the first line of its docstring, by folder."""
+    lines, folder = ["```"], None
     for path in SOURCES:
-        if path.name != "__init__.py":
-            assert path.name in tree, f"README.md does not mention {path.relative_to(ROOT)}"
+        relative = path.relative_to(ROOT)
+        if path.name == "__init__.py" and not path.read_text():
+            continue
+        if relative.parent != folder and relative.parent != Path():
+            folder = relative.parent
+            lines.append(f"{folder}/")
+        summary = (ast.get_docstring(TREES[path]) or "").partition("\n\n")[0].replace("\n", " ")
+        name = path.name if relative.parent == Path() else f"  {path.name}"
+        lines.append(f"{name:<24} {summary}".rstrip())
+    return "\n".join([*lines, "```", ""])
+
+
+def test_the_architecture_page_lists_every_file() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    shown = FILES.search(text)
+    assert shown is not None
+    assert shown[0].removeprefix(shown[1]).removesuffix(shown[2]) == file_list(), (
+        "run python tests/test_architecture.py"
+    )
+
+
+def named_files(page: Path) -> set[str]:
+    """The files of this repository that a page names in code or links."""
+    text = page.read_text()
+    code = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|train\.py)[` ]", text)
+    code += re.findall(r"python ((?:scripts|tests)/\w+\.py|train\.py)", text)
+    links = re.findall(r"\]\((?!http)([^)#]+)", text)
+    inside = [str((page.parent / link).resolve().relative_to(ROOT)) for link in links]
+    rooms = {*LAW, "train.py", "docs", "tests", ".ci", "configs"}
+    return {name for name in [*code, *inside] if name.partition("/")[0] in rooms}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    missing = [name for name in sorted(named_files(page)) if not (ROOT / name).exists()]
+    assert not missing, f"{page.name} names {missing}"
+
+
+def test_the_readme_is_short_and_names_at_most_two_files_for_each_change() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    table = text.partition("## To change X, open Y")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 20
+    for change, files in rows:
+        names = re.findall(r"`(\w[\w./]+)`", files)
+        assert 1 <= len(names) <= 2, f"{change}: {names}"
+        assert all((ROOT / name).exists() for name in names), f"{change}: {names}"
+
+
+if __name__ == "__main__":
+    architecture = ROOT / "docs/architecture.md"
+    written = FILES.sub(lambda found: found[1] + file_list() + found[2], architecture.read_text())
+    architecture.write_text(written)
