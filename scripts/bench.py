@@ -21,6 +21,7 @@ from benchmarks.delivery import bench_data
 from benchmarks.exchange import bench_exchange
 from benchmarks.model import bench_model
 from benchmarks.overlap import CASES, METHODS, bench_overlap
+from benchmarks.prediction import PASSES
 from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 
@@ -119,6 +120,13 @@ def _add_predicted(command: Command) -> None:
     overlap.add_argument(
         "--size", type=at_least_one, default=8192, help="width, and tokens over all devices"
     )
+    overlap.add_argument(
+        "--passes",
+        nargs="+",
+        default=list(PASSES),
+        choices=PASSES,
+        help="with or without gradients",
+    )
     overlap.add_argument("--dump", type=Path, help="folder for the compiled programs as text")
     ring = command("ring", bench_ring, "predicted time of ring attention")
     ring.add_argument("--topology", default="v5p:2x2x2", help="TPU slice")
@@ -127,16 +135,26 @@ def _add_predicted(command: Command) -> None:
     )
     ring.add_argument("--heads", type=at_least_one, default=32, help="query heads")
     ring.add_argument("--kv-heads", type=at_least_one, default=8, help="key and value heads")
+    added = [overlap, ring]
     for name, run, path, topology, text in (
         ("model", bench_model, "llama3_8b_tp8", "v5p:2x2x2", "a whole training step"),
         ("exchange", bench_exchange, "qwen3_30b_a3b_ep16", "v5p:2x2x4", "one sparse layer"),
     ):
-        added = command(name, run, f"predicted time of {text}")
+        configured = command(name, run, f"predicted time of {text}")
+        added.append(configured)
         default = str(_clone.ROOT / "configs" / f"{path}.yaml")
-        added.add_argument("--config", dest="path", default=default, help="YAML file of the run")
-        added.add_argument("--topology", default=topology, help="TPU slice")
-        added.add_argument(
+        configured.add_argument(
+            "--config", dest="path", default=default, help="YAML file of the run"
+        )
+        configured.add_argument("--topology", default=topology, help="TPU slice")
+        configured.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        )
+    for one in added:
+        one.add_argument(
+            "--record",
+            type=Path,
+            help="JSON file of earlier predictions: unchanged programs are not compiled again",
         )
 
 

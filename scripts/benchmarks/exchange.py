@@ -1,13 +1,14 @@
 """Predicted time of one sparse layer on a TPU slice that is not here, and the bytes it sends."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.prediction import HEADER, PASSES, compile_pass
+from benchmarks.prediction import HEADER, PASSES, SliceCompiler
 from configs.build import build_program
 from configs.schema import load_config
 from model.moe import MoE
@@ -18,10 +19,14 @@ from training.step import Program
 _EXCHANGES = ("collective-permute", "all-to-all", "ragged-all-to-all")
 
 
-def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
+def bench_exchange(
+    path: str, topology: str, overrides: Sequence[str], *, record: Path | None
+) -> dict[str, Any]:
     """Predict the sparse layer of a configuration, forward and with its derivatives.
 
     Without remat. Unless overridden, with room for an even load (capacity_factor 1).
+
+    record: a file of earlier predictions.
 
     Raises:
         ValueError: The mesh has other permutes or exchanges than those over ep.
@@ -36,9 +41,9 @@ def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[s
     function, arguments = _sparse_layer(program, shape)
     counted = _counted_bytes(program, shape)
     print(f"{'':33}" + HEADER)
-    rows = []
+    compiler, rows = SliceCompiler(topology, program.tp.manager.mesh, record), []
     for name in PASSES:
-        compiled = compile_pass(name, topology, program.tp.manager.mesh, function, arguments)
+        compiled = compiler.compile_pass("exchange", name, function, arguments)
         row = {
             "pass": name,
             "sent_bytes": sum(compiled.prediction.bytes_by.get(kind, 0) for kind in _EXCHANGES),

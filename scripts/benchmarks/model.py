@@ -1,19 +1,25 @@
 """Predicted time and memory of a whole training step on a TPU slice that is not here."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.prediction import chip_of, compile_for
+from benchmarks.prediction import SliceCompiler, chip_of
 from configs.build import build_program
 from configs.schema import load_config
 from parallel.sharding.devices import absent_devices
 
 
-def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Predict the training step of a configuration and print what its time consists of."""
+def bench_model(
+    path: str, topology: str, overrides: Sequence[str], *, record: Path | None
+) -> dict[str, Any]:
+    """Predict the training step of a configuration and print what its time consists of.
+
+    record: a file of earlier predictions.
+    """
     config = load_config(path, overrides)
     program = build_program(config, absent_devices(topology))
     mesh = program.tp.manager.mesh
@@ -25,10 +31,9 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
         for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
     }
-    compiled = compile_for(topology, mesh, program.train_step, [program.abstract_state, batch])
-    memory = compiled.program.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    hbm = compiled.temporary_gib + held / 2**30
+    compiler = SliceCompiler(topology, mesh, record)
+    compiled = compiler.compile("step", program.train_step, [program.abstract_state, batch])
+    hbm = compiled.temporary_gib + compiled.held_gib
     prediction = compiled.prediction
     flops = config.model.flops_per_token(length) * shape[0] * shape[1] * shape[2]
     mfu = flops / prediction.total / mesh.size / chip_of(topology).peak_flops

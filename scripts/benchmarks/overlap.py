@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.prediction import HEADER, PASSES, compile_pass
+from benchmarks.prediction import HEADER, Pass, SliceCompiler
 from model.layers import gated_silu
 from parallel.linear.chain import chain
 from parallel.linear.collective_matmul import Overlap
@@ -83,28 +83,34 @@ def bench_overlap(
     cases: Sequence[str],
     methods: Sequence[Method],
     *,
+    passes: Sequence[Pass],
     size: int,
-    dump: Path | None = None,
+    dump: Path | None,
+    record: Path | None,
 ) -> dict[str, Any]:
-    """Predict every case by every method, forward and forward with backward.
+    """Predict every case by every method.
 
     size: the width, and the number of tokens over all devices.
-    dump: a folder for the compiled programs as text.
+    dump: a folder for the compiled programs as text; those from a record are not written.
+    record: a file of earlier predictions.
     """
     rows = []
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
     print(f"{'slice':10} {'case':7} {'pass':8} {'method':14}" + HEADER)
-    for topology, case, name, method in product(topologies, cases, PASSES, methods):
+    for topology, case, name, method in product(topologies, cases, passes, methods):
         devices = absent_devices(topology)
         mesh = build_mesh(MeshConfig(tp=len(devices)), devices)
         function, arguments = _block(mesh, case, method, size)
         options = _NO_WINDOWS if method == "xla-plain" else None
-        compiled = compile_pass(name, topology, mesh, function, arguments, options=options)
+        compiler = SliceCompiler(topology, mesh, record)
+        compiled = compiler.compile_pass(
+            f"{case} {method}", name, function, arguments, options=options
+        )
         label = {"topology": topology, "case": case, "pass": name, "method": method}
-        if dump is not None:
+        if dump is not None and compiled.text is not None:
             file = dump / f"{'_'.join(label.values()).replace(':', '-')}.txt"
-            file.write_text(compiled.program.as_text())
+            file.write_text(compiled.text)
         print(f"{topology:10} {case:7} {name:8} {method:14}" + compiled.columns, flush=True)
         rows.append({**label, **compiled.figures})
     return {"bench": "overlap", "rows": rows}

@@ -1,14 +1,13 @@
 """Predicted time of ring attention on a TPU slice that is not here."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.prediction import HEADER, PASSES, compile_pass
-from model.attention.api import OperationRegistry
-from model.attention.mask import AttentionInputs
-from model.attention.metadata import OperationMetadata
+from benchmarks.prediction import HEADER, PASSES, SliceCompiler
+from model.attention.operation import OperationMetadata, OperationRegistry
 from model.attention.ring import zigzag_order
 from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
 from parallel.sharding.devices import absent_devices
@@ -16,14 +15,17 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
 
-def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def bench_ring(
+    topology: str, *, length: int, heads: int, kv_heads: int, record: Path | None
+) -> dict[str, Any]:
     """Predict one row of `length` tokens over sp, with the hops unrolled and in a scan.
 
-    head_dim 128, bfloat16, the tokens in zigzag order.
+    head_dim 128, bfloat16, the tokens in zigzag order. record: a file of earlier predictions.
     """
     devices, rows = absent_devices(topology), []
     mesh = build_mesh(MeshConfig(sp=len(devices)), devices)
     manager = PartitionManager(PartitionAxis(), mesh)
+    compiler = SliceCompiler(topology, mesh, record)
     order = jnp.asarray(zigzag_order(length, len(devices)))
 
     def array(count: int, axes: Any) -> jax.ShapeDtypeStruct:
@@ -42,7 +44,7 @@ def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict
             return operation(*qkv, inputs=AttentionInputs(q_index_BL=order, kv_index_BT=order))
 
         for name in PASSES:
-            compiled = compile_pass(name, topology, mesh, attend, [q, kv, kv])
+            compiled = compiler.compile_pass(f"ring {method}", name, attend, [q, kv, kv])
             print(f"{topology:10} {name:8} {method:14}" + compiled.columns, flush=True)
             rows.append({"pass": name, "method": method, **compiled.figures})
     return {"bench": "ring", "topology": topology, "rows": rows}
