@@ -11,15 +11,14 @@ ARG EXTRAS=""
 RUN useradd --create-home --uid 1000 torus && install --directory --owner=torus /app
 WORKDIR /app
 
-# Before the code, so that a change of it does not fetch the libraries again: the packages may be
-# empty here, since train.py imports them from its own folder.
+# Before the code, so that a change of the code does not install the libraries again. The packages
+# may be missing here, because train.py imports them from its own folder.
 COPY pyproject.toml README.md ./
 RUN case "$ACCELERATOR" in \
         cpu) extras="$EXTRAS" ;; \
         tpu|cuda) extras="$ACCELERATOR${EXTRAS:+,$EXTRAS}" ;; \
         *) echo "ACCELERATOR=$ACCELERATOR is none of tpu, cuda, cpu" >&2; exit 2 ;; \
     esac \
-    && mkdir -p configs data model/attention parallel training \
     && pip install --no-cache-dir --editable ".${extras:+[$extras]}"
 COPY . .
 

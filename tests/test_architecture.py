@@ -151,6 +151,11 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert not missing, f"{page.name} names {missing}"
 
 
+def test_every_test_file_that_ci_names_exists() -> None:
+    names = re.findall(r"tests/[\w./]+", (ROOT / ".ci/run").read_text())
+    assert names and all((ROOT / name).exists() for name in names), names
+
+
 def test_the_readme_is_short_and_names_at_most_two_files_for_each_change() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150

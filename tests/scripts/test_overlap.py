@@ -1,8 +1,8 @@
 """The schedules that libtpu makes of the rings keep hiding communication.
 
-Needs libtpu (`pip install -e ".[plan]"`), not a TPU. Compiling takes minutes, and its result depends
-on the program and on libtpu alone. So golden/predicted/ records the predictions, and only programs
-that changed since, or another libtpu, compile again. Then commit the updated records.
+Needs libtpu (`pip install -e ".[plan]"`), not a TPU. Compiling takes minutes, and its result
+depends on the program and on libtpu alone. So golden/predicted/ records the predictions. Only
+programs that changed since are compiled again, or all with another libtpu: commit the new records.
 """
 
 import importlib.util
