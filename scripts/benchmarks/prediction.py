@@ -4,10 +4,11 @@ libtpu compiles; parallel/planning reads the schedule of the compiled program. B
 their inputs, so a record of earlier predictions can stand in for a compilation of minutes.
 """
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -93,7 +94,8 @@ class SliceCompiler:
 
         label: identifies the program in the record. options: compiler options.
         """
-        with jax.set_mesh(self.mesh):
+        # Pallas kernels carry source locations, which would make digests depend on paths and lines.
+        with jax.set_mesh(self.mesh), _without_locations():
             lowered = function.lower(*arguments)
         digest = self._digest(lowered, options)
         recorded = self._read().get(label)
@@ -182,6 +184,16 @@ class SliceCompiler:
         entries = self._read() | {label: entry}
         self.record.parent.mkdir(parents=True, exist_ok=True)
         self.record.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def _without_locations() -> Iterator[None]:
+    limit = jax.config.values["jax_traceback_in_locations_limit"]
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 def chip_of(topology: str) -> Chip:
