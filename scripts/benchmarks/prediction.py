@@ -141,14 +141,16 @@ class SliceCompiler:
         seconds = time.process_time() - begin
         named, text = read_topology(self.topology), program.as_text()
         one_slice = self.mesh.devices.flat[: self.mesh.size // named.num_slices]
-        prediction = predict(text, chip_of(self.topology), named.sides, places=places(one_slice))
+        prediction = predict(
+            text, chip_of(self.topology), named.sides, places=chip_coords(one_slice)
+        )
         m = program.memory_analysis()
         held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes
         return Compiled(prediction, m.temp_size_in_bytes / 2**30, held / 2**30, seconds, text=text)
 
     def _digest(self, lowered: Any, options: Mapping[str, Any] | None) -> str:
         """Return a digest of all that a prediction depends on."""
-        sources = [*(ROOT / "parallel/planning").glob("*.py"), ROOT / "parallel/sharding/mesh.py"]
+        sources = [*(ROOT / "parallel/planning").glob("*.py"), ROOT / "parallel/sharding/chips.py"]
         parts = [
             self.topology,
             *(str(device) for device in self.mesh.devices.flat),

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.prediction import HEADER, PASSES, SliceCompiler
-from model.attention.operation import OperationMetadata, OperationRegistry
+from model.attention.api import OperationRegistry
+from model.attention.mask import AttentionInputs
+from model.attention.metadata import OperationMetadata
 from model.attention.ring import zigzag_order
 from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
 from parallel.sharding.devices import absent_devices

@@ -19,7 +19,7 @@ from _clone import ROOT
 
 from configs.build import build_program, open_devices
 from configs.schema import load_config
-from data.pipeline import Rows
+from data.pipeline import Dataset
 from soaks.processes import TIMEOUT, report, run_undisturbed, write_config
 from training.checkpoint import Checkpoints
 from training.fingerprint import fingerprints, leaf_name
