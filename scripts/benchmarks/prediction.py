@@ -150,7 +150,7 @@ class SliceCompiler:
 
     def _digest(self, lowered: Any, options: Mapping[str, Any] | None) -> str:
         """Return a digest of all that a prediction depends on."""
-        sources = [*(ROOT / "parallel/planning").glob("*.py"), ROOT / "parallel/sharding/mesh.py"]
+        sources = [*(ROOT / "parallel/planning").glob("*.py"), ROOT / "parallel/sharding/chips.py"]
         parts = [
             self.topology,
             *(str(device) for device in self.mesh.devices.flat),

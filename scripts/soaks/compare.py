@@ -6,7 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 from soaks.processes import SoakError
-from training.checkpoint import CheckpointConfig, CheckpointError, Checkpoints
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import CheckpointError
 
 # The metrics that do not depend on the clock: equal bits on the same mesh.
 EXACT = ("loss", "grad_norm", "learning_rate", "loss_z", "grad_z", "skipped_steps", "eval_loss")

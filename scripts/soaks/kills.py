@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel.cluster.peers import EXIT_PEER
-
+from parallel.cluster.errors import EXIT_PROCESS_LOST
 from soaks.compare import CLOSE_BOUND, array_differences, metric_differences
 from soaks.processes import (
     DEVICES,
@@ -45,11 +44,13 @@ def phase_of(trainer: TrainerProcesses) -> str:
 def survivor_problems(trainer: TrainerProcesses, number: int, victims: Sequence[int]) -> list[str]:
     """Return what is wrong with the end of a process after others were killed.
 
-    It has to exit with EXIT_PEER and one error line that names a killed process.
+    It has to exit with EXIT_PROCESS_LOST and one error line that names a killed process.
     """
     code, stderr = trainer.codes[number], trainer.errors[number]
     names = "|".join(map(str, victims))
-    if code == EXIT_PEER and re.search(rf"^error: .*(process|missing:) ({names})\b", stderr, re.M):
+    if code == EXIT_PROCESS_LOST and re.search(
+        rf"^error: .*(process|missing:) ({names})\b", stderr, re.M
+    ):
         return []
     # If process 0 is lost, jax may abort first, before our thread gets the interpreter.
     if code == -signal.SIGABRT and 0 in victims and "coordination service" in stderr:

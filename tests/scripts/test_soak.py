@@ -120,7 +120,7 @@ def test_a_single_slow_step_does_not_count_and_a_regular_one_does():
     assert typical_seconds(turns) == 5.0
 
 
-LOST = "error: process 1 on here is gone: its connection closed; start all processes again\n"
+LOST = "error: process 1 on here is lost: its connection closed; restart all processes\n"
 MISSING = "error: 1 of 2 processes came within 30 s: 0 (here); missing: 1; look at their logs\n"
 JAX = "Terminating process ... Failed to send RPC to coordination service."
 
