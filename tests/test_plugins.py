@@ -1,0 +1,69 @@
+"""Extensions register from outside the packages and run through an ordinary YAML file."""
+
+import json
+
+import pytest
+from runs import read_lines, refusal, run, write_config
+
+pytestmark = pytest.mark.usefixtures("signals")
+
+YAML = """
+plugins: [toy_plugin]
+run: {dir: FOLDER/run, compilation_cache: null}
+mesh: {dp: 2, tp: 2}
+model:
+  vocab_size: 264
+  hidden_size: 32
+  num_hidden_layers: 2
+  num_attention_heads: 4
+  num_key_value_heads: 4
+  intermediate_size: 64
+  dtype: float32
+  attention: toy_attention
+  remat: toy_remat
+data:
+  files: FOLDER/*.toy
+  cache_dir: FOLDER/cache
+  chat_template: toy_template
+  sequence_length: 32
+  global_batch_size: 8
+  eval_fraction: 0
+optimizer:
+  name: toy_optimizer
+  options: {scale: 0.5}
+  schedule: toy_schedule
+  warmup_steps: 0
+  learning_rate: 1e-2
+training: {steps: 2, sample_tokens: 0, writers: [jsonl, toy_writer]}
+"""
+
+
+def test_one_extension_of_every_kind_trains_two_steps(tmp_path):
+    text = "".join(f"What is {n} + {n}?\nIt is {2 * n}.\n" for n in range(200))
+    (tmp_path / "sums.toy").write_text(text)
+    config = tmp_path / "toy.yaml"
+    config.write_text(YAML.replace("FOLDER", str(tmp_path)))
+
+    assert run(str(config)) == 0
+
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    rates = [line["learning_rate"] for line in lines]
+    assert rates == pytest.approx([1e-2, 5e-3])
+    losses = [line["loss"] for line in lines]
+    assert json.loads((tmp_path / "run" / "toy.json").read_text()) == losses
+    assert "attention toy_attention" in (tmp_path / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("plugins=[no_such_module]", "plugins: cannot import 'no_such_module'"),
+        ("plugins=no_list", "plugins='no_list' is not a list of modules"),
+        ("model.remat=nothing", "model.remat: unknown remat policy 'nothing'; use one of none"),
+        ("training.writers=[fax]", "training.writers"),
+        ("optimizer.name=adam0", "optimizer.name='adam0' is unknown; use adamw"),
+        ("optimizer.options={scale: 2}", "optimizer.options={'scale': 2}"),
+    ],
+)
+def test_a_wrong_name_is_refused_with_its_key(capsys, tmp_path, override, words):
+    assert words in refusal(capsys, write_config(tmp_path), override)
