@@ -227,9 +227,10 @@ class _RaggedDot(GroupedMatmulImpl):
 
     def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
         # Rounded inside: a float32 result would be written to memory and read once more.
-        y_RF = self._dot(x_RD, w_EDF, groups, ((1,), (2 if transpose_w else 1,)), [0])
+        spans_E = groups.spans_E
+        y_RF = self._dot(x_RD, w_EDF, spans_E, ((1,), (2 if transpose_w else 1,)), [0])
         # libtpu's kernel leaves the rows after the last group uninitialised.
-        used_R = jnp.arange(groups.layout.rows) < jnp.sum(groups.spans_E)
+        used_R = jnp.arange(groups.layout.rows) < jnp.sum(spans_E)
         return jnp.where(used_R[:, None], y_RF, 0)
 
     def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
@@ -237,17 +238,17 @@ class _RaggedDot(GroupedMatmulImpl):
         # libtpu before 0.0.50 (read off programs of libtpu 0.0.42.1 and 0.0.50.1, November 2026).
         if groups.layout.kind != "packed":
             x_RD = jnp.where(jnp.any(groups.members_RE, axis=1)[:, None], x_RD, 0)
-        return self._dot(x_RD, g_RF, groups, ((0,), (0,)), [])
+        return self._dot(x_RD, g_RF, groups.spans_E, ((0,), (0,)), [])
 
     def _dot(
-        self, x: Array, y: Array, groups: RowGroups, contracted: Any, group_dims: list[int]
+        self, x: Array, y: Array, spans_E: Array, contracted: Any, group_dims: list[int]
     ) -> Array:
         numbers = lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(contracted, ((), ())),
             lhs_ragged_dimensions=[0],
             rhs_group_dimensions=group_dims,
         )
-        return lax.ragged_dot_general(x, y, groups.spans_E, numbers)
+        return lax.ragged_dot_general(x, y, spans_E, numbers)
 
 
 @register_grouped_matmul("blocked")

@@ -185,7 +185,7 @@ def test_generation_equals_the_argmax_of_the_full_forward(cache) -> None:
         params = program.init().params
         generator = Generator(program.definition, program.plan, cache=cache)
         texts = generator(params, prompts, max_new_tokens=5)
-    rows = np.zeros((3, 16), np.int32)
+    rows = np.zeros((3, L), np.int32)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     best = full_forward(tight.model_copy(update={"capacity_factor": None}))(rows)
