@@ -1,7 +1,7 @@
-"""Trains a sharded transformer: `python train.py --config configs/tp8.yaml [key=value ...]`.
+"""Train a sharded transformer: `python train.py --config configs/tp8.yaml [key=value ...]`.
 
-Exit codes: 0 done, 2 bad input, 75 stopped by a signal and resumable, 76 another process was lost:
-start all of them again, 1 anything else.
+Exit codes: 0 finished, 2 invalid input, 75 stopped by a signal and resumable, 76 another process
+was lost (start all processes again), 1 any other failure.
 """
 
 import argparse
@@ -47,9 +47,10 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 def open_session(
     config: Config, stop: StopRequest, group: ProcessGroup
 ) -> Iterator[Callable[[], int]]:
-    """Everything up to the first device work; yields the function that trains.
+    """Open data, devices, program and run directory, and yield the function that trains.
 
-    Raises: ValueError for what the user can mend.
+    Raises:
+        ValueError: The configuration, the data or the run directory cannot be used.
     """
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     if tokenizer.vocab_size > config.model.vocab_size:
@@ -58,17 +59,17 @@ def open_session(
             f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; raise it"
         )
     try:
-        rows = Dataset(config.data, tokenizer)
+        dataset = Dataset(config.data, tokenizer)
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     devices, notice = open_devices(config)
-    group.check_equal("preflight", describe_machine(rows, jax.local_devices()))
+    group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
     announce = [
         *([notice] if notice else []),
         *program.plan.describe(),
-        *(source.summary for source in rows.sources),
+        *(source.summary for source in dataset.sources),
         f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
     ]
     generator = Generator(
@@ -79,17 +80,17 @@ def open_session(
     )
 
     def sample(params: Any, prompt: str, tokens: int) -> str:
-        ids = rows.tokenizer.encode(prompt)
-        stop_ids = [rows.tokenizer.eos_id]
+        ids = dataset.tokenizer.encode(prompt)
+        stop_ids = [dataset.tokenizer.eos_id]
         (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
-        return rows.tokenizer.decode(text)
+        return dataset.tokenizer.decode(text)
 
     settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
     with (
         jax.set_mesh(program.tp.manager.mesh),
         open_run(
             program,
-            rows,
+            dataset,
             settings,
             generate=sample,
             stop=stop,
@@ -113,37 +114,42 @@ def print_plan(config: Config) -> None:
 
 
 def print_sharding(config: Config) -> None:
-    """Prints where every tensor lies, without data and without allocating any.
+    """Print the sharding of every tensor, without data or arrays.
 
-    Raises: ValueError for what the user can mend.
+    Raises:
+        ValueError: The configuration cannot run on the devices of this machine.
     """
     devices, _ = open_devices(config)
     print(render(build_sharding_table(config, build_program(config, devices))))
 
 
 def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
-    """The processes of this run: those of the command line, of the environment, or this one alone.
+    """Connect to the processes of this run, as the command line or the environment names them.
 
-    Raises: ValueError, ProcessGroupError.
+    Without either, the group is this process alone.
+
+    Raises:
+        ValueError: The arguments do not describe a cluster.
+        ProcessGroupError: A process is missing, or runs another program.
     """
     given = (args.coordinator, args.num_processes, args.process_id)
     if None not in given:
         cluster = Cluster(*given)
     elif any(value is not None for value in given):
-        raise ValueError("--coordinator, --num-processes and --process-id belong together")
+        raise ValueError("give all of --coordinator, --num-processes and --process-id, or none")
     elif args.distributed or is_cluster(os.environ):
         cluster = find_cluster(config.cluster)
     else:
         return ProcessGroup()
     group = initialize(cluster, config.cluster, config.mesh.num_devices)
     if not group.is_primary:
-        log.addHandler(logging.NullHandler())  # until its log is open
+        log.addHandler(logging.NullHandler())  # until its own log file is open
     group.check_equal("preflight", describe_program(config))
     return group
 
 
 def train(config: Config, args: argparse.Namespace) -> int:
-    """One process of a run, alone or among others, and how it ends. Returns the exit code."""
+    """Run one process of a training run, and return its exit code."""
     stop, group = StopRequest().install(), ProcessGroup()
     try:
         with contextlib.ExitStack() as stack:
@@ -154,7 +160,7 @@ def train(config: Config, args: argparse.Namespace) -> int:
                 return _end(group, EXIT_BAD_INPUT, error)
             code = run()
             if group.num_processes > 1:
-                jax.distributed.shutdown()  # watched still
+                jax.distributed.shutdown()  # before the group stops watching for lost processes
                 group.close(code)
             return code
     except ProcessGroupError as error:
@@ -165,7 +171,8 @@ def train(config: Config, args: argparse.Namespace) -> int:
         if group.num_processes == 1:
             raise
         traceback.print_exc()
-        # The others would wait. What the runtime throws may be the loss of another.
+        # Without this message the other processes would wait. A runtime error other than memory may
+        # be the loss of another process.
         is_lost = isinstance(error, jax.errors.JaxRuntimeError)
         code = (
             EXIT_PROCESS_LOST if is_lost and "RESOURCE_EXHAUSTED" not in str(error) else EXIT_FAILED
@@ -175,27 +182,36 @@ def train(config: Config, args: argparse.Namespace) -> int:
 
 
 def _end(group: ProcessGroup, code: int, error: Exception) -> int:
-    sys.stderr.write(f"error: {error}\n")  # at once: other processes may write there too
+    # One write, because other processes may write to the same terminal.
+    sys.stderr.write(f"error: {error}\n")
     group.abort(str(error), code)
     return code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses the command line, trains, and turns what a user can mend into one line."""
+    """Parse the command line and train. Invalid input is reported on one line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
-    parser.add_argument("--print-config", action="store_true", help="print it resolved, and stop")
     parser.add_argument(
-        "--print-plan", action="store_true", help="print every choice and its reason, and stop"
+        "--print-config", action="store_true", help="print every key with its value, and exit"
     )
     parser.add_argument(
-        "--print-sharding", action="store_true", help="print where every tensor lies, and stop"
+        "--print-plan",
+        action="store_true",
+        help="print every choice between implementations with its reason, and exit",
     )
-    many = parser.add_argument_group("several processes (found without these under SLURM and GKE)")
-    many.add_argument("--distributed", action="store_true", help="ask a Cloud TPU VM who they are")
-    many.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    many.add_argument("--num-processes", type=int)
-    many.add_argument("--process-id", type=int)
+    parser.add_argument(
+        "--print-sharding", action="store_true", help="print the sharding of every tensor, and exit"
+    )
+    many = parser.add_argument_group(
+        "several processes (detected without these options under SLURM and GKE)"
+    )
+    many.add_argument(
+        "--distributed", action="store_true", help="detect the processes of a Cloud TPU slice"
+    )
+    many.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    many.add_argument("--num-processes", type=int, help="processes of the run")
+    many.add_argument("--process-id", type=int, help="number of this process, from 0")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_intermixed_args(argv)
     try:
@@ -218,8 +234,8 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     exit_code = main()
     if exit_code not in (0, EXIT_RESUMABLE):
-        # The threads of a save that failed can wait for each other for minutes at exit, and so do
-        # processes of which one has failed.
+        # At a normal exit, the threads of a failed save or the processes of a failed run could wait
+        # for each other for minutes.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
