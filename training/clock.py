@@ -1,11 +1,19 @@
 """Wall time per step, throughput and model FLOPs utilisation."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
 from parallel.sharding.chips import CHIPS
+from training.logs import log
 from training.step import Program
+
+SLOW_STEP_SECONDS = 60.0
+_SLOW_STEP = (
+    "a step has taken %.0f s so far and is still running; simulated devices share the cores of this "
+    "machine, so use a smaller model or fewer devices if this is too slow"
+)
 
 
 class StepClock:
@@ -32,9 +40,15 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting_for_devices(self) -> Iterator[None]:
-        """Count the time of the context as waiting for the devices."""
+        """Count the time of the context as waiting for the devices; log one line if it is long."""
         begin = time.perf_counter()
-        yield
+        slow = threading.Timer(SLOW_STEP_SECONDS, log.info, [_SLOW_STEP, SLOW_STEP_SECONDS])
+        slow.daemon = True
+        slow.start()
+        try:
+            yield
+        finally:
+            slow.cancel()
         self._device_wait += time.perf_counter() - begin
 
     def read(self, num_rows: int, length: int) -> dict[str, float]:
