@@ -43,7 +43,10 @@ def read_tree(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path} is a {type(tree).__name__}; write 'section:' mappings")
+        raise ConfigError(
+            f"--config {path} holds no sections but a {type(tree).__name__}; write, for example, "
+            "'mesh: {tp: 8}'"
+        )
     apply_overrides(tree, overrides)
     return tree
 
@@ -159,7 +162,9 @@ def _check_keys(
         parts = {path: value}
         if named:
             if not isinstance(value, dict):
-                raise ConfigError(f"{path}={value!r} is not a section; write {path}: with names")
+                raise ConfigError(
+                    f"{path}={value!r} is not a section; map names to sections below {path}:"
+                )
             parts = {f"{path}.{name}": part for name, part in value.items()}
         for where, part in parts.items():
             if not isinstance(part, dict):

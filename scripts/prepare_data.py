@@ -77,7 +77,10 @@ def run(args: argparse.Namespace) -> None:
     data = load_data_config(args.config, args.overrides)
     sources = data.named_sources
     if args.workers < 0:
-        raise ValueError(f"--workers {args.workers}: use 0 for this process, or more")
+        raise ValueError(
+            f"--workers {args.workers}: use 0 to work in this process alone, or the number of "
+            "worker processes"
+        )
     if args.out is not None and len(sources) > 1:
         raise ValueError(f"--out takes one source, and there are {len(sources)}; leave it out")
     if args.train_tokenizer is not None:

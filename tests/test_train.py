@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("signals")
         ("data.files=FOLDER/short", "data: 2 tokens in 1 document(s) are too few for training"),
         ("data.files=FOLDER/broken", "FOLDER/broken: invalid UTF-8"),
         ("data.tokenizer=FOLDER/empty", "FOLDER/empty"),
-        ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide the lon"),
+        ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide the lar"),
         ("run.dir=FOLDER/a.txt/run", "cannot be written: Not a directory; give a directory"),
         ("data.cache_dir=FOLDER/a.txt/cache", "Not a directory"),
         ("run.dir=FOLDER/lr=[1]/run", "orbax reads [ ] * ? as a pattern; give a path"),
@@ -81,7 +81,7 @@ def test_print_sharding_needs_no_data_and_does_not_train(tmp_path, capsys):
     shown = capsys.readouterr().out
     for name in ("embed.table", "layers.mlp.down.kernel", "{mu,nu}.norm.scale", "x_BLD"):
         assert re.search(rf"^{re.escape(name)} ", shown, re.MULTILINE)
-    assert "dp2: no dim is on dp: data parallel repeats it" in shown
+    assert "dp=2: data parallelism" in shown
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 
@@ -102,7 +102,7 @@ def test_a_run_prints_the_bytes_of_its_state_and_logs_the_sharding_table(tmp_pat
     table = capsys.readouterr().out
     assert run(config, "training.steps=1") == 0
     shown, logged = capsys.readouterr().out, (tmp_path / "run" / "log.txt").read_text()
-    summary = re.search(r"parameters and optimizer: ([\d,]+) bytes per device, ([\d,]+) b", shown)
+    summary = re.search(r"parameters and optimizer: ([\d,]+) bytes per device, ([\d,]+)", shown)
     assert summary[0] in logged and table in logged and "semantic axes" not in shown
     totals = re.findall(r"^total +([\d,]+) +([\d,]+)$", table, re.MULTILINE)[:2]
     for number, column in zip(summary.groups(), zip(*totals, strict=True), strict=True):
@@ -191,7 +191,7 @@ def test_a_schedule_of_batch_shapes_is_resumed_bit_equal(tmp_path):
     config = write_config(tmp_path)
     assert run(config, *changing, f"run.dir={tmp_path}/whole") == 0
     logged = (tmp_path / "whole" / "log.txt").read_text()
-    shapes = re.findall(r"compiled the step for (\d+) rows of (\d+)", logged)
+    shapes = re.findall(r"compiled the training step for (\d+) rows of (\d+) tokens", logged)
     assert shapes == [("8", "16"), ("8", "32"), ("16", "32")]
     for steps in (3, 5, 6):
         assert run(config, *changing, f"training.steps={steps}") == 0
@@ -226,7 +226,7 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
     [
         (
             "data.seed=1",
-            "trained on other data: data.seed was 0, is 1; restore it, or",
+            "trained on other data: data.seed was 0, is now 1; restore it",
         ),
         ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
         ("training.steps=2", "training.steps=2, but the run directory already holds step 3"),

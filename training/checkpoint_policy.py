@@ -1,10 +1,11 @@
 """Checkpoint policy: when a run saves, and which checkpoints stay on disk."""
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pydantic import BaseModel, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -12,6 +13,8 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_doc
 
     every: PositiveInt = 200
     """Steps between checkpoints; the last step is always saved."""
+    every_minutes: PositiveFloat | None = None
+    """Also save this many minutes after the last checkpoint; null: by steps alone."""
     keep: PositiveInt = 3
     """Number of newest checkpoints that stay on disk."""
     keep_every: PositiveInt | None = None
@@ -27,6 +30,9 @@ class SaveSchedule:
 
     def __init__(self, config: CheckpointConfig, last_step: int):
         self._every, self._last_step = config.every, last_step
+        minutes = config.every_minutes
+        self._seconds = math.inf if minutes is None else 60 * minutes
+        self._last_save = time.monotonic()
 
     def is_due(self, step: int) -> bool:
         """Return whether every process saves after this step: a function of the step alone."""
@@ -35,10 +41,13 @@ class SaveSchedule:
     def wants_save(self, step: int) -> bool:
         """Return whether this process asks for a checkpoint soon after this step.
 
-        A cadence that processes may see differently, such as wall time, belongs here: the
-        processes then agree on one step.
+        Processes may see wall time differently, so they then agree on one step.
         """
-        return False
+        return time.monotonic() - self._last_save >= self._seconds
+
+    def saved(self) -> None:
+        """Count the minutes from now on, because a save has begun."""
+        self._last_save = time.monotonic()
 
 
 def steps_to_keep(

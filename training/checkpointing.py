@@ -77,6 +77,7 @@ class Checkpointing:
                 f"run.dir={str(self._directory)!r} was deleted during the run; nothing can be "
                 "saved; start again with another run.dir"
             )
+        self._schedule.saved()
         record = make_record(resume_point, self._process, self._dataset, step, pending)
         with self._goodput.spend("checkpoint"):
             record["goodput"] = self._goodput.seconds

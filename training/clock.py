@@ -11,8 +11,8 @@ from training.step import Program
 
 SLOW_STEP_SECONDS = 60.0
 _SLOW_STEP = (
-    "a step has taken %.0f s so far and is still running; simulated devices share the cores of this "
-    "machine, so use a smaller model or fewer devices if this is too slow"
+    "a step has taken %.0f s so far and is still running; simulated devices share the cores of "
+    "this machine, so use a smaller model or fewer devices if this is too slow"
 )
 
 

@@ -56,7 +56,12 @@ class StepRunner:
             self._train_step = self._program.train_step.lower(state, self._batch).compile()
         parts, rows, length = self._compiled_shape = self._batch["tokens"].shape
         seconds = time.perf_counter() - begin
-        log.info("compiled the step for %d rows of %d in %.1f s", parts * rows, length, seconds)
+        log.info(
+            "compiled the training step for %d rows of %d tokens in %.1f s",
+            parts * rows,
+            length,
+            seconds,
+        )
         self._clock.restart()
 
     def run(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:

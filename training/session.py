@@ -185,6 +185,9 @@ def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) ->
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     existing = len(list(directory.glob("checkpoints/[0-9]*")))
-    num_saves = settings.training.steps // settings.checkpoint.every + 2
+    policy = settings.checkpoint
     # An old checkpoint is deleted after the new one is complete: one more than are kept.
-    return max(0, min(settings.checkpoint.keep + 1, num_saves) - existing) * state_bytes
+    num_saves = policy.keep + 1
+    if policy.every_minutes is None:
+        num_saves = min(num_saves, settings.training.steps // policy.every + 2)
+    return max(0, num_saves - existing) * state_bytes

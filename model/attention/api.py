@@ -60,7 +60,7 @@ def attend(
 
 
 class ShardedAttention:
-    """A registered operation on the mesh of its metadata; call it on global arrays."""
+    """One attention operation on one mesh. Call it with global arrays; it splits them."""
 
     def __init__(self, name: str, backends: Sequence[Backend], metadata: OperationMetadata):
         self.name, self.backends, self.metadata = name, tuple(backends), metadata

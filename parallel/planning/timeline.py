@@ -188,7 +188,7 @@ class _Simulator:
             frame.wait(x, end, label)
 
     def _run_cross_slice(self, x: Instruction, frame: _Frame) -> None:
-        """Start a collective between slices with its send, and wait for it in its recv-done."""
+        """Model a transfer between slices, from its `send` to the matching `recv-done`."""
         if x.opcode == "send" and x.cross_slice is not None:
             size = frame.computation.operand_bytes(x)
             cost = self.collectives.between_slices(x, x.cross_slice, size)

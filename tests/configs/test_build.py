@@ -126,5 +126,5 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
     ids=str,
 )
 def test_attention_that_lacks_a_feature_is_refused_before_tracing(overrides, law) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"cannot do what is asked ({law}")):
+    with pytest.raises(ValueError, match=re.escape(f"cannot serve this layer or call ({law}")):
         build(MeshConfig(), *overrides)

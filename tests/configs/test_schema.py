@@ -62,7 +62,9 @@ REFUSALS = {
     "data.sources.code=texts/*.py": (
         "data.sources.code='texts/*.py' is not a section; write data.sources.code: with files, "
     ),
-    "data.sources=texts": "data.sources='texts' is not a section; write data.sources: with names",
+    "data.sources=texts": (
+        "data.sources='texts' is not a section; map names to sections below data.sources:"
+    ),
     "data.sources.code.weight=-1": "data.sources.code.weight=-1: input should be greater than",
     "data.sources.my-code.weight=-1": "data.sources.my-code.weight=-1: input",
     "data.sources.int.weight=-1 data.sources.str.weight=x": (
@@ -295,8 +297,8 @@ def test_a_folder_is_refused(tmp_path):
         ("mesh:\n\ttp: 1\n", "is not YAML: "),
         ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*found duplicate key "tp"'),
         ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*found duplicate key "mesh"'),
-        ("- mesh\n", "is a list; write 'section:' mappings"),
-        ("just words\n", "is a str; write 'section:' mappings"),
+        ("- mesh\n", "holds no sections but a list; write, for example, 'mesh:"),
+        ("just words\n", "holds no sections but a str; write, for example, 'mesh:"),
     ],
 )
 def test_a_file_that_is_not_a_mapping_of_sections_is_refused(tmp_path, text, rule):

@@ -58,7 +58,7 @@ def test_samples_are_logged_during_training_and_equal_the_script(folder, capsys)
     text = stdout_of(capsys, folder)
     assert script.main(["--run", str(folder / "run"), "--prompt", "def ", "--cache", "paged"]) == 0
     notes = capsys.readouterr().err
-    assert "attention vanilla for sliding_attention, prefill: native form" in notes
+    assert "attention vanilla for sliding_attention, prefill: native backend" in notes
     assert "attention ragged_page_attention_v2 for full_attention, autoregressive" in notes
     assert text.startswith("def ") and log[end + len("sample:\n") :].startswith(text[:8])
 

@@ -183,7 +183,7 @@ def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:
         (["data.files=x", "data.sources.a.files=y"], "data.files and data.sources are both given"),
         (["data.on_error=never"], "data.on_error='never': "),
         (["--config", "nothing.yaml"], "--config nothing.yaml: No such file"),
-        (["--workers=-1"], "--workers -1: use 0 for this process, or more"),
+        (["--workers=-1"], "--workers -1: use 0 to work in this process alone"),
         (["data.files=nothing*"], "data.files='nothing*' matches no file"),
         (["data.tokenizer=nothing.json"], "data.tokenizer=nothing.json: "),
         (["--train-tokenizer=300"], "data.tokenizer=bytes is not trained; name the file to"),

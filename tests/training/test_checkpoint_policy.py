@@ -6,6 +6,7 @@ import pytest
 
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
+from training import checkpoint_policy
 from training.agreement import StepCoordinator
 from training.checkpoint_policy import CheckpointConfig, SaveSchedule, steps_to_keep
 from training.stragglers import StragglerMonitor
@@ -14,6 +15,20 @@ from training.stragglers import StragglerMonitor
 def test_multiples_of_every_and_the_last_step_are_saved():
     schedule = SaveSchedule(CheckpointConfig(every=4), last_step=10)
     assert [step for step in range(1, 11) if schedule.is_due(step)] == [4, 8, 10]
+
+
+def test_a_save_is_wanted_some_minutes_after_the_last_one(monkeypatch):
+    clock = {"now": 1000.0}
+    monkeypatch.setattr(checkpoint_policy.time, "monotonic", lambda: clock["now"])
+    schedule = SaveSchedule(CheckpointConfig(every_minutes=0.5), last_step=10)
+    by_steps = SaveSchedule(CheckpointConfig(), last_step=10)
+    wanted = []
+    for clock["now"] in (1029.0, 1030.0, 1059.0, 1060.0):
+        wanted.append(schedule.wants_save(1))
+        if wanted[-1]:
+            schedule.saved()
+        assert not by_steps.wants_save(1)
+    assert wanted == [False, True, False, True]
 
 
 def test_a_save_that_one_process_asks_for_is_agreed_on():

@@ -82,7 +82,9 @@ def test_invalid_lines_are_skipped_and_missing_steps_are_reported(tmp_path, bad,
     (tmp_path / "metrics.jsonl").write_bytes(one + bad + three)
     write(tmp_path, 3, [4])
     assert [line["step"] for line in lines(tmp_path)] == [1, 3, 4]
-    assert [message.endswith("lacks 1 of 3 steps") for message in caplog.messages] == [True]
+    assert [
+        "1 of the 3 steps before the resume are missing" in message for message in caplog.messages
+    ] == [True]
 
 
 def test_a_start_at_step_1_over_old_metrics_is_reported(tmp_path, caplog):

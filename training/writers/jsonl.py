@@ -28,7 +28,13 @@ class JsonLinesWriter(MetricsWriter):
                 kept.append(line)
                 steps.add(last)
         if missing := resumed_step - len(steps):
-            log.warning("%s lacks %d of %d steps", self._path, missing, resumed_step)
+            log.warning(
+                "%s: %d of the %d steps before the resume are missing; training continues without "
+                "their metrics",
+                self._path,
+                missing,
+                resumed_step,
+            )
         if last and not resumed_step:
             log.warning(
                 "%s has steps 1 to %d, but no checkpoint is left; training starts at step 1",

@@ -370,7 +370,7 @@ def _block(name: str, asked: int | None, length: int, largest: int) -> int:
     size = min(asked, length)
     if size % LANES or length % size:
         raise ValueError(
-            f"attention {name}={asked} over {length} tokens per device: it must divide them and be "
-            f"a multiple of {LANES}; leave it out"
+            f"attention {name}={asked} must divide the {length} tokens per device and be a "
+            f"multiple of {LANES}; change it, or remove it for the default"
         )
     return size

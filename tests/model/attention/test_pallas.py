@@ -348,8 +348,8 @@ def test_the_compiled_program_has_the_kernels_and_no_scores(topology, dq_stays, 
     ("length", "asked", "message"),
     [
         (200, None, "over 200 tokens per device: use a multiple of 128"),
-        (256, 192, "block_q=192 over 256 tokens per device: it must divide them"),
-        (384, 256, "block_q=256 over 384 tokens per device: it must divide them"),
+        (256, 192, "block_q=192 must divide the 256 tokens per device"),
+        (384, 256, "block_q=256 must divide the 384 tokens per device"),
     ],
 )
 def test_rows_that_do_not_tile_are_refused(length: int, asked: int | None, message: str) -> None:
