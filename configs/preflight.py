@@ -1,7 +1,10 @@
 """Facts that must be equal on all processes of a run: code, versions, configuration, data."""
 
 import hashlib
+import importlib
+import inspect
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ _ROOMS = ("configs", "data", "model", "parallel", "training")
 def describe_program(config: Config) -> dict[str, Any]:
     """Return code hash, versions and every configuration value, without starting a jax backend."""
     return {
-        "code": _code_hash(),
+        "code": _code_hash(config.plugins),
         **{name: os.environ.get(name, "") for name in _ENVIRONMENT},
         **{f"version of {name}": version for name, version in library_versions().items()},
         **flatten(config.model_dump(mode="json")),
@@ -37,9 +40,12 @@ def describe_machine(rows: Dataset, devices: list[jax.Device]) -> dict[str, Any]
     }
 
 
-def _code_hash() -> str:
-    """Hash the names and contents of all source files."""
+def _code_hash(plugins: Sequence[str]) -> str:
+    """Hash the names and contents of all source files, and the contents of plugin modules."""
     digest = hashlib.sha256()
+    for name in plugins:
+        source = inspect.getsource(importlib.import_module(name))
+        digest.update(f"{name}\0{source}\0".encode())
     files = [*_ROOT.glob("train.py"), *(p for room in _ROOMS for p in (_ROOT / room).rglob("*.py"))]
     for path in sorted(files):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")

@@ -68,6 +68,10 @@ def import_plugins(tree: dict[str, Any]) -> None:
                 f"plugins: cannot import {name!r} ({error}); put the folder of the module on "
                 "PYTHONPATH"
             ) from error
+        except Exception as error:  # a plugin may raise anything while it is imported
+            raise ConfigError(
+                f"plugins: importing {name!r} failed with {type(error).__name__}: {error}"
+            ) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:

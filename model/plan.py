@@ -2,8 +2,8 @@
 
 A plan fixes, for one model on one mesh, how every kind of linear overlaps its communication, which
 attention operation serves every type of layer, how tokens reach their experts, and the order of
-the tokens of a row. Modules receive the plan and read it; only this file calls the functions that
-choose. `configs/build.py` makes the plan of a run from its configuration.
+the tokens of a row. Modules receive the plan and read it. `configs/build.py` makes the plan of a
+run: it chooses the overlap methods, and this file everything else.
 """
 
 from collections.abc import Iterable, Iterator
@@ -92,6 +92,9 @@ class ExecutionPlan:
             yield f"overlap {choice.overlap} for {kinds}: {choice.reason}"
         for layer_type, attention in self._longest().items():
             yield f"attention {attention.name} for {layer_type}: {attention.reason}"
+        length = max((length for _, length, _ in self.attention), default=0)
+        if length and self.row_order(length) is not None:
+            yield "rows in zigzag order: balances causal ring attention over sp"
         if self.experts is not None:
             moe = model.moe
             yield (

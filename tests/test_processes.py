@@ -181,6 +181,7 @@ def test_two_processes_train_like_one_and_only_process_0_prints(tmp_path):
     assert command.err == ""
     for number in range(2):
         assert "saved step 4" in lab.log("two", number)
+        assert re.search(r"step +1/\d+  loss", lab.log("two", number))
     assert len(read_metrics(tmp_path / "two")) == 4
 
 

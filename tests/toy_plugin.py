@@ -59,7 +59,7 @@ class ToyWriter(writers.MetricsWriter):
         self._path, self._losses = context.directory / "toy.json", []
 
     def write(self, step, values):
-        self._losses.append(values["loss"])
+        self._losses += [values["loss"]] if "loss" in values else []
         self._path.write_text(json.dumps(self._losses))
 
 

@@ -48,21 +48,22 @@ class StepCoordinator:
             wants_save: Whether this process asks all processes for a checkpoint.
         """
         stop = self._stop.agree(step)
-        self._save_requested |= self._stop.take_checkpoint_request() or wants_save
+        self._save_requested |= self._stop.take_checkpoint_request()
         if self._group.num_processes == 1:
-            save, self._save_requested = self._save_requested, False
+            save, self._save_requested = self._save_requested or wants_save, False
             return StepAgreement(stop, save, finished_save)
         agreement = self._read_reports(step, stop)
         if step % self._every == 0:
-            self._send_report(finished_save)
+            self._send_report(finished_save, wants_save)
         return agreement
 
-    def _send_report(self, finished_save: int | None) -> None:
+    def _send_report(self, finished_save: int | None, wants_save: bool) -> None:
         times = self._stragglers.take_report()
         if times is None:  # no step yet in this process
             return
         self._num_reports += 1
-        report = [times, self._save_requested, finished_save]
+        # A wish is not kept for the next report: by then its save may have begun.
+        report = [times, self._save_requested or wants_save, finished_save]
         self._group.start_all_gather(f"report {self._num_reports}", report)
         self._save_requested, self._is_report_pending = False, True
 

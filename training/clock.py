@@ -25,6 +25,8 @@ class StepClock:
         chip = CHIPS.get(mesh.devices.flat[0].device_kind)
         self._peak_flops = chip.peak_flops * mesh.size if chip else None
         self._data_wait = self._device_wait = 0.0
+        self._is_simulated = mesh.devices.flat[0].platform == "cpu"
+        self._is_slow = threading.Event()
         self.restart()
 
     def restart(self) -> None:
@@ -40,16 +42,29 @@ class StepClock:
 
     @contextlib.contextmanager
     def waiting_for_devices(self) -> Iterator[None]:
-        """Count the time of the context as waiting for the devices; log one line if it is long."""
+        """Count the time of the context as waiting for the devices."""
         begin = time.perf_counter()
-        slow = threading.Timer(SLOW_STEP_SECONDS, log.info, [_SLOW_STEP, SLOW_STEP_SECONDS])
-        slow.daemon = True
-        slow.start()
+        with self._slow_step_notice():
+            yield
+        self._device_wait += time.perf_counter() - begin
+
+    @contextlib.contextmanager
+    def _slow_step_notice(self) -> Iterator[None]:
+        """Log one line per run if a step on simulated devices takes long."""
+        if not self._is_simulated or self._is_slow.is_set():
+            yield
+            return
+        timer = threading.Timer(SLOW_STEP_SECONDS, self._log_slow_step)
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            slow.cancel()
-        self._device_wait += time.perf_counter() - begin
+            timer.cancel()
+
+    def _log_slow_step(self) -> None:
+        self._is_slow.set()
+        log.info(_SLOW_STEP, SLOW_STEP_SECONDS)
 
     def read(self, num_rows: int, length: int) -> dict[str, float]:
         """Return the metrics of a step of `num_rows` x `length` tokens, and restart.

@@ -36,7 +36,7 @@ from training.stragglers import StragglerMonitor
 from training.trainer import Trainer
 from training.writers.console import find_terminal
 from training.writers.jsonl import eval_losses, last_goodput
-from training.writers.registry import MetricsWriter, NullMetrics, WriterContext, open_writers
+from training.writers.registry import MetricsWriter, WriterContext, open_writers
 
 
 @contextlib.contextmanager
@@ -93,9 +93,7 @@ def open_run(
             generate=generate,
             stop=stop,
             directory=directory,
-            writers=_open_writers(directory, settings, terminal)
-            if group.is_primary
-            else NullMetrics(),
+            writers=_open_writers(directory, settings, terminal, group),
         )
 
 
@@ -171,13 +169,15 @@ def _expert_health(
 
 
 def _open_writers(
-    directory: Path, settings: RunSettings, terminal: Console | None
+    directory: Path, settings: RunSettings, terminal: Console | None, group: ProcessGroup
 ) -> MetricsWriter:
+    """Open the metrics writers: all on the primary process, log lines alone on the others."""
     config = settings.training
+    names = config.writers if group.is_primary else [n for n in config.writers if n == "console"]
     context = WriterContext(
         directory, config.steps, config.log_every, settings.resolved_config, terminal
     )
-    return open_writers(config.writers, context)
+    return open_writers(names, context)
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:

@@ -13,7 +13,7 @@ from jax._src import clusters
 from parallel.cluster.config import ClusterConfig
 from parallel.cluster.errors import EXIT_MISMATCH, EXIT_PROCESS_LOST
 from parallel.cluster.process_group import ProcessGroup
-from parallel.sharding.simulation import simulate_cpu_devices
+from parallel.sharding.simulation import prevent_deadlocks, simulate_cpu_devices
 
 MAX_CLOCK_SKEW = 30.0
 """Seconds by which the clocks of hosts may differ: their logs are read side by side."""
@@ -83,6 +83,7 @@ def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Pro
     port = group.connect(cluster.coordinator, payload)[0]["jax_port"]
     _check_clocks(group)
     share = os.environ.get("JAX_NUM_CPU_DEVICES") or num_devices // cluster.num_processes
+    prevent_deadlocks()
     simulate_cpu_devices(int(share))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.experimental import topologies
 
-from parallel.sharding.simulation import simulate_cpu_devices
+from parallel.sharding.simulation import prevent_deadlocks, simulate_cpu_devices
 
 
 def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
@@ -18,10 +18,11 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
 
     Raises: ValueError if accelerators would stay unused, or if the backend has too few devices.
     """
-    if (
-        not jax.distributed.is_initialized()
-        and jax.config.values["jax_num_cpu_devices"] < num_devices
-    ):
+    is_alone = not jax.distributed.is_initialized()
+    if is_alone and num_devices > 1:
+        prevent_deadlocks()
+    # JAX_NUM_CPU_DEVICES may ask for enough already.
+    if is_alone and jax.config.values["jax_num_cpu_devices"] < num_devices:
         try:
             simulate_cpu_devices(num_devices)
         except RuntimeError as error:

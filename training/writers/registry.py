@@ -47,7 +47,10 @@ class MetricsWriter:
         """Show the training metrics of a step before spike handling and evaluation."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write all scalars of a step; on disk when it returns."""
+        """Write scalars of a step; on disk when it returns.
+
+        `values` may lack training metrics such as `loss` when `amend` passes an evaluation on.
+        """
 
     def amend(self, step: int, values: Mapping[str, float]) -> None:
         """Add scalars to the last step, which an earlier process wrote."""
@@ -112,19 +115,21 @@ class MetricsWriters(MetricsWriter):
 
 
 class NullMetrics(MetricsWriter):
-    """Null metrics writer for non-primary processes."""
+    """Null metrics writer, for processes that write no metrics."""
 
 
 def open_writers(writer_names: Sequence[str], context: WriterContext) -> MetricsWriter:
     """Return the named metrics writers of a run as one. Raises: ValueError for an unknown name."""
+    if not writer_names:
+        return NullMetrics()
     return MetricsWriters([WRITERS.get(name)(context) for name in writer_names])
 
 
 @contextlib.contextmanager
 def begun(writers: MetricsWriter, resumed_step: int) -> Iterator[None]:
     """Begin writing after a resumed step, and close the writers at the end of the context."""
-    writers.begin(resumed_step)
     try:
+        writers.begin(resumed_step)
         yield
     finally:
         writers.close()
