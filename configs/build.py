@@ -1,4 +1,4 @@
-"""From a configuration to its devices, execution plan, program and sharding table."""
+"""Devices, execution plan, program and sharding table of a configuration."""
 
 import dataclasses
 import os

@@ -37,7 +37,7 @@ TokenizedShard = tuple[list[TokenizedDocuments], dict[str, Skipped]]
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """What a worker process needs besides its shards. source: name, for error messages."""
+    """Settings of a worker process besides its shards. source: name, for error messages."""
 
     source: str
     text_field: str

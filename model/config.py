@@ -28,7 +28,7 @@ LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 
 
 class LayerKind(NamedTuple):
-    """What determines the program of a layer."""
+    """Properties of a layer that determine its program."""
 
     layer_type: LayerType
     is_sparse: bool

@@ -26,7 +26,7 @@ AttentionByType = dict[LayerType, AttentionChoice]
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """How one model runs on one mesh. Hashable, so that it can be static under `jax.jit`.
+    """Implementations with which one model runs on one mesh. Hashable: static under `jax.jit`.
 
     Build it with `make_plan`.
     """

@@ -134,7 +134,7 @@ class _Child:
 
     @property
     def description(self) -> str:
-        """How it exited, for the log."""
+        """Return how the process exited, for the log."""
         code = self.process.returncode
         if code >= 0:
             return f"{self.name} exited with code {code}"

@@ -9,7 +9,7 @@ from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How often a run saves, which checkpoints it keeps, and how it resumes."""
+    """Cadence of checkpoints, which of them stay, and resuming."""
 
     every: PositiveInt = 200
     """Steps between checkpoints; the last step is always saved."""

@@ -229,7 +229,7 @@ def recorded_config(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What pruning keeps and deletes."""
+    """Checkpoints that pruning keeps and deletes."""
 
     kept: Mapping[int, str]
     """Step -> `kept`, with a remark if it is damaged."""

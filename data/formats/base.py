@@ -1,4 +1,4 @@
-"""What a text format is, the registry of formats, and the documents that they yield.
+"""Text formats: their registry, and the documents that they yield.
 
 A new format is one file: a function with `@register_format` that yields the documents of a range of
 a file. The module of that function must be imported: by `data/formats/__init__.py`, or by `plugins`
@@ -103,7 +103,7 @@ def _locate_row(file_range: FileRange, number: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How files of one format are recognised, cut into ranges and read; see `register_format`."""
+    """Rules to recognise, cut and read the files of one format; see `register_format`."""
 
     name: str
     read: ReadDocuments

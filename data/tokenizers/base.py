@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the registry that opens one by name.
+"""Tokenizer interface, and the registry that opens a tokenizer by name.
 
 Only code writes control tokens (the end of a document, the markers of a chat). Text that spells one
 encodes to ordinary tokens, so that no document can forge a boundary.

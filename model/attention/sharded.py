@@ -27,7 +27,7 @@ _HEADS, _LENGTH = 2, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How the sharding rules place the arrays of a call in one runtime mode."""
+    """Shardings of the arrays of a call in one runtime mode."""
 
     rules: AttnShardingRules
     mesh: Any

@@ -4,7 +4,7 @@ from pydantic import BaseModel, PositiveInt
 
 
 class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """How long the processes of a run wait for each other, in seconds."""
+    """Timeouts among the processes of a run, in seconds."""
 
     start_timeout: PositiveInt = 300
     """Time for all processes to connect; then the missing ones are named and the run exits with

@@ -1,4 +1,4 @@
-"""How a process group fails: the error, and the exit codes that restart scripts read."""
+"""Failures of a process group: the error, and the exit codes that restart scripts read."""
 
 EXIT_MISMATCH = 2
 """Processes were started with different inputs; a restart does not help."""

@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 1.0
 
 @dataclass
 class Phase:
-    """What a process is working on."""
+    """Current activity of a process."""
 
     name: str | None = None
     """None: nothing that the stall timeout applies to."""

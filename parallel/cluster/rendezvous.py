@@ -23,7 +23,7 @@ _EXTRA_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Member:
-    """What every process of the group knows about one of them."""
+    """Facts about one process that every process of the group knows."""
 
     host: str
     clock_skew: float

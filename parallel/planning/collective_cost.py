@@ -1,4 +1,4 @@
-"""What a collective occupies and for how long: links of the torus, rings, the network of hosts."""
+"""Cost of a collective: the links, rings or host network that it occupies, and for how long."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Resource = str | Link
 
 @dataclass(frozen=True)
 class TransferCost:
-    """What one transfer needs."""
+    """Resources and time of one transfer."""
 
     resources: Iterable[Resource]
     seconds: float

@@ -1,4 +1,4 @@
-"""How long one instruction of a TPU program keeps its device busy, transfers aside."""
+"""Time for which one instruction of a TPU program keeps its device busy, without transfers."""
 
 import math
 

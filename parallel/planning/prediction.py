@@ -14,7 +14,7 @@ Ledger = dict[tuple[Section, str], float]
 
 @dataclass(frozen=True)
 class Prediction:
-    """Where the time of one run of a program goes, in seconds.
+    """Breakdown of the time of one run of a program, in seconds.
 
     total = matmul + other + kernels + exposed + dma_wait.
     """

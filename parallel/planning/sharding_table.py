@@ -35,7 +35,7 @@ _LEGEND = (
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """What the table needs to know of an array.
+    """Description of an array for the table.
 
     Attributes:
         axes: A `DynamicShardingAxes` class or instance, or a list of semantic axes; None if not

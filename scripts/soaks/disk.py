@@ -79,7 +79,7 @@ def exit_problems(trainer: TrainerProcesses, code: int, codes: tuple[int, ...]) 
     """Return what is wrong with the end of a process that has to exit with one of `codes`."""
     problems = [] if code in codes else [f"exit code {code}"]
     # After a failed save, threads of tensorstore call into an event loop that orbax has closed,
-    # and print a traceback that nobody outside can suppress.
+    # and print a traceback that cannot be suppressed from outside.
     frames = re.findall(r'^ *File "(.*?)"', trainer.out + trainer.err, re.MULTILINE)
     if any(not frame.endswith("asyncio/base_events.py") for frame in frames):
         problems.append("a traceback")

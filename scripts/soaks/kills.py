@@ -1,4 +1,4 @@
-"""Kill runs at random moments; after restarts they must equal a run that nobody disturbed."""
+"""Kill runs at random moments; after restarts they must equal an uninterrupted run."""
 
 import random
 import re

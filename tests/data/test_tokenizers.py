@@ -148,14 +148,14 @@ def test_the_vocabulary_chooses_the_type_of_ids(vocab_size, dtype):
 
 def test_truncation_padding_dropout_and_templates_of_the_file_change_nothing(bpe, bpe_path):
     model = json.loads(bpe_path.read_text("utf-8"))["model"]
-    loud = tokenizers.Tokenizer.from_str(edited(bpe_path, model=model | {"dropout": 0.9}))
-    loud.enable_truncation(max_length=4)
-    loud.enable_padding(length=64, pad_id=1, pad_token=IM_START)
-    loud.post_processor = tokenizers.processors.TemplateProcessing(
+    modified = tokenizers.Tokenizer.from_str(edited(bpe_path, model=model | {"dropout": 0.9}))
+    modified.enable_truncation(max_length=4)
+    modified.enable_padding(length=64, pad_id=1, pad_token=IM_START)
+    modified.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"{END} $A", special_tokens=[(END, 0)]
     )
-    assert len(loud.encode(CORPUS[0]).ids) == 64
-    tokenizer = HuggingFaceTokenizer("x", loud.to_str())
+    assert len(modified.encode(CORPUS[0]).ids) == 64
+    tokenizer = HuggingFaceTokenizer("x", modified.to_str())
     assert tokenizer.encode(CORPUS[0]).tolist() == bpe.encode(CORPUS[0]).tolist()
 
 

@@ -25,7 +25,7 @@ def arrays():
     return x, kernel, targets, mask
 
 
-def oracle(x, kernel, targets, mask):
+def reference_loss(x, kernel, targets, mask):
     """Loss and gradients from the whole logits, in numpy float64."""
     x, kernel = x.astype(np.float64), kernel.astype(np.float64)
     logits = x @ kernel
@@ -55,8 +55,8 @@ def run(tp, arrays, chunk):
     return np.asarray(loss), np.asarray(only), *map(np.asarray, grads)
 
 
-def assert_equals_oracle(got, arrays) -> None:
-    loss, dx, dkernel = oracle(*arrays)
+def assert_equals_reference_loss(got, arrays) -> None:
+    loss, dx, dkernel = reference_loss(*arrays)
     np.testing.assert_allclose(got[0], loss, rtol=1e-6)
     np.testing.assert_array_equal(got[1], got[0])
     np.testing.assert_allclose(got[2], dx, atol=2e-6)
@@ -66,12 +66,14 @@ def assert_equals_oracle(got, arrays) -> None:
 @pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_loss_and_gradients_equal_the_formula_on_every_mesh(arrays, mesh, layout) -> None:
-    assert_equals_oracle(run(tensor_parallel(MESHES[mesh], layout), arrays, chunk=8), arrays)
+    assert_equals_reference_loss(
+        run(tensor_parallel(MESHES[mesh], layout), arrays, chunk=8), arrays
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
 def test_every_chunk_size_gives_the_same_loss(arrays, chunk) -> None:
-    assert_equals_oracle(run(tensor_parallel(ONE_DEVICE), arrays, chunk), arrays)
+    assert_equals_reference_loss(run(tensor_parallel(ONE_DEVICE), arrays, chunk), arrays)
 
 
 def test_whole_logits_are_never_materialised(arrays) -> None:
@@ -98,7 +100,7 @@ def test_bfloat16_hidden_states_keep_a_float32_loss(arrays) -> None:
     loss = run(tensor_parallel(ONE_DEVICE), (x.astype(jnp.bfloat16), *arrays[1:]), 32)[0]
     assert loss.dtype == np.float32
     rounded = np.asarray(x.astype(jnp.bfloat16), np.float32)
-    np.testing.assert_allclose(loss, oracle(rounded, kernel, targets, mask)[0], rtol=2e-3)
+    np.testing.assert_allclose(loss, reference_loss(rounded, kernel, targets, mask)[0], rtol=2e-3)
 
 
 def test_a_prime_number_of_tokens_is_padded_to_whole_chunks(arrays) -> None:
@@ -106,7 +108,7 @@ def test_a_prime_number_of_tokens_is_padded_to_whole_chunks(arrays) -> None:
     odd = tuple(
         array[:1, :13] if array.ndim > 1 and array.shape[0] == B else array for array in arrays
     )
-    assert_equals_oracle(run(tp, odd, chunk=8), odd)
+    assert_equals_reference_loss(run(tp, odd, chunk=8), odd)
     with jax.set_mesh(tp.mesh):
         f = partial(cross_entropy_sum, config=ModelConfig(loss_chunk=8), tp=tp)
         text = str(jax.make_jaxpr(f)(*shard(tp, odd)))

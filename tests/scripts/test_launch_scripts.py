@@ -171,12 +171,12 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("command", "told"), BAD)
-def test_bad_arguments_are_one_line_and_exit_code_2(checkout, command, told) -> None:
+@pytest.mark.parametrize(("command", "message"), BAD)
+def test_bad_arguments_are_one_line_and_exit_code_2(checkout, command, message) -> None:
     name, *arguments = command
     code, out, err = run(checkout, script(name), *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and told in err
+    assert err.startswith("error: ") and message in err
 
 
 def test_a_batch_job_is_refused_outside_the_repository(checkout) -> None:

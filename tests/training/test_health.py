@@ -226,10 +226,10 @@ def test_without_tokens_metrics_are_finite_and_there_is_no_warning():
 
 
 def test_a_diverged_router_is_still_reported():
-    told = arrays(LOAD_NE, [math.nan, 0.5])
-    told["entropy_N"][:] = math.nan
-    assert math.isnan(expert_metrics(told, [0, 1])["moe/layer_1/entropy"])
-    (line,) = HealthWatch([0, 1], HealthLimits(max_dead=1.0)).warnings(told)
+    warned = arrays(LOAD_NE, [math.nan, 0.5])
+    warned["entropy_N"][:] = math.nan
+    assert math.isnan(expert_metrics(warned, [0, 1])["moe/layer_1/entropy"])
+    (line,) = HealthWatch([0, 1], HealthLimits(max_dead=1.0)).warnings(warned)
     assert "layer 1: fraction of assignments dropped is 0.5" in line
 
 
@@ -261,10 +261,10 @@ def warned_steps(faulty: set[int], steps: int) -> list[int]:
     """Return the steps with a warning for a fault that exists in the given steps."""
     watch = HealthWatch([0], HealthLimits(max_dead=1.0, max_load=2.0))
     even, uneven = arrays([[2, 2, 2]]), arrays([[6, 0, 0]])
-    told = Counter[int]()
+    warned = Counter[int]()
     for step in range(1, steps + 1):
-        told[step] = len(watch.warnings(uneven if step in faulty else even))
-    return sorted(told.elements())
+        warned[step] = len(watch.warnings(uneven if step in faulty else even))
+    return sorted(warned.elements())
 
 
 def test_a_lasting_fault_is_reported_every_hundred_steps():

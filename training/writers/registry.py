@@ -17,7 +17,7 @@ from training.registry import Registry
 
 @dataclass(frozen=True)
 class WriterContext:
-    """What a metrics writer may know about its run."""
+    """Facts about a run for its metrics writers."""
 
     directory: Path
     """Run directory; it exists."""

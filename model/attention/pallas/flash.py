@@ -47,7 +47,7 @@ _MAX_DQ_BYTES, _VMEM_BYTES = 16 << 20, 48 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
-    """How the kernels run.
+    """Settings of the kernels.
 
     visible_share: visible fraction of L x T, for XLA's cost estimate. interpret: as in pallas_call,
     to run on any platform, slowly. dq_stays: in the backward pass, dq of all queries of a kv head

@@ -225,7 +225,7 @@ def test_every_device_attends_in_its_own_pool_with_its_own_heads() -> None:
 
 
 def gathered_bytes(table_pages: int, spec: AttentionSpec) -> int:
-    """Return the temporary bytes of a decoding step with so many pages per sequence."""
+    """Return the temporary bytes of a decoding step with this number of pages per sequence."""
     struct = jax.ShapeDtypeStruct
     inputs = PagedInputs(struct((16, table_pages), jnp.int32), struct((16,), jnp.int32))
     compiled = jax.jit(partial(one_query_each, spec=spec)).lower(

@@ -322,7 +322,7 @@ def test_a_chain_never_puts_blocks_in_natural_order(overlap, size) -> None:
         args = placed("chain", mesh, specs)
         programs = primitives(island, *args), primitives(partial(gradients, island), args)
     for passes, counts in enumerate(programs, start=1):
-        # Where a device is on the ring is what natural order depends on: nobody asks.
+        # Only natural order depends on a device's position on the ring. It is not requested.
         for name in ("axis_index", "dynamic_slice", "dynamic_update_slice", "gather", "scatter"):
             assert not counts[name], name
         # Only the halves of a device's own result meet again.
@@ -371,7 +371,7 @@ def test_an_output_that_nobody_uses_leaves_its_kernel_without_gradient(kind, ove
 
 
 def growth(parts: int) -> float:
-    """The error of a sum of so many rounded parts, rounded again after every addition.
+    """Bound the error of a sum of rounded parts that is rounded again after every addition.
 
     In roundings of the result, all of them independent: the parts together make one, and a sum of
     k of the n parts has k / n of the variance of the result.

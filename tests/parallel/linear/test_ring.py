@@ -153,7 +153,7 @@ def pieces(walk: Ring, block: np.ndarray, dim: int) -> list[np.ndarray]:
 
 
 def called_with(walk: Ring, position: int) -> int:
-    """The position of which the work is told: of pieces that are joined, the first."""
+    """Return the position that the work is attributed to: the first of several joined pieces."""
     return position - position % walk.num_pieces if walk.fuse_halves else position
 
 

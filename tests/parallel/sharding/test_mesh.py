@@ -104,7 +104,7 @@ def test_every_slice_is_laid_out_as_one_alone_and_dp_goes_from_one_to_the_next(
 
 
 @pytest.mark.parametrize(
-    ("config", "sides", "told"),
+    ("config", "sides", "message"),
     [
         (MeshConfig(dp=2, tp=8), [(2, 2, 2)] * 2, "mesh.dcn_dp=1, .* 2 slices; use mesh.dcn_dp=2"),
         (
@@ -116,8 +116,8 @@ def test_every_slice_is_laid_out_as_one_alone_and_dp_goes_from_one_to_the_next(
         (MeshConfig(dp=2, dcn_dp=2, tp=6), [(2, 2, 1), (2, 2, 2)], r"slices have \[4, 8\] devices"),
     ],
 )
-def test_other_slices_than_configured_are_refused(config, sides, told) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_other_slices_than_configured_are_refused(config, sides, message) -> None:
+    with pytest.raises(ValueError, match=message):
         build_mesh(config, slices(*sides))
 
 
