@@ -52,7 +52,7 @@ def program(mesh: str, config: ModelConfig = CONFIG):
 
     def build() -> Transformer:
         return Transformer(
-            make_plan(config, tp, lengths=[WIDTH + NEW]),
+            make_plan(config, tp, lengths=[WIDTH + NEW, len(PROMPTS[0]) + NEW]),
             rngs=nnx.Rngs(params=jax.random.key(0)),
         )
 

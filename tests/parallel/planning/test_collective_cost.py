@@ -326,7 +326,7 @@ def test_a_ragged_dot_reads_what_its_tiles_need(
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"')
 def test_libtpu_writes_the_text_that_these_tests_assume() -> None:
     # In a process of its own, since libtpu changes the backend of the process.
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "parallel")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     done = subprocess.run(
         [sys.executable, __file__],
         env={**os.environ, "PYTHONPATH": paths},
