@@ -32,7 +32,9 @@ def bench_model(
         for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
     }
     compiler = SliceCompiler(topology, mesh, record)
-    compiled = compiler.compile("step", program.train_step, [program.abstract_state, batch])
+    with jax.set_mesh(mesh):
+        state = program.abstract_state
+    compiled = compiler.compile("step", program.train_step, [state, batch])
     hbm = compiled.temporary_gib + compiled.held_gib
     prediction = compiled.prediction
     flops = config.model.flops_per_token(length) * shape[0] * shape[1] * shape[2]
