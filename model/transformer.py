@@ -239,9 +239,14 @@ def _scan_layers(
             start, used[is_sparse] = used[is_sparse], used[is_sparse] + repeats * per_repeat
             if per_repeat:
                 part = slice(start, used[is_sparse])
-                layers[is_sparse] = jax.tree.map(
-                    lambda y, part=part, n=per_repeat: y[part].reshape(-1, n, *y.shape[1:]), stack
-                )
+                layers[is_sparse] = jax.tree.map(lambda y, part=part: y[part], stack)
+        if len(pattern) == 1:  # no dimension for the position in the pattern
+            kind = pattern[0]
+            single = partial(_apply_layer, body, kind)
+            carry, found = lax.scan(single, carry, (layers[kind.is_sparse], numbers))
+            reports += [found] if found is not None else []
+            continue
+        layers = jax.tree.map(lambda y, n=repeats: y.reshape(n, -1, *y.shape[1:]), layers)
         step = partial(_apply_pattern, body, pattern)
         inputs = (layers, numbers.reshape(repeats, len(pattern)))
         if repeats == 1:
@@ -253,6 +258,13 @@ def _scan_layers(
     if not reports:
         return carry, None
     return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *reports)
+
+
+def _apply_layer(
+    body: Callable[..., Any], kind: LayerKind, carry: Any, inputs: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Apply one layer of a pattern of one."""
+    return body(carry, *inputs, kind)
 
 
 def _apply_pattern(
