@@ -21,7 +21,7 @@ from parallel.sharding.chips import CHIPS
 from parallel.sharding.devices import find_devices
 from parallel.sharding.mesh import build_mesh
 from parallel.sharding.partition import PartitionManager
-from parallel.sharding.residual import get_residual, residual_rules
+from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES
 from training.optimizers.registry import make_optimizer
 from training.schedules import make_schedule
@@ -103,7 +103,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         halved = "split" in (named, general) and kind != "experts"
         if halved and n > 1 and kind in shapes and not shapes[kind].halves:
             size = "data.sequence_length / (mesh.sp * mesh.tp)"
-            if get_residual(config.parallel.residual).split_dim == FEATURES:
+            if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
                 size = "model.hidden_size / mesh.tp"
             raise ValueError(
                 f"parallel.overlap=split (or overlap_{kind}=split) sends half blocks, but {size} "
@@ -117,7 +117,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
             if halves_groups:
                 why = "split is not available: half a block would not hold whole groups of rows"
             choices[kind] = Choice(named, why)
-        elif get_residual(config.parallel.residual).split_dim == FEATURES:
+        elif RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
             why = f"no estimate for residual {config.parallel.residual}: name a method"
             choices[kind] = Choice("none", why)
         else:

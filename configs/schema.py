@@ -21,17 +21,17 @@ from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.config import ModelConfig
 from model.moe import router_spec
-from model.remat import remat_policy
-from model.router import get_router
+from model.remat import REMAT_POLICIES
+from model.router import ROUTERS
 from parallel.cluster.config import ClusterConfig
-from parallel.experts.grouped_matmul import get_grouped_matmul
+from parallel.experts.grouped_matmul import GROUPED_MATMULS
 from parallel.linear.choice import OverlapChoice
 from parallel.sharding.mesh import MeshConfig
-from parallel.sharding.residual import DEFAULT_RESIDUAL, get_residual
+from parallel.sharding.residual import DEFAULT_RESIDUAL, RESIDUAL_LAYOUTS
 from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint_policy import CheckpointConfig
 from training.config import RunConfig, TrainingConfig
-from training.optimizers.registry import OptimizerConfig, check_optimizer
+from training.optimizers.registry import OPTIMIZERS, OptimizerConfig, check_optimizer
 from training.schedules import SCHEDULES
 from training.writers.registry import WRITERS
 
@@ -58,7 +58,8 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     @field_validator("residual")
     @classmethod
     def _is_a_layout(cls, name: str) -> str:
-        return get_residual(name).name
+        RESIDUAL_LAYOUTS[name]
+        return name
 
 
 class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -135,7 +136,7 @@ def _cross_check(config: Config) -> None:
     or_pad = f"pad it: model.vocab_size={padded}"
     _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp, or_pad)
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
-    if get_residual(config.parallel.residual).split_dim == FEATURES:
+    if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
     _check_data(config)
     if len(model.layer_types) > model.num_hidden_layers:
@@ -170,12 +171,13 @@ def _check_registered(config: Config) -> None:
                 f"one of {', '.join(blockwise_names())}"
             )
     if model.moe.grouped_matmul != "auto":
-        _require("model.moe.grouped_matmul", lambda: get_grouped_matmul(model.moe.grouped_matmul))
-    _require("model.remat", lambda: remat_policy(model.remat))
-    _require("optimizer", lambda: check_optimizer(optimizer))
-    _require("optimizer.schedule", lambda: SCHEDULES.get(optimizer.schedule))
+        _require("model.moe.grouped_matmul", lambda: GROUPED_MATMULS[model.moe.grouped_matmul])
+    _require("model.remat", lambda: REMAT_POLICIES[model.remat])
+    _require("optimizer.name", lambda: OPTIMIZERS[optimizer.name])
+    _require("optimizer.options", lambda: check_optimizer(optimizer))
+    _require("optimizer.schedule", lambda: SCHEDULES[optimizer.schedule])
     for name in config.training.writers:
-        _require("training.writers", partial(WRITERS.get, name))
+        _require("training.writers", partial(WRITERS.__getitem__, name))
 
 
 def _require(key: str, look_up: Callable[[], object]) -> None:
@@ -199,7 +201,7 @@ def _check_data(config: Config) -> None:
             "mesh.dp * mesh.fsdp * mesh.ep",
             mesh.dp * mesh.fsdp * mesh.ep,
         )
-    split_over_tp = get_residual(config.parallel.residual).split_dim == ROWS
+    split_over_tp = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == ROWS
     axes = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
     for length in values_by_step(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
@@ -238,7 +240,7 @@ def _check_experts(config: Config) -> None:
             f"no mixture-of-experts layer among {model.num_hidden_layers}; lower them"
         )
     try:
-        router = get_router(moe.router)
+        router = ROUTERS[moe.router]
         router_spec(model)
     except ValueError as error:
         raise ConfigError(f"model.moe.router={moe.router}: {error}") from error

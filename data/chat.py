@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.registry import Registry
 from data.tokenizers.base import IM_END, IM_START, Tokenizer, id_dtype
+from registry import Registry
 
 
 class ChatPiece(NamedTuple):
@@ -29,16 +29,7 @@ ChatTemplate = Callable[
 """(role, content) of each message to pieces, without the end of the document."""
 
 CHAT_TEMPLATES: Registry[ChatTemplate] = Registry("chat template")
-
-
-def register_chat_template(name: str) -> Callable[[ChatTemplate], ChatTemplate]:
-    """Register the decorated function. Raises: ValueError when the name is taken."""
-
-    def register(template: ChatTemplate) -> ChatTemplate:
-        CHAT_TEMPLATES.register(name, template)
-        return template
-
-    return register
+register_chat_template = CHAT_TEMPLATES.register
 
 
 @register_chat_template("chatml")

@@ -36,7 +36,7 @@ def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
 
 
 def _check_chat_template(name: str) -> str:
-    CHAT_TEMPLATES.get(name)
+    CHAT_TEMPLATES[name]
     return name
 
 

@@ -194,7 +194,7 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
         job.name,
         job.source.field,
         job.tokenizer,
-        CHAT_TEMPLATES.get(job.chat_template),
+        CHAT_TEMPLATES[job.chat_template],
         job.on_error,
         plan.dtype,
     )

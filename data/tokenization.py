@@ -45,9 +45,7 @@ class TokenizeSettings:
     chat_template: ChatTemplate
     on_error: OnError
     dtype: np.dtype
-    formats: tuple[Format, ...] = field(
-        default_factory=lambda: tuple(map(FORMATS.get, FORMATS.names()))
-    )
+    formats: tuple[Format, ...] = field(default_factory=lambda: tuple(FORMATS.values()))
     """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
 
 

@@ -28,7 +28,7 @@ from model.load_balancing import (
     update_router_bias,
 )
 from model.plan import ExecutionPlan
-from model.router import RouterSpec, get_router, route
+from model.router import ROUTERS, RouterSpec, route
 from parallel.experts.expert import (
     EXPERT_AXES,
     ExpertColumnParallelLinear,
@@ -135,7 +135,7 @@ class MoE(nnx.Module):
         Raises: ValueError if text is generated with a router that is not causal.
         """
         moe, manager, axis = self.config.moe, self.tp.manager, self.tp.axis_name
-        if mode != MODE_TRAIN and not get_router(moe.router).is_causal:
+        if mode != MODE_TRAIN and not ROUTERS[moe.router].is_causal:
             raise ValueError(
                 f"model.moe.router={moe.router} reads later tokens of a row, so it cannot generate "
                 "text; use another router"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from model.config import ModelConfig
 from parallel.experts.expert import EXPERT_AXES
-from parallel.experts.grouped_matmul import choose_grouped_matmul, get_grouped_matmul
+from parallel.experts.grouped_matmul import GROUPED_MATMULS, choose_grouped_matmul
 from parallel.experts.names import ExchangeMethod
 from parallel.sharding.partition import PartitionManager
 
@@ -40,7 +40,7 @@ def choose_experts(
     if name == "auto":
         uniform = not dropless and exchange == "alltoall"
         name, reason = choose_grouped_matmul(platform, uniform=uniform)
-    impl = get_grouped_matmul(name)
+    impl = GROUPED_MATMULS[name]
     if exchange == "ragged" and impl.is_uniform:
         raise ValueError(
             f"model.moe.grouped_matmul={name} needs the same number of rows for every expert, "
@@ -69,7 +69,7 @@ def _choose_exchange(
         return moe.exchange, "exchange as configured"
     if platform == "cpu":
         return "alltoall", "cpu has no ragged_all_to_all"
-    uniform = moe.grouped_matmul != "auto" and get_grouped_matmul(moe.grouped_matmul).is_uniform
+    uniform = moe.grouped_matmul != "auto" and GROUPED_MATMULS[moe.grouped_matmul].is_uniform
     if dropless and moe.exchange_chunks == 1 and not uniform:
         return "ragged", "no token is dropped, and only assigned rows are sent"
     how = "collective permutes during the matmuls" if moe.exchange_chunks > 1 else "one collective"

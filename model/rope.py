@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import BaseModel, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from registry import Registry
+
 Rescaled = tuple[np.ndarray, float]
 """Rescaled frequency_h, and the attention factor on rotated queries and keys."""
 Rescale = Callable[[np.ndarray, float, "RopeScaling"], Rescaled]
@@ -28,7 +30,7 @@ class _Rule(NamedTuple):
     increasing: tuple[str, str] | None
 
 
-_RULES: dict[str, _Rule] = {}
+_RULES: Registry[_Rule] = Registry("rope scaling type")
 
 
 def register_scaling(
@@ -45,8 +47,6 @@ def register_scaling(
     """
 
     def register(rescale: Rescale) -> Rescale:
-        if name in _RULES:
-            raise ValueError(f"rope scaling type {name} is registered already; use another name")
         _RULES[name] = _Rule(rescale, required, optional, increasing)
         return rescale
 
@@ -79,8 +79,7 @@ class RopeScaling(
     @field_validator("type")
     @classmethod
     def _is_registered(cls, name: str) -> str:
-        if name not in _RULES:
-            raise ValueError(f"no rope scaling type {name}; use one of {', '.join(_RULES)}")
+        _RULES[name]
         return name
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from parallel.linear.ring import all_gather
+from registry import Registry
 
 # Logarithm of what DeepSeek's code adds to the sum that it divides weights by.
 _LOG_FLOOR = math.log(1e-20)
@@ -41,7 +42,7 @@ class RouterSpec:
 
     def __post_init__(self) -> None:
         E, k, groups, top = self.num_experts, self.top_k, self.num_groups, self.top_groups
-        impl = get_router(self.name)
+        impl = ROUTERS[self.name]
         if not 1 <= k <= E:
             raise ValueError(
                 f"num_experts_per_tok={k}: there are {E} experts; use a number from 1 to {E}"
@@ -102,7 +103,7 @@ class RouterImpl:
     """The experts of a token do not depend on later tokens."""
 
 
-_ROUTERS: dict[str, RouterImpl] = {}
+ROUTERS: Registry[RouterImpl] = Registry("router")
 
 
 def register_router(name: str, **supports: bool) -> Callable[[RouteFunction], RouteFunction]:
@@ -112,24 +113,10 @@ def register_router(name: str, **supports: bool) -> Callable[[RouteFunction], Ro
     """
 
     def register(function: RouteFunction) -> RouteFunction:
-        if name in _ROUTERS:
-            raise ValueError(f"router {name!r} is registered twice; use another name")
-        _ROUTERS[name] = RouterImpl(function, **supports)
+        ROUTERS[name] = RouterImpl(function, **supports)
         return function
 
     return register
-
-
-def router_names() -> tuple[str, ...]:
-    """Return all registered names, in the order of registration."""
-    return tuple(_ROUTERS)
-
-
-def get_router(name: str) -> RouterImpl:
-    """Return the router of this name. Raises: ValueError listing all names."""
-    if name not in _ROUTERS:
-        raise ValueError(f"unknown router {name!r}; use {', '.join(_ROUTERS)}")
-    return _ROUTERS[name]
 
 
 def route(
@@ -153,7 +140,7 @@ def route(
     """
     assert logits_TE.dtype == jnp.float32, logits_TE.dtype
     options = {"row_length": row_length, "length_axes": length_axes}
-    function = get_router(spec.name).function
+    function = ROUTERS[spec.name].function
     return function(logits_TE, spec, bias_E=bias_E, valid_T=valid_T, **options)
 
 

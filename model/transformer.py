@@ -21,7 +21,7 @@ from model.generation.cache import DenseCache
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo, make_linear
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
-from model.remat import remat_policy
+from model.remat import REMAT_POLICIES
 from parallel.linear.linear import ColumnParallelLinear, named_rngs
 from parallel.linear.sharded_matmul import column_parallel
 from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
@@ -134,7 +134,7 @@ class Transformer(nnx.Module):
             )
             return x_BLD, report
 
-        policy = remat_policy(self.config.remat)
+        policy = REMAT_POLICIES[self.config.remat]
         if policy is not None:
             # Inside of scan, prevent_cse is not needed and would block fusion.
             body = jax.checkpoint(body, policy=policy, prevent_cse=False, static_argnums=3)

@@ -26,8 +26,8 @@ from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 
 from model.config import DTypeName, ModelConfig
-from model.remat import remat_policies
-from parallel.experts.grouped_matmul import grouped_matmul_names
+from model.remat import REMAT_POLICIES
+from parallel.experts.grouped_matmul import GROUPED_MATMULS
 
 Result = dict[str, Any]
 Command = Callable[[str, Callable[..., Result], str], argparse.ArgumentParser]
@@ -65,7 +65,7 @@ def _add_measured(command: Command) -> None:
     step = command("step", bench_step, "training step compared with a hand-written jitted function")
     step.add_argument(
         "--remat",
-        choices=remat_policies(),
+        choices=list(REMAT_POLICIES),
         default=ModelConfig().remat,
         help="what the backward pass recomputes",
     )
@@ -77,7 +77,7 @@ def _add_measured(command: Command) -> None:
     moe.add_argument("--capacity-factor", type=float, help="if not set, no token is dropped")
     moe.add_argument(
         "--grouped-matmul",
-        choices=["auto", *grouped_matmul_names()],
+        choices=["auto", *GROUPED_MATMULS],
         default="auto",
         help="implementation of the experts' matmuls",
     )

@@ -10,7 +10,7 @@ import optax
 from data.chat import register_chat_template
 from data.formats.base import register_format, to_document
 from model.attention.registry import Capabilities, register
-from model.remat import register_remat_policy
+from model.remat import REMAT_POLICIES
 from training.optimizers import registry as optimizers
 from training.schedules import register as register_schedule
 from training.writers import registry as writers
@@ -63,4 +63,4 @@ class ToyWriter(writers.MetricsWriter):
         self._path.write_text(json.dumps(self._losses))
 
 
-register_remat_policy("toy_remat", jax.checkpoint_policies.everything_saveable)
+REMAT_POLICIES["toy_remat"] = jax.checkpoint_policies.everything_saveable

@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 import optax
 
+from registry import Registry
 from training.optimizers.registry import OptimizerConfig
-from training.registry import Registry
 
 Factory = Callable[[OptimizerConfig, int, int], optax.Schedule]
-SCHEDULES: Registry[Factory] = Registry("schedule", "optimizer.schedule")
+SCHEDULES: Registry[Factory] = Registry("schedule")
 register = SCHEDULES.register
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Return the learning rate of optimizer steps 0 to `steps - 1`. Raises: ValueError."""
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
-    after = SCHEDULES.get(config.schedule)(config, steps, warmup)
+    after = SCHEDULES[config.schedule](config, steps, warmup)
     # The first step has learning rate peak / warmup, not 0.
     rise = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
     return optax.join_schedules([rise, after], [warmup])

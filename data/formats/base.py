@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from data.files import DamagedFileError, DataError, compression_of, input_bytes
-from data.registry import Registry
+from registry import Registry
 
 SHARD_BYTES = 16 * 2**20
 """Input of one task: about a second of tokenization, small beside the memory of a machine."""
@@ -153,15 +153,14 @@ def register_format(
             compressible=compressible,
             locate=locate,
         )
-        FORMATS.register(name, entry)
+        FORMATS[name] = entry
         return read
 
     return register
 
 
 def _format_of_suffix(suffix: str) -> Format | None:
-    formats = map(FORMATS.get, FORMATS.names())
-    return next((entry for entry in formats if suffix in entry.suffixes), None)
+    return next((entry for entry in FORMATS.values() if suffix in entry.suffixes), None)
 
 
 def read_documents(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
@@ -172,7 +171,7 @@ def read_documents(file_range: FileRange, field: str) -> Iterator[Document | Doc
     Raises: DataError without the format's library, OSError when the file is gone.
     """
     try:
-        yield from FORMATS.get(file_range.format).read(file_range, field)
+        yield from FORMATS[file_range.format].read(file_range, field)
     except DamagedFileError as damage:
         yield DocumentError(file_range, None, damage.kind, damage.detail)
 
@@ -180,7 +179,7 @@ def read_documents(file_range: FileRange, field: str) -> Iterator[Document | Doc
 def _location(file_range: FileRange, number: int | None) -> str:
     if number is None:
         return file_range.path
-    return FORMATS.get(file_range.format).locate(file_range, number)
+    return FORMATS[file_range.format].locate(file_range, number)
 
 
 def plan_shards(paths: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[InputShard]:
@@ -211,9 +210,9 @@ def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
     compression = compression_of(path)
     suffix = posixpath.splitext(path.lower().removesuffix(compression))[1]
     if os.path.isdir(path):
-        entry = FORMATS.get("datasets")
+        entry = FORMATS["datasets"]
     else:
-        entry = _format_of_suffix(suffix) or FORMATS.get("text")
+        entry = _format_of_suffix(suffix) or FORMATS["text"]
     if compression and not entry.compressible:
         raise DataError(f"{path} is {suffix} inside {compression}; decompress it first")
     try:

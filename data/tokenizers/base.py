@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.registry import Registry
+from registry import Registry
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOKENIZER_FILE = "tokenizer.json"
@@ -56,20 +56,9 @@ class Tokenizer(Protocol):
 
 
 OpenTokenizer = Callable[[str, str | None], Tokenizer]
+"""Opens a tokenizer, given `data.tokenizer` and `data.eos_token`."""
 TOKENIZERS: Registry[OpenTokenizer] = Registry("tokenizer")
-
-
-def register_tokenizer(name: str) -> Callable[[OpenTokenizer], OpenTokenizer]:
-    """Register the decorated function, which takes data.tokenizer and data.eos_token.
-
-    Raises: ValueError when the name is taken.
-    """
-
-    def register(opener: OpenTokenizer) -> OpenTokenizer:
-        TOKENIZERS.register(name, opener)
-        return opener
-
-    return register
+register_tokenizer = TOKENIZERS.register
 
 
 def open_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
@@ -78,7 +67,7 @@ def open_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     Raises: DataError with the path and what is wrong.
     """
     prefix = name.partition(":")[0]
-    return TOKENIZERS.get(prefix if prefix in TOKENIZERS else TOKENIZER_FILE)(name, eos_token)
+    return TOKENIZERS[prefix if prefix in TOKENIZERS else TOKENIZER_FILE](name, eos_token)
 
 
 def id_dtype(vocab_size: int) -> np.dtype:

@@ -174,7 +174,7 @@ def _not_a_tokenizer(path: str | Path, error: Exception) -> str:
 
 
 def _remedy() -> str:
-    names = ", ".join(name for name in TOKENIZERS.names() if name != TOKENIZER_FILE)
+    names = ", ".join(name for name in TOKENIZERS if name != TOKENIZER_FILE)
     return f"give the path of such a file, or one of the registered names: {names}"
 
 

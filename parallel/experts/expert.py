@@ -20,7 +20,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallel.experts.exchange import num_devices
-from parallel.experts.grouped_matmul import get_grouped_matmul, grouped_matmul
+from parallel.experts.grouped_matmul import GROUPED_MATMULS, grouped_matmul
 from parallel.experts.names import ExchangeMethod, ExpertRule
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.collective_matmul import Overlap
@@ -131,7 +131,7 @@ class ExpertLayerSpec:
     @property
     def is_uniform(self) -> bool:
         """The grouped matmul needs the same number of rows for every expert."""
-        return get_grouped_matmul(self.grouped_matmul).is_uniform
+        return GROUPED_MATMULS[self.grouped_matmul].is_uniform
 
     def capacity(self, tokens: int) -> int:
         """Return the expert capacity: rows of one expert from one device with `tokens` tokens."""
@@ -150,7 +150,7 @@ class ExpertLayerSpec:
 
     def layout(self, max_rows: int, groups: int) -> RowLayout:
         """Return the layout that the grouped matmul prefers, for at most `max_rows` used rows."""
-        if get_grouped_matmul(self.grouped_matmul).layouts[0] == "blocks":
+        if GROUPED_MATMULS[self.grouped_matmul].layouts[0] == "blocks":
             return RowLayout.blocks(max_rows, groups, self.block)
         return RowLayout("packed", 1, max_rows, groups)
 

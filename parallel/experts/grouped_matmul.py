@@ -21,6 +21,7 @@ from jax import Array, lax
 from parallel.experts import grouped_kernels
 from parallel.experts.row_layout import LayoutKind, RowGroups
 from parallel.linear.ring import pcast_varying
+from registry import Registry
 
 
 class GroupedMatmulImpl(ABC):
@@ -49,7 +50,7 @@ class GroupedMatmulImpl(ABC):
         """Return the gradient of the matrices, `E D F`."""
 
 
-_IMPLS: dict[str, GroupedMatmulImpl] = {}
+GROUPED_MATMULS: Registry[GroupedMatmulImpl] = Registry("grouped matmul")
 
 
 def register_grouped_matmul(name: str) -> Callable[[type], type]:
@@ -59,24 +60,10 @@ def register_grouped_matmul(name: str) -> Callable[[type], type]:
     """
 
     def register(cls: type[GroupedMatmulImpl]) -> type[GroupedMatmulImpl]:
-        if name in _IMPLS:
-            raise ValueError(f"grouped matmul {name!r} is registered twice; use another name")
-        _IMPLS[name] = cls()
+        GROUPED_MATMULS[name] = cls()
         return cls
 
     return register
-
-
-def grouped_matmul_names() -> tuple[str, ...]:
-    """Return all registered names, in the order of registration."""
-    return tuple(_IMPLS)
-
-
-def get_grouped_matmul(name: str) -> GroupedMatmulImpl:
-    """Return the implementation of this name. Raises: ValueError listing all names."""
-    if name not in _IMPLS:
-        raise ValueError(f"unknown grouped matmul {name!r}; use {', '.join(_IMPLS)}")
-    return _IMPLS[name]
 
 
 # Choice for dropless rows, whose groups differ in size. Measured and predicted in November 2026:
@@ -110,7 +97,7 @@ def choose_grouped_matmul(platform: str, *, uniform: bool) -> tuple[str, str]:
     if platform not in _DROPLESS:
         raise ValueError(
             f"grouped matmul on platform {platform!r}: no measurements to choose by; set "
-            f"model.moe.grouped_matmul to {', '.join(_IMPLS)}"
+            f"model.moe.grouped_matmul to {', '.join(GROUPED_MATMULS)}"
         )
     if uniform:
         return "padded", "groups of equal capacity are one batched matmul"
@@ -127,7 +114,7 @@ def grouped_matmul(x_RD: Array, w_EDF: Array, groups: RowGroups, *, impl: str) -
     Raises: ValueError for an unknown implementation, a layout that it does not accept, and shapes
     or dtypes that do not match.
     """
-    chosen = get_grouped_matmul(impl)
+    chosen = GROUPED_MATMULS[impl]
     if groups.layout.kind not in chosen.layouts:
         raise ValueError(
             f"grouped matmul {impl} accepts row layouts {', '.join(chosen.layouts)}, got "

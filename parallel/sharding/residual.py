@@ -5,8 +5,8 @@ column-parallel linears gather and row-parallel linears reduce-scatter onto, whi
 divide. Linears never see the name of a layout; they read the split dim from the type of their
 input (`specs.split_dim`).
 
-To add a layout, add one `register_residual` call below; `parallel.residual` in a config then
-accepts its name. To change the default, edit `DEFAULT_RESIDUAL`.
+To add a layout, add one `RESIDUAL_LAYOUTS[...] = ...` line below; `parallel.residual` in a config
+then accepts its name. To change the default, edit `DEFAULT_RESIDUAL`.
 """
 
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from parallel.sharding import axes as ax
 from parallel.sharding.partition import PartitionAxis
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim
+from registry import Registry
 
 DEFAULT_RESIDUAL = "sequence"
 
@@ -22,7 +23,6 @@ DEFAULT_RESIDUAL = "sequence"
 class ResidualLayout:
     """Which mesh axes split the residual stream `B L D`. BATCH is the same in all layouts."""
 
-    name: str
     length: tuple[str, ...] = (ax.SP,)
     """Axes that split LENGTH in training. In decoding LENGTH is 1 and is never split."""
     embed: tuple[str, ...] = ()
@@ -39,27 +39,10 @@ class ResidualLayout:
         return ROWS if ax.TP in self.length else None
 
 
-_LAYOUTS: dict[str, ResidualLayout] = {}
-
-
-def register_residual(layout: ResidualLayout) -> ResidualLayout:
-    """Add a layout under its name. Raises: ValueError if the name is taken."""
-    if layout.name in _LAYOUTS:
-        raise ValueError(f"residual layout {layout.name!r} is already registered")
-    _LAYOUTS[layout.name] = layout
-    return layout
-
-
-def get_residual(name: str) -> ResidualLayout:
-    """Return the layout of this name. Raises: ValueError that lists the names."""
-    if name not in _LAYOUTS:
-        raise ValueError(f"residual layout {name!r} is unknown; use one of {', '.join(_LAYOUTS)}")
-    return _LAYOUTS[name]
-
-
-register_residual(ResidualLayout(name="sequence", length=(ax.SP, ax.TP)))
-register_residual(ResidualLayout(name="hidden", embed=(ax.TP,)))  # the reference's only layout
-register_residual(ResidualLayout(name="replicated"))
+RESIDUAL_LAYOUTS: Registry[ResidualLayout] = Registry("residual layout")
+RESIDUAL_LAYOUTS["sequence"] = ResidualLayout(length=(ax.SP, ax.TP))
+RESIDUAL_LAYOUTS["hidden"] = ResidualLayout(embed=(ax.TP,))  # the reference's only layout
+RESIDUAL_LAYOUTS["replicated"] = ResidualLayout()
 
 
 def residual_rules(name: str, base: PartitionAxis | None = None) -> PartitionAxis:
@@ -67,7 +50,7 @@ def residual_rules(name: str, base: PartitionAxis | None = None) -> PartitionAxi
 
     base: The rules to start from; None for the defaults.
     """
-    layout = get_residual(name)
+    layout = RESIDUAL_LAYOUTS[name]
     rules = (base or PartitionAxis()).register(ax.LENGTH, layout.length, None, override=True)
     return rules.register(ax.EMBED, layout.embed, override=True)
 
@@ -79,5 +62,6 @@ def residual_name(rules: PartitionAxis) -> str:
         return [rules.resolve_axis(dim, ax.MODE_TRAIN) for dim in dims]
 
     actual = axes_of(ax.LENGTH, ax.EMBED)
-    same = (y.name for y in _LAYOUTS.values() if axes_of(y.length, y.embed) == actual)
+    layouts = RESIDUAL_LAYOUTS.items()
+    same = (name for name, y in layouts if axes_of(y.length, y.embed) == actual)
     return next(same, "unnamed")

@@ -52,8 +52,8 @@ REFUSALS = {
     "data.eval_fraction=1": "data.eval_fraction=1: input should be less than 1",
     "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan: input should be",
     "optimizer.learning_rate=.inf": "optimizer.learning_rate=inf: input should be",
-    "optimizer.schedule=cosin": "optimizer.schedule='cosin' is unknown; use constant, cosine, wsd",
-    "optimizer.name=adamww": "optimizer.name='adamww' is unknown; use adamw",
+    "optimizer.schedule=cosin": "optimizer.schedule: unknown schedule 'cosin'; use one of ",
+    "optimizer.name=adamww": "optimizer.name: unknown optimizer 'adamww'; use one of adamw",
     "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
     # The user names sources; values may change at given steps.
     "data.sources.code.wieght=2": (
@@ -134,8 +134,8 @@ EXPERT_REFUSALS = {
     "model.moe.num_experts_per_tok=9": "router=softmax: num_experts_per_tok=9: there are 8",
     "model.moe.router=switch": "router=switch: num_experts_per_tok=2: the switch router",
     "model.moe.n_group=2": "router=softmax: n_group=2, topk_group=1: the softmax router",
-    "model.moe.router=best": "model.moe.router=best: unknown router 'best'; use softmax, topk_sof",
-    "model.moe.grouped_matmul=fast": "unknown grouped matmul 'fast'; use reference, padded, rag",
+    "model.moe.router=best": "model.moe.router=best: unknown router 'best'; use one of ",
+    "model.moe.grouped_matmul=fast": "unknown grouped matmul 'fast'; use one of reference",
     "model.moe.first_k_dense_replace=2": "leave no mixture-of-experts layer among 2; lower them",
     "model.moe.capacity_factor=0": "model.moe.capacity_factor=0: input should be greater than 0",
     "parallel.overlap_experts=split": "half of a block would not hold whole groups of rows",

@@ -12,7 +12,6 @@ from data.files import DataError, load_library
 from data.formats.base import read_documents, register_format, to_document
 from data.pipeline import Dataset
 from data.prepare import StoreJob, build
-from data.registry import Registry
 from data.tokenizers.base import open_tokenizer, register_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -97,13 +96,7 @@ def test_a_marker_is_a_control_token_only_where_the_tokenizer_has_it():
     assert mask.tolist() == [True] + [False] * 13 and num_bytes == 0
 
 
-def test_a_registry_refuses_a_taken_and_an_unknown_name():
-    registry = Registry("colour")
-    registry.register("red", 1)
-    with pytest.raises(ValueError, match="colour 'red' is already registered"):
-        registry.register("red", 2)
-    with pytest.raises(ValueError, match="unknown colour 'blue'; use one of red"):
-        registry.get("blue")
+def test_a_taken_suffix_and_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"'again': jsonl already reads \.json files"):
         register_format("again", suffixes=(".json",))(read_documents)
     with pytest.raises(ValueError, match="unknown chat template 'x'; use one of chatml"):

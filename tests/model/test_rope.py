@@ -261,7 +261,7 @@ def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
         ({**QWEN.model_dump(), "beta_slow": 64.0}, r"beta_slow=64.0 must be less than beta_fast"),
         (
             {"type": "dynamic"},
-            r"no rope scaling type dynamic; use one of default, linear, llama3, yarn",
+            r"unknown rope scaling type 'dynamic'; use one of default, linear, llama3, yarn",
         ),
         ({"rope_type": "yarn"}, r"Extra inputs are not permitted"),
         ({"type": "linear", "factor": math.inf}, r"finite number"),
@@ -292,7 +292,7 @@ def test_odd_heads_and_wrong_frequencies_are_refused() -> None:
             rope(jnp.zeros((1, 2, 1, 8)), jnp.zeros((1, 2)), frequencies)
 
 
-def test_a_rule_is_registered_once_by_name() -> None:
+def test_a_rule_is_registered_by_name() -> None:
     @register_scaling("halved", required=("factor",))
     def halved(frequency_h, theta, scaling):
         return frequency_h / 2, scaling.factor
@@ -302,7 +302,5 @@ def test_a_rule_is_registered_once_by_name() -> None:
         frequency_h, factor = rope_frequencies(8, 1e4, scaling)
         np.testing.assert_array_equal(frequency_h, rope_frequencies(8, 1e4)[0] / 2)
         assert factor == 3
-        with pytest.raises(ValueError, match="rope scaling type halved is registered already"):
-            register_scaling("halved")(halved)
     finally:
         del _RULES["halved"]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from training.registry import Registry
+from registry import Registry
 
 
 class OptimizerConfig(
@@ -66,7 +66,7 @@ class _Entry:
     obeys_is_good: bool
 
 
-OPTIMIZERS: Registry[_Entry] = Registry("optimizer", "optimizer.name")
+OPTIMIZERS: Registry[_Entry] = Registry("optimizer")
 
 
 def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], Factory]:
@@ -79,7 +79,7 @@ def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], F
     """
 
     def add(factory: Factory) -> Factory:
-        OPTIMIZERS.add(name, _Entry(factory, obeys_is_good))
+        OPTIMIZERS[name] = _Entry(factory, obeys_is_good)
         return factory
 
     return add
@@ -87,7 +87,7 @@ def register(name: str, *, obeys_is_good: bool = False) -> Callable[[Factory], F
 
 def check_optimizer(config: OptimizerConfig) -> None:
     """Check name and options. Raises: ValueError with key path, value and what is known."""
-    signature = inspect.signature(OPTIMIZERS.get(config.name).factory)
+    signature = inspect.signature(OPTIMIZERS[config.name].factory)
     try:
         signature.bind(config, None, **config.options)
     except TypeError as error:
@@ -110,7 +110,7 @@ def make_optimizer(
         ValueError: unknown name or options.
     """
     check_optimizer(config)
-    entry = OPTIMIZERS.get(config.name)
+    entry = OPTIMIZERS[config.name]
     optimizer = entry.factory(config, schedule, **config.options)
     # identity keeps the structure of the state the same without clipping.
     no_clip = config.clip_norm is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from training.registry import Registry
+from registry import Registry
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MetricsWriter:
 
 
 Factory = Callable[[WriterContext], MetricsWriter]
-WRITERS: Registry[Factory] = Registry("metrics writer", "training.writers")
+WRITERS: Registry[Factory] = Registry("metrics writer")
 register = WRITERS.register
 
 
@@ -122,7 +122,7 @@ def open_writers(writer_names: Sequence[str], context: WriterContext) -> Metrics
     """Return the named metrics writers of a run as one. Raises: ValueError for an unknown name."""
     if not writer_names:
         return NullMetrics()
-    return MetricsWriters([WRITERS.get(name)(context) for name in writer_names])
+    return MetricsWriters([WRITERS[name](context) for name in writer_names])
 
 
 @contextlib.contextmanager

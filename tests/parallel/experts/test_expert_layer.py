@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallel.experts.expert import SAVED_NAMES, ExpertKernels, ExpertLayerSpec
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
-from parallel.sharding.residual import get_residual
+from parallel.sharding.residual import RESIDUAL_LAYOUTS
 
 N, K, E, D, F = 48, 3, 8, 8, 12
 # Stated bounds: float32 rounding of sums in another order, relative to the largest of an array.
@@ -61,7 +61,7 @@ class Case:
     def spec(self) -> ExpertLayerSpec:
         return layer_spec(
             axes=self.axes,
-            split_dim=get_residual(self.residual).split_dim,
+            split_dim=RESIDUAL_LAYOUTS[self.residual].split_dim,
             exchange=self.exchange,
             grouped_matmul=self.impl,
             overlap=self.overlap,

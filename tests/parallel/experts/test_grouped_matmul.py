@@ -24,11 +24,9 @@ from row_groups import BOUND, GROUPS, LAYOUTS, member_rows, starts_of
 
 from parallel.experts import grouped_kernels
 from parallel.experts.grouped_matmul import (
+    GROUPED_MATMULS,
     choose_grouped_matmul,
-    get_grouped_matmul,
     grouped_matmul,
-    grouped_matmul_names,
-    register_grouped_matmul,
 )
 from parallel.experts.row_layout import RowGroups, RowLayout
 
@@ -44,9 +42,9 @@ SIZES = {
 # Pallas runs in an interpreter, in tests of its own.
 CASES = [
     (name, kind)
-    for name in grouped_matmul_names()
+    for name in GROUPED_MATMULS
     if name != "pallas"
-    for kind in get_grouped_matmul(name).layouts
+    for kind in GROUPED_MATMULS[name].layouts
 ]
 
 
@@ -344,16 +342,11 @@ def test_the_compiled_program_is_three_kernels_and_no_copy(topology) -> None:
 # Names and refusals.
 
 
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="'padded' is registered twice; use another name"):
-        register_grouped_matmul("padded")(object)
-
-
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_the_chosen_implementation_accepts_the_rows_and_runs_on_the_platform(platform) -> None:
     for uniform, kinds in ((True, {"uniform"}), (False, {"packed", "blocks"})):
         name, reason = choose_grouped_matmul(platform, uniform=uniform)
-        impl = get_grouped_matmul(name)
+        impl = GROUPED_MATMULS[name]
         assert kinds & set(impl.layouts) and platform in impl.platforms
         assert reason and "\n" not in reason
 
@@ -362,8 +355,8 @@ def test_the_chosen_implementation_accepts_the_rows_and_runs_on_the_platform(pla
     ("call", "message"),
     [
         (
-            lambda: get_grouped_matmul("dense"),
-            "unknown grouped matmul 'dense'; use reference, padded",
+            lambda: GROUPED_MATMULS["dense"],
+            "unknown grouped matmul 'dense'; use one of reference, padded",
         ),
         (
             lambda: choose_grouped_matmul("abacus", uniform=True),
