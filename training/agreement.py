@@ -57,6 +57,11 @@ class StepCoordinator:
             self._send_report(finished_save, wants_save)
         return agreement
 
+    @property
+    def late_stop(self) -> signal.Signals | None:
+        """The signal that came after `agree_on_step`, if this process can stop alone."""
+        return self._stop.signal
+
     def _send_report(self, finished_save: int | None, wants_save: bool) -> None:
         times = self._stragglers.take_report()
         if times is None:  # no step yet in this process

@@ -45,7 +45,7 @@ class HealthLimits(
     """Largest fraction of experts without a token of a layer."""
 
 
-def expert_metrics(arrays: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, float]:
+def load_metrics(arrays: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, float]:
     """Return the metrics `moe/...` over all layers and `moe/layer_03/...` of each layer.
 
     Over all layers: the maxima of load_max_over_mean and bias_range, the sum of dead_experts, the
@@ -181,7 +181,7 @@ class ExpertHealth:
             for line in heat_strip(arrays["load_NE"], self._layers):
                 log.info("%s", line)
             self._writers.write_image(step, "moe/load", heat_map(arrays["load_NE"]))
-        return expert_metrics(arrays, self._layers)
+        return load_metrics(arrays, self._layers)
 
 
 def _faults(

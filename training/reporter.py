@@ -43,8 +43,7 @@ class StepReporter:
         self._is_first_step = True
         self._unread: tuple[int, dict[str, Any]] | None = None
         self._unwritten: tuple[int, dict[str, float]] | None = None
-        self.pending_metrics: dict[str, float] = {}
-        """Metrics of this process for the next line."""
+        self._pending_metrics: dict[str, float] = {}
 
     def begin(self, resume_point: ResumePoint) -> None:
         """Start after a resume point; drop a step that a rollback left unfinished."""
@@ -55,6 +54,10 @@ class StepReporter:
         """Take the metrics of a dispatched step: arrays that may not be ready."""
         assert self._unread is None, "the previous step is unfinished"
         self._unread = step, metrics
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Take metrics of this process for the next line."""
+        self._pending_metrics |= metrics
 
     def finish_step(self, evaluation: Mapping[str, float] | None = None) -> None:
         """Read the added step, unless that is done, and write its line; no-op without one.
@@ -77,8 +80,8 @@ class StepReporter:
         batch = self._resume_point.batch(step - 1)
         phase = self._dataset.schedule.at(batch)
         metrics |= self._clock.read(phase.batch_size, phase.length)
-        metrics |= self.pending_metrics | self._dataset.progress(batch + 1)
-        self.pending_metrics = {}
+        metrics |= self._pending_metrics | self._dataset.progress(batch + 1)
+        self._pending_metrics = {}
         self._stragglers.add(metrics["step_time"], metrics["host_time"])
         if self._is_first_step:
             log.info("first step after %s", self._goodput.this_process())

@@ -85,23 +85,20 @@ class Trainer:
         with contextlib.closing(self._open_runner()) as runner:
             for step in range(first_step, last_step + 1):
                 state = self._step(step, state, runner)
-                agreed = self._agree(step)
+                agreed, eval_loss = self._agree(step), None
                 evaluate, sample = self.evaluation.is_due(step), self.sampling.is_due(step)
-                save = agreed.save or self.checkpointing.is_due(step)
-                if agreed.stop is not None:
-                    self._stop(step, state, agreed.stop, evaluation=evaluate, sample=sample)
+                stop = agreed.stop
+                if evaluate and stop is None:
+                    evaluate, eval_loss = False, self._evaluate(step, state)
+                    stop = self.coordinator.late_stop
+                if stop is not None:
+                    self._stop(step, state, stop, eval_loss, evaluation=evaluate, sample=sample)
                     return state, EXIT_RESUMABLE
-                evaluated: dict[str, float] = {}
-                if evaluate or sample or save:
-                    self.reporter.read_step()
-                    if evaluate:
-                        evaluated = self.evaluation.run(step, state)
-                    # Before the save: a kill after it must not lose the line of a saved step.
-                    self.reporter.finish_step(evaluated)
-                if save:
-                    self._save(step, state, eval_loss=evaluated.get("eval_loss"))
+                if agreed.save or self.checkpointing.is_due(step):
+                    self._save(step, state, eval_loss)
                 self.checkpointing.poll(agreed.finished_save)
                 if sample:
+                    self.reporter.finish_step()
                     self.sampling.run(step, state)
         self.checkpointing.finish()
         return state, EXIT_DONE
@@ -123,25 +120,37 @@ class Trainer:
             finished_save=self.checkpointing.ended_step,
             wants_save=self.checkpointing.wants_save(step),
         )
-        self.reporter.pending_metrics |= agreed.metrics
+        self.reporter.add_metrics(agreed.metrics)
         return agreed
 
+    def _evaluate(self, step: int, state: TrainState) -> float | None:
+        """Evaluate, write the line of the step, and return the evaluation loss."""
+        self.reporter.read_step()
+        evaluated = self.evaluation.run(step, state)
+        self.reporter.finish_step(evaluated)
+        return evaluated.get("eval_loss")
+
     def _save(
+        self, step: int, state: TrainState, eval_loss: float | None, pending: tuple[str, ...] = ()
+    ) -> None:
+        """Save the state. A kill during the save must not lose the line of the step."""
+        self.reporter.finish_step()
+        metrics = self.checkpointing.save(
+            state, step, self.resume_point, pending=pending, eval_loss=eval_loss
+        )
+        self.reporter.add_metrics(metrics)
+
+    def _stop(
         self,
         step: int,
         state: TrainState,
-        *,
-        pending: tuple[str, ...] = (),
-        eval_loss: float | None = None,
+        by: signal.Signals,
+        eval_loss: float | None,
+        **interrupted: bool,
     ) -> None:
-        self.reporter.pending_metrics |= self.checkpointing.save(
-            state, step, self.resume_point, pending=pending, eval_loss=eval_loss
-        )
-
-    def _stop(self, step: int, state: TrainState, by: signal.Signals, **interrupted: bool) -> None:
         """Save, and leave the interrupted parts of the step to the next process."""
-        self.reporter.finish_step()
-        self._save(step, state, pending=tuple(name for name, due in interrupted.items() if due))
+        pending = tuple(name for name, is_due in interrupted.items() if is_due)
+        self._save(step, state, eval_loss, pending)
         self.checkpointing.finish()
         log.info("stopped by %s after step %d; run again to resume", by.name, step)
 

@@ -19,7 +19,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from model.attention.cached import Cache
-from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from model.generation.sampling import SamplingConfig, row_keys, sample_tokens
 from model.plan import ExecutionPlan
@@ -66,16 +65,6 @@ class Generator:
     page_size: int = 16
     seed: int = 0
 
-    @property
-    def config(self) -> ModelConfig:
-        """The dimensions of the model."""
-        return self.plan.model
-
-    @property
-    def tp(self) -> TensorParallelConfig:
-        """The mesh and the sharding rules."""
-        return self.plan.tp
-
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ValueError(f"page_size={self.page_size}: use at least 1 slot per page")
@@ -102,7 +91,7 @@ class Generator:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         stops = sorted({int(i) for i in stop_ids}) or [-1]
-        settings = _StepSettings(self.definition, self.tp, self.sampling)
+        settings = _StepSettings(self.definition, self.plan.tp, self.sampling)
         constants = jnp.asarray(stops, jnp.int32), jax.random.key(self.seed), settings
         cache = self._empty_cache(counts, max_new_tokens)
         tokens_BL = self._put(tokens, TokenSharding.axes, MODE_PREFILL)
@@ -161,7 +150,7 @@ class Generator:
         ]
 
     def _bucket(self, length: int) -> int:
-        return bucket_length(int(length), self.tp.manager.axis_size(LENGTH))
+        return bucket_length(int(length), self.plan.tp.manager.axis_size(LENGTH))
 
     def _prompt_lengths(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the tokens of every row, with rows of 0 tokens up to a multiple of the mesh.
@@ -171,12 +160,12 @@ class Generator:
         if not prompts or any(len(prompt) == 0 for prompt in prompts):
             raise ValueError("nothing to continue: every prompt needs at least one token")
         ids = np.concatenate([np.asarray(prompt) for prompt in prompts])
-        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+        if ids.min() < 0 or ids.max() >= self.plan.model.vocab_size:
             raise ValueError(
                 f"prompts have token ids from {ids.min()} to {ids.max()}; use 0 to "
-                f"{self.config.vocab_size - 1}, the ids of the model's vocabulary"
+                f"{self.plan.model.vocab_size - 1}, the ids of the model's vocabulary"
             )
-        parts = self.tp.manager.axis_size(BATCH)
+        parts = self.plan.tp.manager.axis_size(BATCH)
         counts = np.zeros(-(-len(prompts) // parts) * parts, np.int32)
         counts[: len(prompts)] = [len(prompt) for prompt in prompts]
         return counts
@@ -185,19 +174,19 @@ class Generator:
         lengths = counts + np.where(counts > 0, max_new_tokens, 0)
         if self.cache == "paged":
             return PagedCache.allocate(
-                self.config,
-                self.tp,
+                self.plan.model,
+                self.plan.tp,
                 lengths=lengths,
                 page_size=self.page_size,
                 min_pages=-(-_MIN_BUCKET // self.page_size),
             )
         slots = self._bucket(lengths.max())
-        return DenseCache.empty(self.config, self.tp, batch=counts.size, length=slots)
+        return DenseCache.empty(self.plan.model, self.plan.tp, batch=counts.size, length=slots)
 
     def _put(
         self, array: np.ndarray, axes: Any, mode: RUNTIME_MODE_TYPES = MODE_DECODE
     ) -> jax.Array:
-        sharding = self.tp.manager.sharding(axes, mode)
+        sharding = self.plan.tp.manager.sharding(axes, mode)
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 

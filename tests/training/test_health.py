@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from training.health import HealthLimits, HealthWatch, expert_metrics, heat_map, heat_strip
+from training.health import HealthLimits, HealthWatch, heat_map, heat_strip, load_metrics
 
 WHITE, BLUE, RED, BLACK = (255, 255, 255), (0, 64, 192), (192, 0, 0), (0, 0, 0)
 # The mean is 4 in the first layer, 2 in the second.
@@ -48,7 +48,7 @@ def cells(image: np.ndarray, pixels: int) -> list[list[tuple[int, int, int]]]:
 
 def test_metrics_equal_the_hand_computed_ones():
     bias_NE = [[0.5, -0.25, 0.0, 0.0], [-1.0, 0.0, 0.0, 1.0]]
-    assert expert_metrics(arrays(LOAD_NE, [0.25, 0.5], bias_NE), [3, 11]) == {
+    assert load_metrics(arrays(LOAD_NE, [0.25, 0.5], bias_NE), [3, 11]) == {
         "moe/load_max_over_mean": 4.0,
         "moe/dead_experts": 3.0,
         "moe/entropy": 0.75,
@@ -70,8 +70,8 @@ def test_metrics_equal_the_hand_computed_ones():
 
 
 def test_metrics_without_a_router_bias_omit_it():
-    with_bias = expert_metrics(arrays(LOAD_NE, bias_NE=np.zeros((2, 4))), [0, 1])
-    without = expert_metrics(arrays(LOAD_NE), [0, 1])
+    with_bias = load_metrics(arrays(LOAD_NE, bias_NE=np.zeros((2, 4))), [0, 1])
+    without = load_metrics(arrays(LOAD_NE), [0, 1])
     assert {name for name in with_bias if name not in without} == {
         "moe/bias_range",
         "moe/layer_0/bias_range",
@@ -83,7 +83,7 @@ def test_metrics_without_a_router_bias_omit_it():
     "layers, labels", [([1, 3], ["1", "3"]), ([9, 10], ["09", "10"]), ([7, 100], ["007", "100"])]
 )
 def test_layers_are_named_by_their_index_with_leading_zeros(layers, labels):
-    metrics = expert_metrics(arrays(LOAD_NE), layers)
+    metrics = load_metrics(arrays(LOAD_NE), layers)
     assert {name.split("/")[1] for name in metrics if name.count("/") == 2} == {
         f"layer_{label}" for label in labels
     }
@@ -92,7 +92,7 @@ def test_layers_are_named_by_their_index_with_leading_zeros(layers, labels):
 
 def test_counts_beyond_float32_precision_are_exact():
     large = 2.0**24
-    metrics = expert_metrics(arrays([[large, 1, 1, 3], [0, 0, 0, 1]], [0.5, 1.0]), [0, 1])
+    metrics = load_metrics(arrays([[large, 1, 1, 3], [0, 0, 0, 1]], [0.5, 1.0]), [0, 1])
     assert metrics["moe/layer_0/load_max_over_mean"] == large / ((large + 5) / 4)
     assert metrics["moe/dropped"] == (0.5 * (large + 5) + 1.0) / (large + 6)
 
@@ -106,7 +106,7 @@ def test_counts_beyond_float32_precision_are_exact():
     )
 )
 def test_metrics_are_finite_and_equal_plain_loops_for_any_loads(loads):
-    metrics = expert_metrics(arrays(loads), range(len(loads)))
+    metrics = load_metrics(arrays(loads), range(len(loads)))
     worst = [max(row) * len(row) / sum(row) if sum(row) else 0.0 for row in loads]
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics["moe/load_max_over_mean"] == pytest.approx(max(worst), rel=1e-15)
@@ -199,7 +199,7 @@ def test_a_cell_of_several_experts_is_their_maximum():
 
 def test_all_tokens_at_one_expert_show_in_every_output():
     load_NE = to_one_expert(1, 6)
-    metrics = expert_metrics(arrays(load_NE), [0])
+    metrics = load_metrics(arrays(load_NE), [0])
     assert metrics["moe/load_max_over_mean"] == 6 and metrics["moe/dead_experts"] == 5
     assert heat_strip(load_NE, [0]) == ["layer 0 |█·····| max/mean 6.00  dead 5 of 6"]
     assert cells(heat_map(load_NE), 32) == [[RED] + 5 * [BLACK]]
@@ -208,7 +208,7 @@ def test_all_tokens_at_one_expert_show_in_every_output():
 
 def test_a_single_expert_is_always_balanced():
     load_NE = np.array([[7]])
-    metrics = expert_metrics(arrays(load_NE), [0])
+    metrics = load_metrics(arrays(load_NE), [0])
     assert metrics["moe/load_max_over_mean"] == 1 and metrics["moe/dead_experts"] == 0
     assert heat_strip(load_NE, [0]) == ["layer 0 |▄| max/mean 1.00  dead 0 of 1"]
     assert cells(heat_map(load_NE), 32) == [[WHITE]]
@@ -217,7 +217,7 @@ def test_a_single_expert_is_always_balanced():
 
 def test_without_tokens_metrics_are_finite_and_there_is_no_warning():
     load_NE = np.zeros((2, 3))
-    metrics = expert_metrics(arrays(load_NE), [0, 1])
+    metrics = load_metrics(arrays(load_NE), [0, 1])
     assert metrics["moe/load_max_over_mean"] == metrics["moe/dropped"] == 0
     assert metrics["moe/dead_experts"] == 6
     assert heat_strip(load_NE, [0, 1])[1] == "layer 1 |···| max/mean 0.00  dead 3 of 3"
@@ -228,7 +228,7 @@ def test_without_tokens_metrics_are_finite_and_there_is_no_warning():
 def test_a_diverged_router_is_still_reported():
     warned = arrays(LOAD_NE, [math.nan, 0.5])
     warned["entropy_N"][:] = math.nan
-    assert math.isnan(expert_metrics(warned, [0, 1])["moe/layer_1/entropy"])
+    assert math.isnan(load_metrics(warned, [0, 1])["moe/layer_1/entropy"])
     (line,) = HealthWatch([0, 1], HealthLimits(max_dead=1.0)).warnings(warned)
     assert "layer 1: fraction of assignments dropped is 0.5" in line
 
@@ -305,4 +305,4 @@ def test_invalid_limits_are_refused(values):
 
 def test_there_is_one_index_per_layer():
     with pytest.raises(AssertionError, match="1 numbers for 2 layers"):
-        expert_metrics(arrays(LOAD_NE), [0])
+        load_metrics(arrays(LOAD_NE), [0])

@@ -34,7 +34,7 @@ def test_the_loop_has_at_most_40_lines_and_the_trainer_is_complete_when_construc
         for node in ast.walk(ast.parse(inspect.getsource(Trainer)))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     }
-    assert stored <= {field.name for field in dataclasses.fields(Trainer)} | {"pending_metrics"}
+    assert stored <= {field.name for field in dataclasses.fields(Trainer)}
 
 
 @pytest.mark.slow
@@ -224,22 +224,23 @@ def test_sigusr1_saves_and_training_continues(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
 
 
-def test_a_signal_during_an_evaluation_saves_the_last_step(tmp_path, monkeypatch):
-    """Evaluations take long, so many signals arrive in one."""
+def test_a_signal_during_an_evaluation_stops_the_run_at_its_end(tmp_path, monkeypatch):
+    """Evaluations take long, so many signals arrive in one. No further step is trained."""
     signals = iter([signal.SIGTERM])
 
     def interrupted(self, step, params):
         for number in signals:  # once: a second signal ends the process
             os.kill(os.getpid(), number)
-        return {}
+        return {"eval_loss": 3.5}
 
     config = write_config(tmp_path)
     monkeypatch.setattr(Evaluation, "run", interrupted)
     assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_RESUMABLE
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
-    latest = checkpoints.latest_step
-    checkpoints.close()
-    assert latest == max(losses(tmp_path / "run"))
+    with contextlib.closing(checkpoints):
+        assert checkpoints.latest_step == max(losses(tmp_path / "run")) == 3
+        record = checkpoints.record(3)
+    assert record["metrics"] == {"eval_loss": 3.5} and record["pending"] == []
 
 
 def test_an_interrupted_evaluation_is_finished_by_the_next_process(
