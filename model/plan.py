@@ -90,17 +90,28 @@ class ExecutionPlan:
         for choice in dict.fromkeys(choice for _, choice in self.overlap):
             kinds = ", ".join(kind for kind, other in self.overlap if other == choice)
             yield f"overlap {choice.overlap} for {kinds}: {choice.reason}"
-        for layer_type, attention in self._longest().items():
-            yield f"attention {attention.name} for {layer_type}: {attention.reason}"
-        length = max((length for _, length, _ in self.attention), default=0)
-        if length and self.row_order(length) is not None:
-            yield "rows in zigzag order: balances causal ring attention over sp"
+        same: dict[tuple[LayerType, str, str], list[tuple[int, AttentionChoice]]] = {}
+        for kind, length, attention in sorted(self.attention, key=lambda entry: -entry[1]):
+            key = kind, attention.name, attention.backend.name
+            same.setdefault(key, []).append((length, attention))
+        for (kind, name, _), found in same.items():
+            rows = self._of_lengths([length for length, _ in found])
+            yield f"attention {name} for {kind}{rows and f', rows{rows}'}: {found[0][1].reason}"
+        lengths = dict.fromkeys(length for _, length, _ in self.attention)
+        if zigzag := [length for length in lengths if self.row_order(length) is not None]:
+            rows = self._of_lengths(zigzag)
+            yield f"rows{rows} in zigzag order: balances causal ring attention over sp"
         if self.experts is not None:
-            moe = model.moe
+            moe, chosen = model.moe, self.experts
             yield (
-                f"experts {self.experts.exchange}, {self.experts.grouped_matmul} for "
+                f"experts {chosen.exchange}, {chosen.grouped_matmul} for "
                 f"{sum(model.sparse_layers)} layers of {moe.num_experts}, "
-                f"{moe.num_experts_per_tok} per token ({moe.router}): {self.experts.reason}"
+                f"{moe.num_experts_per_tok} per token ({moe.router}): {chosen.reason}"
+            )
+        if (dropless := self.dropless_experts) is not None and dropless != self.experts:
+            yield (
+                f"experts {dropless.exchange}, {dropless.grouped_matmul} in evaluation and "
+                f"generation, where no token is dropped: {dropless.reason}"
             )
         if model.num_key_value_heads % sizes[self.tp.axis_name]:
             width = 2 * model.num_key_value_heads * model.head_size
@@ -110,9 +121,11 @@ class ExecutionPlan:
                 f"and values, {width * jnp.dtype(model.dtype).itemsize:,} bytes per token and layer"
             )
 
-    def _longest(self) -> AttentionByType:
-        longest = max((length for _, length, _ in self.attention), default=0)
-        return {kind: choice for kind, length, choice in self.attention if length == longest}
+    def _of_lengths(self, lengths: list[int]) -> str:
+        """Return " of N, M tokens", or nothing if these are all planned row lengths."""
+        if len(lengths) == len({length for _, length, _ in self.attention}):
+            return ""
+        return f" of {', '.join(map(str, sorted(lengths)))} tokens"
 
 
 def make_plan(

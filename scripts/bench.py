@@ -135,13 +135,11 @@ def _add_predicted(command: Command) -> None:
     )
     ring.add_argument("--heads", type=at_least_one, default=32, help="query heads")
     ring.add_argument("--kv-heads", type=at_least_one, default=8, help="key and value heads")
-    added = [overlap, ring]
     for name, run, path, topology, text in (
         ("model", bench_model, "llama3_8b_tp8", "v5p:2x2x2", "a whole training step"),
         ("exchange", bench_exchange, "qwen3_30b_a3b_ep16", "v5p:2x2x4", "one sparse layer"),
     ):
         configured = command(name, run, f"predicted time of {text}")
-        added.append(configured)
         default = str(_clone.ROOT / "configs" / f"{path}.yaml")
         configured.add_argument(
             "--config", dest="path", default=default, help="YAML file of the run"
@@ -149,12 +147,6 @@ def _add_predicted(command: Command) -> None:
         configured.add_argument("--topology", default=topology, help="TPU slice")
         configured.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
-        )
-    for one in added:
-        one.add_argument(
-            "--record",
-            type=Path,
-            help="JSON file of earlier predictions: unchanged programs are not compiled again",
         )
 
 

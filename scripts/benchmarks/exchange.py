@@ -1,7 +1,6 @@
 """Predicted time of one sparse layer on a TPU slice that is not here, and the bytes it sends."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,14 +18,10 @@ from training.step import Program
 _EXCHANGES = ("collective-permute", "all-to-all", "ragged-all-to-all")
 
 
-def bench_exchange(
-    path: str, topology: str, overrides: Sequence[str], *, record: Path | None
-) -> dict[str, Any]:
+def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Predict the sparse layer of a configuration, forward and with its derivatives.
 
     Without remat. Unless overridden, with room for an even load (capacity_factor 1).
-
-    record: a file of earlier predictions.
 
     Raises:
         ValueError: The mesh has other permutes or exchanges than those over ep.
@@ -41,9 +36,9 @@ def bench_exchange(
     function, arguments = _sparse_layer(program, shape)
     counted = _counted_bytes(program, shape)
     print(f"{'':33}" + HEADER)
-    compiler, rows = SliceCompiler(topology, program.tp.manager.mesh, record), []
+    compiler, rows = SliceCompiler(topology, program.tp.manager.mesh), []
     for name in PASSES:
-        compiled = compiler.compile_pass("exchange", name, function, arguments)
+        compiled = compiler.compile_pass(name, function, arguments)
         row = {
             "pass": name,
             "sent_bytes": sum(compiled.prediction.bytes_by.get(kind, 0) for kind in _EXCHANGES),

@@ -1,7 +1,6 @@
 """Predicted time and memory of a whole training step on a TPU slice that is not here."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,13 +12,8 @@ from configs.schema import load_config
 from parallel.sharding.devices import absent_devices
 
 
-def bench_model(
-    path: str, topology: str, overrides: Sequence[str], *, record: Path | None
-) -> dict[str, Any]:
-    """Predict the training step of a configuration and print what its time consists of.
-
-    record: a file of earlier predictions.
-    """
+def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Predict the training step of a configuration and print what its time consists of."""
     config = load_config(path, overrides)
     program = build_program(config, absent_devices(topology))
     mesh = program.tp.manager.mesh
@@ -31,10 +25,10 @@ def bench_model(
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
         for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
     }
-    compiler = SliceCompiler(topology, mesh, record)
+    compiler = SliceCompiler(topology, mesh)
     with jax.set_mesh(mesh):
         state = program.abstract_state
-    compiled = compiler.compile("step", program.train_step, [state, batch])
+    compiled = compiler.compile(program.train_step, [state, batch])
     hbm = compiled.temporary_gib + compiled.held_gib
     prediction = compiled.prediction
     flops = config.model.flops_per_token(length) * shape[0] * shape[1] * shape[2]

@@ -86,13 +86,11 @@ def bench_overlap(
     passes: Sequence[Pass],
     size: int,
     dump: Path | None,
-    record: Path | None,
 ) -> dict[str, Any]:
     """Predict every case by every method.
 
     size: the width, and the number of tokens over all devices.
-    dump: a folder for the compiled programs as text; those from a record are not written.
-    record: a file of earlier predictions.
+    dump: a folder for the compiled programs as text.
     """
     rows = []
     if dump is not None:
@@ -103,12 +101,10 @@ def bench_overlap(
         mesh = build_mesh(MeshConfig(tp=len(devices)), devices)
         function, arguments = _block(mesh, case, method, size)
         options = _NO_WINDOWS if method == "xla-plain" else None
-        compiler = SliceCompiler(topology, mesh, record)
-        compiled = compiler.compile_pass(
-            f"{case} {method}", name, function, arguments, options=options
-        )
+        compiler = SliceCompiler(topology, mesh)
+        compiled = compiler.compile_pass(name, function, arguments, options=options)
         label = {"topology": topology, "case": case, "pass": name, "method": method}
-        if dump is not None and compiled.text is not None:
+        if dump is not None:
             file = dump / f"{'_'.join(label.values()).replace(':', '-')}.txt"
             file.write_text(compiled.text)
         print(f"{topology:10} {case:7} {name:8} {method:14}" + compiled.columns, flush=True)

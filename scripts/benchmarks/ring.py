@@ -1,6 +1,5 @@
 """Predicted time of ring attention on a TPU slice that is not here."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,17 +16,15 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
 
-def bench_ring(
-    topology: str, *, length: int, heads: int, kv_heads: int, record: Path | None
-) -> dict[str, Any]:
+def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict[str, Any]:
     """Predict one row of `length` tokens over sp, with the hops unrolled and in a scan.
 
-    head_dim 128, bfloat16, the tokens in zigzag order. record: a file of earlier predictions.
+    head_dim 128, bfloat16, the tokens in zigzag order.
     """
     devices, rows = absent_devices(topology), []
     mesh = build_mesh(MeshConfig(sp=len(devices)), devices)
     manager = PartitionManager(PartitionAxis(), mesh)
-    compiler = SliceCompiler(topology, mesh, record)
+    compiler = SliceCompiler(topology, mesh)
     order = jnp.asarray(zigzag_order(length, len(devices)))
 
     def array(count: int, axes: Any) -> jax.ShapeDtypeStruct:
@@ -46,7 +43,7 @@ def bench_ring(
             return operation(*qkv, inputs=AttentionInputs(q_index_BL=order, kv_index_BT=order))
 
         for name in PASSES:
-            compiled = compiler.compile_pass(f"ring {method}", name, attend, [q, kv, kv])
+            compiled = compiler.compile_pass(name, attend, [q, kv, kv])
             print(f"{topology:10} {name:8} {method:14}" + compiled.columns, flush=True)
             rows.append({"pass": name, "method": method, **compiled.figures})
     return {"bench": "ring", "topology": topology, "rows": rows}

@@ -128,3 +128,17 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
 def test_attention_that_lacks_a_feature_is_refused_before_tracing(overrides, law) -> None:
     with pytest.raises(ValueError, match=re.escape(f"cannot serve this layer or call ({law}")):
         build(MeshConfig(), *overrides)
+
+
+def test_the_plan_names_the_choices_of_shorter_rows_and_of_dropless_experts() -> None:
+    experts = ["model.moe.num_experts=4", "model.moe.num_experts_per_tok=2"]
+    experts += ["model.moe.capacity_factor=1.0", "model.moe.moe_intermediate_size=16"]
+    lengths = "data.sequence_length={0: 16, 8: 32, 16: 2048}", "training.steps=20"
+    _, program = build(MeshConfig(ep=2), *experts, *lengths)
+    lines = [line for line in program.plan.describe() if line.startswith(("attention", "experts"))]
+    assert [re.sub(":.*", "", line) for line in lines] == [
+        "attention flash_attn2 for full_attention, rows of 2048 tokens",
+        "attention vanilla for full_attention, rows of 16, 32 tokens",
+        "experts alltoall, padded for 2 layers of 4, 2 per token (softmax)",
+        "experts alltoall, blocked in evaluation and generation, where no token is dropped",
+    ]

@@ -1,8 +1,7 @@
 """The schedules that libtpu makes of the rings keep hiding communication.
 
-Needs libtpu (`pip install -e ".[plan]"`), not a TPU. Compiling takes minutes, and its result
-depends on the program and on libtpu alone. So golden/predicted/ records the predictions. Only
-programs that changed since are compiled again, or all with another libtpu: commit the new records.
+Needs libtpu (`pip install -e ".[plan]"`), not a TPU. An unrolled ring compiles long, so all but the
+whole model is compiled for small slices: a quarter of the devices, half of the hops and time.
 """
 
 import importlib.util
@@ -26,11 +25,9 @@ pytestmark = [
 FULL_CHUNK = 2 * 1024 * 8192  # bytes of one block: 1024 rows of 8192 bfloat16 features
 
 
-def bench(*arguments: str, record: str | None = None) -> dict:
+def bench(*arguments: str) -> dict:
     """Run a benchmark in a process of its own, because libtpu takes a whole process."""
-    path = ROOT / f"tests/scripts/golden/predicted/{record}.json"
-    options = [] if record is None else ["--record", str(path)]
-    command = [sys.executable, "scripts/bench.py", *arguments, *options]
+    command = [sys.executable, "scripts/bench.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -52,7 +49,6 @@ def test_a_chain_hides_its_hops(topology, case, bounds) -> None:
     result = bench(
         "overlap", "--topologies", topology, "--cases", case,
         "--methods", "xla-plain", "bidirectional",
-        record=f"{case}_{topology.replace(':', '-')}",
     )  # fmt: skip
     rows = {(row["pass"], row["method"]): row for row in result["rows"]}
     for name, (milliseconds, exposed) in bounds.items():
@@ -79,12 +75,12 @@ def test_every_hop_of_a_chain_has_a_matmul_above_it_and_sums_are_fused(tmp_path)
 
 def test_a_training_step_of_llama_3_8b_is_faster_than_the_one_of_maxtext() -> None:
     # The same predictor gives 2715 ms for MaxText's step of this shape on this slice.
-    assert bench("model", record="model")["total_ms"] <= 2350
+    assert bench("model")["total_ms"] <= 2350
 
 
 def test_experts_send_the_counted_bytes_and_chunks_hide_them() -> None:
-    hops = bench("exchange", record="exchange_chunks")["rows"]
-    whole = bench("exchange", "model.moe.exchange_chunks=1", record="exchange_whole")["rows"]
+    hops = bench("exchange")["rows"]
+    whole = bench("exchange", "model.moe.exchange_chunks=1")["rows"]
     for parts, one, limit in zip(hops, whole, (0.32, 0.23), strict=True):
         assert parts["sent_bytes"] == parts["counted_bytes"]
         assert parts["exposed_share"] <= limit < one["exposed_share"]
@@ -94,7 +90,7 @@ def test_ring_attention_hides_its_keys_and_its_memory_halves_with_twice_the_devi
     rows = {
         (topology, row["pass"], row["method"]): row
         for topology in ("v5p:2x2x2", "v5p:2x2x4")
-        for row in bench("ring", "--topology", topology, record="ring")["rows"]
+        for row in bench("ring", "--topology", topology)["rows"]
     }
     assert len(rows) == 8
     for row in rows.values():
