@@ -28,8 +28,8 @@ from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
+from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.distributed import Cluster, find_cluster, initialize, is_cluster
-from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from parallel.planning.sharding_table import render, summary

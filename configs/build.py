@@ -17,13 +17,12 @@ from parallel.linear.choice import Choice, choose_overlap
 from parallel.linear.config import TensorParallelConfig
 from parallel.planning.sharding_table import Row, sharding_table, tensors_of_model, tensors_of_state
 from parallel.sharding.axes import KV_HEAD, TP
-from parallel.sharding.chips import CHIPS
-from parallel.sharding.devices import find_devices
+from parallel.sharding.devices import CHIPS, find_devices
 from parallel.sharding.mesh import build_mesh
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES
-from training.optimizers.registry import make_optimizer
+from training.optimizers import make_optimizer
 from training.schedules import make_schedule
 from training.step import Program
 

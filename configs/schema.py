@@ -31,7 +31,7 @@ from parallel.sharding.residual import DEFAULT_RESIDUAL, RESIDUAL_LAYOUTS
 from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint_policy import CheckpointConfig
 from training.config import RunConfig, TrainingConfig
-from training.optimizers.registry import OPTIMIZERS, OptimizerConfig, check_optimizer
+from training.optimizers import OPTIMIZERS, OptimizerConfig, check_optimizer
 from training.schedules import SCHEDULES
 from training.writers.registry import WRITERS
 

@@ -28,8 +28,7 @@ from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, open_packed_store
 from data.packing import PACK_VERSION, PackedRows, count_bytes
-from data.prepare import StoreJob, prepare
-from data.progress import TokenizationProgress
+from data.prepare import StoreJob, TokenizationProgress, prepare
 from data.store import Store
 from data.tokenization import bind_to_parent
 from data.tokenizers.base import Tokenizer, open_tokenizer

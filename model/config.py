@@ -18,9 +18,18 @@ from pydantic import (
     RootModel,
 )
 
-from model.block_sizes import BlockSizes
 from model.rope import RopeScaling
 from parallel.experts.names import ExchangeMethod, ExpertRule
+
+
+class BlockSizes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
+    """Tokens per block of an attention operation that works in blocks."""
+
+    block_q: PositiveInt | None = None
+    """Queries in a block; null: the operation's default."""
+    block_k: PositiveInt | None = None
+    """Keys in a block; null: the operation's default."""
+
 
 DTypeName = Literal["bfloat16", "float32"]
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]

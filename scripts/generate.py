@@ -17,9 +17,8 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 
 from configs.runs import Run, load_run
-from model.generation.generator import CacheKind, Generator
+from model.generation.generator import CacheKind, Generator, stream_text
 from model.generation.sampling import SamplingConfig
-from model.generation.text import stream_text
 from training.checkpoint_record import CheckpointError
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2

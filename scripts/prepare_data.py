@@ -18,8 +18,14 @@ from configs.reading import ConfigError, apply_overrides, import_plugins, read_t
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig
 from data.packed_store import open_packed_store
-from data.prepare import StoreJob, build, files_key, open_prepared, prepared_folder
-from data.progress import TokenizationProgress
+from data.prepare import (
+    StoreJob,
+    TokenizationProgress,
+    build,
+    files_key,
+    open_prepared,
+    prepared_folder,
+)
 from data.store import Store
 from data.tokenizers.base import Tokenizer, open_tokenizer
 from data.tokenizers.training import ensure_tokenizer

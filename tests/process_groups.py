@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from parallel.cluster import liveness, rendezvous
-from parallel.cluster.config import ClusterConfig
-from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 
 TIME_LIMIT = 60.0  # seconds that anything may take on a busy machine

@@ -11,7 +11,7 @@ from data.chat import register_chat_template
 from data.formats.base import register_format, to_document
 from model.attention.registry import Capabilities, register
 from model.remat import REMAT_POLICIES
-from training.optimizers import registry as optimizers
+from training import optimizers
 from training.schedules import register as register_schedule
 from training.writers import registry as writers
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1
 
-from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_policy import CheckpointConfig, best_steps
 from training.checkpoint_record import (

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from parallel.sharding.chips import CHIPS
+from parallel.sharding.devices import CHIPS
 from training.logs import log
 from training.step import Program
 

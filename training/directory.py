@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 
 

@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
 from data.pipeline import Dataset, explain_change
-from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log

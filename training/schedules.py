@@ -9,7 +9,7 @@ from collections.abc import Callable
 import optax
 
 from registry import Registry
-from training.optimizers.registry import OptimizerConfig
+from training.optimizers import OptimizerConfig
 
 Factory = Callable[[OptimizerConfig, int, int], optax.Schedule]
 SCHEDULES: Registry[Factory] = Registry("schedule")

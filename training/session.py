@@ -23,13 +23,12 @@ from training.directory import (
     move_aside,
     run_directory,
 )
-from training.evaluation import Evaluation
+from training.evaluation import Evaluation, GenerateText, Sampling
 from training.goodput import Goodput
 from training.health import ExpertHealth
 from training.logs import log, logging_to, replace_text
 from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer, describe_process, log_config_changes
-from training.sampling import GenerateText, Sampling
 from training.spikes import SpikeHandler
 from training.step import Program
 from training.stragglers import StragglerMonitor

@@ -24,7 +24,7 @@ from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.axes import TokenSharding
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
-from training.optimizers.registry import tree_where
+from training.optimizers import tree_where
 
 Batch = dict[str, jax.Array]
 

@@ -18,13 +18,12 @@ from training.agreement import StepAgreement, StepCoordinator
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
 from training.config import TrainingConfig
-from training.evaluation import Evaluation
+from training.evaluation import Evaluation, Sampling
 from training.goodput import Goodput
 from training.logs import log, peak_memory
 from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer
 from training.runner import StepRunner
-from training.sampling import Sampling
 from training.spikes import Rollback, SpikeHandler
 from training.step import Program, TrainState
 from training.stragglers import StragglerMonitor

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
 from model.attention.registry import backends_of
-from model.block_sizes import BlockSizes
+from model.config import BlockSizes
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import context_mesh, mesh_from_dict, mesh_to_dict
 from parallel.sharding.partition import PartitionAxis, PartitionManager, refuse_unknown_keys

@@ -7,7 +7,7 @@ after it has dispatched the next step.
 Letters: B rows, L prompt tokens, S stop ids, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -241,3 +241,20 @@ def _step(
     continues_B = (counts_B > 0) & ~jnp.any(drawn_B[:, None] == stops_S, axis=-1)
     replicated_B = jax.sharding.reshard(drawn_B, P(None))
     return _StepResult(cache, drawn_B, replicated_B, continues_B.astype(jnp.int32))
+
+
+def stream_text(
+    decode: Callable[[np.ndarray], str], prompt: np.ndarray, tokens: Iterable[int]
+) -> Iterator[str]:
+    """Yield the text of the prompt and of every token that follows, in pieces to concatenate.
+
+    decode: turns ids into text, with U+FFFD for an incomplete character. Bytes of an incomplete
+    character are held back until the next tokens complete it.
+    """
+    ids, shown = [int(i) for i in prompt], 0
+    for token in tokens:
+        ids.append(token)
+        text = decode(np.asarray(ids)).rstrip("\N{REPLACEMENT CHARACTER}")
+        yield text[shown:]
+        shown = max(shown, len(text))
+    yield decode(np.asarray(ids))[shown:]

@@ -1,4 +1,4 @@
-"""Timeouts of a run with several processes."""
+"""Timeouts of a run with several processes, its error, and the exit codes that scripts read."""
 
 from pydantic import BaseModel, PositiveInt
 
@@ -15,3 +15,21 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     stall_timeout: PositiveInt = 1800
     """Time without progress after which the run exits: the longest training step, compilation or
     save of any process."""
+
+
+EXIT_MISMATCH = 2
+"""Processes were started with different inputs; a restart does not help."""
+EXIT_PROCESS_LOST = 76
+"""A process died, hung or never connected; restart all of them."""
+
+
+class ProcessGroupError(Exception):
+    """The processes of a run cannot continue together.
+
+    Attributes:
+        exit_code: The code with which every process exits.
+    """
+
+    def __init__(self, reason: str, exit_code: int = EXIT_PROCESS_LOST):
+        super().__init__(reason)
+        self.exit_code = exit_code

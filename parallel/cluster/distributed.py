@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import jax
 from jax._src import clusters
 
-from parallel.cluster.config import ClusterConfig
-from parallel.cluster.errors import EXIT_MISMATCH, EXIT_PROCESS_LOST
+from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ClusterConfig
 from parallel.cluster.process_group import ProcessGroup
-from parallel.sharding.simulation import prevent_deadlocks, simulate_cpu_devices
+from parallel.sharding.devices import prevent_deadlocks
 
 MAX_CLOCK_SKEW = 30.0
 """Seconds by which the clocks of hosts may differ: their logs are read side by side."""
@@ -84,7 +83,7 @@ def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Pro
     _check_clocks(group)
     share = os.environ.get("JAX_NUM_CPU_DEVICES") or num_devices // cluster.num_processes
     prevent_deadlocks()
-    simulate_cpu_devices(int(share))
+    jax.config.update("jax_num_cpu_devices", int(share))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if jax.config.values["jax_platforms"] == "cpu":
         _silence_gloo()

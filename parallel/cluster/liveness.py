@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.cluster.config import ClusterConfig
+from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig
 from parallel.cluster.connection import Connection
-from parallel.cluster.errors import EXIT_PROCESS_LOST
 
 HEARTBEAT_SECONDS = 1.0
 

@@ -19,8 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from parallel.cluster.config import ClusterConfig
-from parallel.cluster.errors import EXIT_MISMATCH, ProcessGroupError
+from parallel.cluster.config import EXIT_MISMATCH, ClusterConfig, ProcessGroupError
 from parallel.cluster.liveness import LivenessMonitor, Peer
 from parallel.cluster.rendezvous import Member, Rendezvous, connect_to_primary
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
+from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.connection import Connection
-from parallel.cluster.errors import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
 
 _HELLO_SECONDS = 1.0  # from accepting a connection to its hello
 _RETRY_SECONDS = 0.1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallel.linear.collective_matmul import Overlap
-from parallel.sharding.chips import Chip
+from parallel.sharding.devices import Chip
 
 OverlapChoice = Literal[Overlap, "auto"]
 """`Overlap`, or `auto`: chosen for each kind of linear."""

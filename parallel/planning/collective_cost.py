@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from parallel.planning.hlo import Collective, CrossSlice, Instruction
 from parallel.planning.links import Coords, Link, link_loads
-from parallel.sharding.chips import Chip
+from parallel.sharding.devices import Chip
 
 _HOP_LATENCY = 1e-6  # seconds per hop
 

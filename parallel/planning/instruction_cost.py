@@ -3,7 +3,7 @@
 import math
 
 from parallel.planning.hlo import Computation, HloModule, Instruction
-from parallel.sharding.chips import Chip
+from parallel.sharding.devices import Chip
 
 _MATMUL_EFFICIENCY = 0.88  # of peak: the compiler's own estimate of a bfloat16 matmul of side 8192
 _ATTENTION_EFFICIENCY = 0.5  # of peak; Pallas attention has no estimate of its own

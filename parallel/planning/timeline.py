@@ -16,13 +16,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from parallel.planning.collective_cost import CollectiveCost, Resource, TransferCost
-from parallel.planning.hlo import COLLECTIVES, Collective, Computation, HloModule, Instruction
+from parallel.planning.hlo import (
+    COLLECTIVES,
+    Collective,
+    Computation,
+    HloModule,
+    Instruction,
+    trip_count,
+)
 from parallel.planning.hlo_parser import parse_hlo
 from parallel.planning.instruction_cost import InstructionCost
 from parallel.planning.links import Coords
 from parallel.planning.prediction import Ledger, Prediction, Section, summarise
-from parallel.planning.trip_count import trip_count
-from parallel.sharding.chips import Chip
+from parallel.sharding.devices import Chip
 
 _DMA_STARTS = frozenset(
     {"copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start"}
@@ -36,7 +42,7 @@ def predict(
 
     Args:
         text: `compiled.as_text()` of a TPU program. With several slices each runs the same program.
-        chip: The figures of the device; a TPU of `parallel.sharding.chips.CHIPS`.
+        chip: The figures of the device; a TPU of `parallel.sharding.devices.CHIPS`.
         torus: The sides of the first slice, (2, 2, 2) for v5p:2x2x2; collectives that the compiler
             spreads over several sides get the links of all.
         places: `links.chip_coords(mesh.devices.flat)` of the first slice, so that permutes take
@@ -48,7 +54,7 @@ def predict(
     if not (chip.clock_hz and chip.ici_bandwidth and chip.hbm_bandwidth):
         raise ValueError(
             f"chip {chip} has no clock or no links, which the prediction needs; use a TPU of "
-            "parallel.sharding.chips.CHIPS"
+            "parallel.sharding.devices.CHIPS"
         )
     module = parse_hlo(text)
     if places and len(places) != module.num_partitions:

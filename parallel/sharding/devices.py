@@ -1,4 +1,4 @@
-"""The devices of a run: accelerators, simulated CPU devices, or a TPU that is not attached."""
+"""Devices of a run, attached, simulated on the CPU or absent, and data-sheet figures of chips."""
 
 import os
 import re
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import jax
 from jax.experimental import topologies
-
-from parallel.sharding.simulation import prevent_deadlocks, simulate_cpu_devices
 
 
 def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
@@ -24,7 +22,7 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
     # JAX_NUM_CPU_DEVICES may ask for enough already.
     if is_alone and jax.config.values["jax_num_cpu_devices"] < num_devices:
         try:
-            simulate_cpu_devices(num_devices)
+            jax.config.update("jax_num_cpu_devices", num_devices)
         except RuntimeError as error:
             raise ValueError(
                 f"the mesh needs {num_devices} CPU devices, but jax already started with "
@@ -111,3 +109,68 @@ def absent_devices(topology: str) -> list[jax.Device]:
             f"topology {topology}: {str(error).splitlines()[0]}; install libtpu by "
             'pip install -e ".[plan]" and name a slice like v5p:2x2x2 or v5e:2x4'
         ) from error
+
+
+# XLA:CPU runs every simulated device on one shared thread pool, and a collective blocks its thread
+# until all devices have joined it. With the default scheduler, collectives that do not depend on
+# each other may start in a different order on different devices: one device then waits in an
+# all-gather while the others wait in an all-reduce, and the program never ends. A larger thread
+# pool makes this rarer but does not prevent it. Scheduling for least memory fixes one order for all
+# devices. The timeouts are for machines with more simulated devices than cores: a device
+# that has not had its turn yet is not stuck. XLA's own defaults are 20 and 40 seconds.
+_XLA_OPTIONS = {
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": "600",
+    "xla_cpu_collective_call_terminate_timeout_seconds": "3600",
+}
+
+
+def prevent_deadlocks() -> None:
+    """Add the XLA options to XLA_FLAGS; call it before a jax backend starts.
+
+    Child processes inherit them. Options that the user has set stay. Nothing is added where
+    JAX_PLATFORMS excludes the CPU, because XLA refuses to start with an option that it does not
+    know. The names were checked with jax 0.10.2 and 0.12.0.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and "cpu" not in platforms.split(","):
+        return
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    present = {flag.lstrip("-").partition("=")[0] for flag in flags}
+    added = [f"--{name}={value}" for name, value in _XLA_OPTIONS.items() if name not in present]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, *added])
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Data-sheet figures of one device as jax counts devices."""
+
+    peak_flops: float
+    """Dense bfloat16 FLOP/s."""
+    hbm_bandwidth: float = 0.0
+    """Bytes/s of device memory."""
+    ici_bandwidth: float = 0.0
+    """Bytes/s in one direction of one link to a torus neighbour; 0: no torus."""
+    clock_hz: float = 0.0
+    """Clock in which the compiler counts cycles: peak / (MXUs * 128 * 128 * 2); 0: it does not."""
+    wrap: int = 0
+    """Sides of a slice that are a multiple of this have wrap-around links; 0: no side has them."""
+    dcn_bandwidth: float = 0.0
+    """Bytes/s in one direction to other slices, as this device's share of its host; 0: unknown."""
+
+
+# Keys are jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages). Links: the
+# table of "How to Scale Your Model" (jax-ml.github.io/scaling-book), 45 and 90 GB/s, where Google's
+# pages give a nominal 50 and 100. GPU: NVIDIA A100, H100 SXM and H200 data sheets, dense figures.
+# All read in November 2026. wrap: v4 and v5p slices are cubes of 4 with optical faces; v5e and v6e
+# wrap at the 16 of a pod, and libtpu 0.0.42 refuses any other size for v5e. DCN: Google's pages
+# give 6.4 and 25.6 Tbit/s per pod of 256 (v5e, v6e); v4 and v5p: the book's 25 GB/s per host of 4.
+CHIPS: dict[str, Chip] = {
+    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4, 6.25e9),
+    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9, 16, 3.125e9),
+    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9, 4, 6.25e9),
+    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9, 16, 12.5e9),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12),
+    "NVIDIA H200": Chip(989e12, 4.8e12),
+}

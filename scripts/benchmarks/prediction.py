@@ -13,8 +13,7 @@ import jax
 from parallel.planning.links import chip_coords
 from parallel.planning.prediction import Prediction
 from parallel.planning.timeline import predict
-from parallel.sharding.chips import CHIPS, Chip
-from parallel.sharding.devices import absent_devices, read_topology
+from parallel.sharding.devices import CHIPS, Chip, absent_devices, read_topology
 
 Pass = Literal["fwd", "fwd+bwd"]
 PASSES: tuple[Pass, ...] = get_args(Pass)

@@ -15,8 +15,7 @@ from conftest import MESHES, ROOT
 
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.cluster.config import ClusterConfig
-from parallel.cluster.errors import ProcessGroupError
+from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import Checkpoints

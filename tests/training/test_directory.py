@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from parallel.cluster.config import ClusterConfig
-from parallel.cluster.errors import EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training.directory import check_shared_filesystem, locked_run, move_aside
 

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from configs.build import build_program
 from configs.schema import load_config
-from training import schedules
-from training.optimizers import registry
-from training.optimizers.registry import OPTIMIZERS, OptimizerConfig, decays, make_optimizer
+from training import optimizers, schedules
+from training.optimizers import OPTIMIZERS, OptimizerConfig, decays, make_optimizer
 from training.schedules import SCHEDULES, make_schedule
 
 PEAK = 3e-3
@@ -179,7 +178,7 @@ def fresh_registries():
 def test_a_registered_optimizer_gets_its_options_and_keeps_its_state_on_a_bad_step(
     fresh_registries,
 ):
-    @registry.register("toy")
+    @optimizers.register("toy")
     def toy(config, schedule, *, momentum=0.5):
         return optax.chain(optax.trace(momentum), optax.scale_by_learning_rate(schedule))
 

@@ -15,7 +15,7 @@ from configs.schema import load_config
 from data.batch import read_row
 from data.packing import TokenSpans, pack_split
 from parallel.sharding.mesh import MeshConfig
-from training.optimizers.registry import OptimizerConfig, decays
+from training.optimizers import OptimizerConfig, decays
 from training.step import Program, TrainState, init_ema, update_ema
 
 LENGTH, ROWS = 16, 8

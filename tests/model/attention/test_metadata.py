@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention.metadata import AttnShardingRules, Layout, OperationMetadata
 from model.attention.registry import operation_names
-from model.block_sizes import BlockSizes
+from model.config import BlockSizes
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager

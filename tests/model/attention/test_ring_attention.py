@@ -28,8 +28,7 @@ from model.attention.pallas import flash as pallas_flash
 from model.attention.ring import key_offsets, ring_attention, ring_by_kernels, zigzag_order
 from model.attention.ulysses import ulysses_attention
 from parallel.planning.timeline import predict
-from parallel.sharding.chips import CHIPS
-from parallel.sharding.devices import absent_devices
+from parallel.sharding.devices import CHIPS, absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 B, L, H, K = 2, 32, 8, 2

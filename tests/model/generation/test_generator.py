@@ -10,9 +10,10 @@ import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
 
+from data.tokenizers.byte_level import ByteTokenizer
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
-from model.generation.generator import Generator, _step, bucket_length
+from model.generation.generator import Generator, _step, bucket_length, stream_text
 from model.generation.sampling import SamplingConfig
 from model.plan import make_plan
 from model.rope import RopeScaling
@@ -216,3 +217,12 @@ def test_unknown_token_ids_are_refused() -> None:
     for token in (-1, CONFIG.vocab_size):
         with pytest.raises(ValueError, match=r"token ids from .*; use 0 to 63"):
             write("one", [np.array([1, token])], max_new_tokens=1)
+
+
+def test_incomplete_characters_of_streamed_text_wait_for_their_last_byte() -> None:
+    def stream(tokens) -> list[str]:
+        return list(stream_text(ByteTokenizer().decode, np.array([104]), tokens))
+
+    pieces = stream("aé→z".encode())
+    assert "".join(pieces) == "haé→z" and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "".join(stream([0xC3])) == "h\N{REPLACEMENT CHARACTER}"

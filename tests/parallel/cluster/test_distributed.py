@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from parallel.cluster import distributed
-from parallel.cluster.config import ClusterConfig
+from parallel.cluster.config import EXIT_MISMATCH, ClusterConfig, ProcessGroupError
 from parallel.cluster.distributed import (
     MAX_CLOCK_SKEW,
     Cluster,
@@ -16,7 +16,6 @@ from parallel.cluster.distributed import (
     initialize,
     is_cluster,
 )
-from parallel.cluster.errors import EXIT_MISMATCH, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 
 SLURM = {
@@ -105,9 +104,6 @@ def start_calls(monkeypatch) -> list[Any]:
         raise Started
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    monkeypatch.setattr(
-        distributed, "simulate_cpu_devices", lambda n: calls.append(("jax_num_cpu_devices", n))
-    )
     monkeypatch.setattr(distributed, "_silence_gloo", lambda: None)
     monkeypatch.setattr(jax.config, "update", lambda name, value: calls.append((name, value)))
     return calls

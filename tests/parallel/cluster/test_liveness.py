@@ -8,7 +8,7 @@ import pytest
 from process_groups import HOST, shut_down, timeouts, wait_until
 
 from parallel.cluster import liveness
-from parallel.cluster.errors import EXIT_PROCESS_LOST
+from parallel.cluster.config import EXIT_PROCESS_LOST
 from parallel.cluster.process_group import ProcessGroup
 
 

@@ -8,7 +8,7 @@ import pytest
 from process_groups import HOST
 
 from parallel.cluster import process_group
-from parallel.cluster.errors import EXIT_MISMATCH, EXIT_PROCESS_LOST
+from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST
 from parallel.cluster.process_group import ProcessGroup
 
 

@@ -9,7 +9,7 @@ import pytest
 from process_groups import HOST, TIME_LIMIT, Processes, timeouts, wait_until
 
 from parallel.cluster import rendezvous
-from parallel.cluster.errors import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 
 HELLO_OF_1 = b'{"process_id": 1, "num_processes": 3, "host": "h", "payload": {}, "clock": 0.0}\n'

@@ -3,7 +3,7 @@
 import pytest
 
 from parallel.linear.choice import RingShape, choose_overlap
-from parallel.sharding.chips import CHIPS, Chip
+from parallel.sharding.devices import CHIPS, Chip
 
 V5P, V5E = CHIPS["TPU v5"], CHIPS["TPU v5 lite"]
 

@@ -16,8 +16,8 @@ from hlo_text import (
     vector,
 )
 
+from parallel.planning.hlo import trip_count
 from parallel.planning.hlo_parser import parse_hlo
-from parallel.planning.trip_count import trip_count
 
 
 def test_the_matmuls_between_a_start_and_its_done_hide_a_transfer() -> None:

@@ -17,7 +17,7 @@ from configs.schema import load_config
 from parallel.planning.hlo_parser import parse_hlo
 from parallel.planning.prediction import Prediction
 from parallel.planning.timeline import predict
-from parallel.sharding.chips import CHIPS, Chip
+from parallel.sharding.devices import CHIPS, Chip
 
 # One cycle is a microsecond; a megabyte takes 4 ms to another slice.
 CHIP = Chip(1e12, hbm_bandwidth=1e9, ici_bandwidth=1e9, clock_hz=1e6, dcn_bandwidth=0.25e9)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from parallel.planning.prediction import Prediction
 from parallel.planning.timeline import predict
-from parallel.sharding.chips import CHIPS, Chip
+from parallel.sharding.devices import CHIPS, Chip
 
 # One cycle is a microsecond; a megabyte takes a millisecond over HBM or one link one way.
 CHIP = Chip(peak_flops=1e12, hbm_bandwidth=1e9, ici_bandwidth=1e9, clock_hz=1e6)

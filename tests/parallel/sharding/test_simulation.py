@@ -1,7 +1,7 @@
 """Simulated meshes must never hang: programs are compiled here as users compile them.
 
 The other tests compile without optimisation, which hides the deadlock that
-`parallel/sharding/simulation.py` prevents. So these steps run in a process of their own.
+`parallel/sharding/devices.py` prevents. So these steps run in a process of their own.
 """
 
 import os

@@ -1,5 +1,0 @@
-"""Optimizers by name; importing the package registers the built-in one."""
-
-from training.optimizers import adamw
-
-__all__ = ["adamw"]
