@@ -46,7 +46,7 @@ def _code_hash(plugins: Sequence[str]) -> str:
     for name in plugins:
         source = inspect.getsource(importlib.import_module(name))
         digest.update(f"{name}\0{source}\0".encode())
-    files = [*_ROOT.glob("train.py"), *(p for room in _ROOMS for p in (_ROOT / room).rglob("*.py"))]
+    files = [*_ROOT.glob("*.py"), *(p for room in _ROOMS for p in (_ROOT / room).rglob("*.py"))]
     for path in sorted(files):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

@@ -120,13 +120,6 @@ def _add_predicted(command: Command) -> None:
     overlap.add_argument(
         "--size", type=at_least_one, default=8192, help="width, and tokens over all devices"
     )
-    overlap.add_argument(
-        "--passes",
-        nargs="+",
-        default=list(PASSES),
-        choices=PASSES,
-        help="with or without gradients",
-    )
     overlap.add_argument("--dump", type=Path, help="folder for the compiled programs as text")
     ring = command("ring", bench_ring, "predicted time of ring attention")
     ring.add_argument("--topology", default="v5p:2x2x2", help="TPU slice")
@@ -135,6 +128,7 @@ def _add_predicted(command: Command) -> None:
     )
     ring.add_argument("--heads", type=at_least_one, default=32, help="query heads")
     ring.add_argument("--kv-heads", type=at_least_one, default=8, help="key and value heads")
+    with_passes = [overlap, ring]
     for name, run, path, topology, text in (
         ("model", bench_model, "llama3_8b_tp8", "v5p:2x2x2", "a whole training step"),
         ("exchange", bench_exchange, "qwen3_30b_a3b_ep16", "v5p:2x2x4", "one sparse layer"),
@@ -147,6 +141,15 @@ def _add_predicted(command: Command) -> None:
         configured.add_argument("--topology", default=topology, help="TPU slice")
         configured.add_argument(
             "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        )
+    with_passes.append(configured)  # the last: one sparse layer
+    for one in with_passes:
+        one.add_argument(
+            "--passes",
+            nargs="+",
+            default=list(PASSES),
+            choices=PASSES,
+            help="with or without gradients",
         )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.prediction import HEADER, PASSES, SliceCompiler
+from benchmarks.prediction import HEADER, Pass, SliceCompiler
 from configs.build import build_program
 from configs.schema import load_config
 from model.moe import MoE
@@ -18,7 +18,9 @@ from training.step import Program
 _EXCHANGES = ("collective-permute", "all-to-all", "ragged-all-to-all")
 
 
-def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
+def bench_exchange(
+    path: str, topology: str, overrides: Sequence[str], *, passes: Sequence[Pass]
+) -> dict[str, Any]:
     """Predict the sparse layer of a configuration, forward and with its derivatives.
 
     Without remat. Unless overridden, with room for an even load (capacity_factor 1).
@@ -37,7 +39,7 @@ def bench_exchange(path: str, topology: str, overrides: Sequence[str]) -> dict[s
     counted = _counted_bytes(program, shape)
     print(f"{'':33}" + HEADER)
     compiler, rows = SliceCompiler(topology, program.tp.manager.mesh), []
-    for name in PASSES:
+    for name in passes:
         compiled = compiler.compile_pass(name, function, arguments)
         row = {
             "pass": name,

@@ -1,11 +1,12 @@
 """Predicted time of ring attention on a TPU slice that is not here."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.prediction import HEADER, PASSES, SliceCompiler
+from benchmarks.prediction import HEADER, Pass, SliceCompiler
 from model.attention.api import OperationRegistry
 from model.attention.mask import AttentionInputs
 from model.attention.metadata import OperationMetadata
@@ -16,7 +17,9 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
 
-def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict[str, Any]:
+def bench_ring(
+    topology: str, *, length: int, heads: int, kv_heads: int, passes: Sequence[Pass]
+) -> dict[str, Any]:
     """Predict one row of `length` tokens over sp, with the hops unrolled and in a scan.
 
     head_dim 128, bfloat16, the tokens in zigzag order.
@@ -42,7 +45,7 @@ def bench_ring(topology: str, *, length: int, heads: int, kv_heads: int) -> dict
         def attend(*qkv: jax.Array, operation: Any = operation) -> jax.Array:
             return operation(*qkv, inputs=AttentionInputs(q_index_BL=order, kv_index_BT=order))
 
-        for name in PASSES:
+        for name in passes:
             compiled = compiler.compile_pass(name, attend, [q, kv, kv])
             print(f"{topology:10} {name:8} {method:14}" + compiled.columns, flush=True)
             rows.append({"pass": name, "method": method, **compiled.figures})

@@ -48,6 +48,7 @@ def sources(tmp_path, monkeypatch) -> Path:
         lambda root: (root / "model/attention/ring.py").write_text("# model/attention/ring.py\n "),
         lambda root: (root / "data/rows.py").rename(root / "data/row.py"),
         lambda root: (root / "data/more.py").touch(),
+        lambda root: (root / "registry.py").touch(),
         lambda root: (root / "model/layers.py").unlink(),
     ],
 )

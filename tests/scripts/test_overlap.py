@@ -1,7 +1,7 @@
 """The schedules that libtpu makes of the rings keep hiding communication.
 
-Needs libtpu (`pip install -e ".[plan]"`), not a TPU. An unrolled ring compiles long, so all but the
-whole model is compiled for small slices: a quarter of the devices, half of the hops and time.
+Needs libtpu (`pip install -e ".[plan]"`), not a TPU. Unrolled rings compile long, so most
+programs are compiled with derivatives only, which include the forward pass.
 """
 
 import importlib.util
@@ -36,34 +36,32 @@ def bench(*arguments: str) -> dict:
 # Upper bounds of the predicted milliseconds and of their exposed share: 3 % above the result of
 # libtpu 0.0.42.1, November 2026. The compiler's own best must be slower.
 @pytest.mark.parametrize(
-    ("topology", "case", "bounds"),
+    ("topology", "case", "milliseconds", "exposed"),
     [
-        ("v5p:2x2x2", "silu", {"fwd": (2.68, 0.10), "fwd+bwd": (7.73, 0.06)}),
-        ("v5p:2x2x2", "qkv", {"fwd": (0.91, 0.45), "fwd+bwd": (2.54, 0.32)}),
-        ("v5p:2x2x2", "o", {"fwd": (1.10, 0.52), "fwd+bwd": (1.99, 0.38)}),
-        ("v5e:2x4", "swiglu", {"fwd": (8.67, 0.04), "fwd+bwd": (27.2, 0.02)}),
-        ("v5e:2x4", "qkv", {"fwd": (1.66, 0.40), "fwd+bwd": (4.14, 0.02)}),
+        ("v5p:2x2x2", "silu", 7.73, 0.06),
+        ("v5p:2x2x2", "qkv", 2.54, 0.32),
+        ("v5p:2x2x2", "o", 1.99, 0.38),
+        ("v5e:2x4", "swiglu", 27.2, 0.02),
     ],
 )
-def test_a_chain_hides_its_hops(topology, case, bounds) -> None:
-    result = bench(
-        "overlap", "--topologies", topology, "--cases", case,
+def test_a_chain_hides_its_hops(topology, case, milliseconds, exposed) -> None:
+    rows = bench(
+        "overlap", "--topologies", topology, "--cases", case, "--passes", "fwd+bwd",
         "--methods", "xla-plain", "bidirectional",
-    )  # fmt: skip
-    rows = {(row["pass"], row["method"]): row for row in result["rows"]}
-    for name, (milliseconds, exposed) in bounds.items():
-        ring = rows[name, "bidirectional"]
-        assert ring["total_ms"] <= milliseconds
-        assert ring["exposed_ms"] <= exposed * ring["total_ms"]
-        assert ring["total_ms"] < rows[name, "xla-plain"]["total_ms"]
-        assert ring["compile_seconds"] < 120  # 5 to 40 on one idle core
+    )["rows"]  # fmt: skip
+    plain, ring = rows
+    assert ring["total_ms"] <= milliseconds
+    assert ring["exposed_ms"] <= exposed * ring["total_ms"]
+    assert ring["total_ms"] < plain["total_ms"]
+    assert ring["compile_seconds"] < 120  # 5 to 40 on one idle core
 
 
 def test_every_hop_of_a_chain_has_a_matmul_above_it_and_sums_are_fused(tmp_path) -> None:
-    bench(
+    (row,) = bench(
         "overlap", "--topologies", "v5p:2x2x2", "--cases", "silu", "--methods", "bidirectional",
         "--passes", "fwd", "--dump", str(tmp_path),
-    )  # fmt: skip
+    )["rows"]  # fmt: skip
+    assert row["total_ms"] <= 2.68 and row["exposed_ms"] <= 0.10 * row["total_ms"]
     compiled = parse_hlo((tmp_path / "v5p-2x2x2_silu_fwd_bidirectional.txt").read_text())
     pairs = async_pairs(compiled)
     assert len(pairs) == 2 * 7
@@ -79,26 +77,27 @@ def test_a_training_step_of_llama_3_8b_is_faster_than_the_one_of_maxtext() -> No
 
 
 def test_experts_send_the_counted_bytes_and_chunks_hide_them() -> None:
-    hops = bench("exchange")["rows"]
-    whole = bench("exchange", "model.moe.exchange_chunks=1")["rows"]
-    for parts, one, limit in zip(hops, whole, (0.32, 0.23), strict=True):
-        assert parts["sent_bytes"] == parts["counted_bytes"]
-        assert parts["exposed_share"] <= limit < one["exposed_share"]
+    ((hops,), (whole,)) = (
+        bench("exchange", *chunks, "--passes", "fwd+bwd")["rows"]
+        for chunks in ([], ["model.moe.exchange_chunks=1"])
+    )
+    assert hops["sent_bytes"] == hops["counted_bytes"]
+    assert hops["exposed_share"] <= 0.23 < whole["exposed_share"]
 
 
 def test_ring_attention_hides_its_keys_and_its_memory_halves_with_twice_the_devices() -> None:
-    rows = {
-        (topology, row["pass"], row["method"]): row
-        for topology in ("v5p:2x2x2", "v5p:2x2x4")
-        for row in bench("ring", "--topology", topology)["rows"]
-    }
-    assert len(rows) == 8
-    for row in rows.values():
-        assert row["kernels_ms"] > row["total_ms"] / 2
-        assert row["exposed_share"] <= 0.05
-    for key in (("fwd", "unrolled"), ("fwd+bwd", "unrolled"), ("fwd+bwd", "scan")):
-        eight, sixteen = (rows[t, *key]["temporary_gib"] for t in ("v5p:2x2x2", "v5p:2x2x4"))
-        assert sixteen <= 0.6 * eight
+    four, eight = (
+        {
+            row["method"]: row
+            for row in bench("ring", "--topology", slice, "--passes", "fwd+bwd")["rows"]
+        }
+        for slice in ("v5p:2x2x1", "v5p:2x2x2")
+    )
+    for method in ("unrolled", "scan"):
+        for rows in (four, eight):
+            assert rows[method]["kernels_ms"] > rows[method]["total_ms"] / 2
+            assert rows[method]["exposed_share"] <= 0.05
+        assert eight[method]["temporary_gib"] <= 0.6 * four[method]["temporary_gib"]
 
 
 FLASH = """
