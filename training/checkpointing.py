@@ -1,6 +1,7 @@
 """Checkpointing of a training run: when to save, what the record says, how a run ends."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,23 @@ from training.spikes import TrainingError
 from training.step import TrainState
 
 
+@dataclass
 class Checkpointing:
-    """Saves the state on schedule, on request and after a failed save.
+    """Saves the state on schedule, on request and after a failed save."""
 
-    Args:
-        checkpoints: the checkpoints of the run directory.
-        schedule: cadence of saves.
-        dataset: its order and position belong to the record.
-        process: description of this process for the record.
-        directory: run directory.
-        goodput: ledger of wall time.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        schedule: SaveSchedule,
-        *,
-        dataset: Dataset,
-        process: Mapping[str, Any],
-        directory: Path,
-        goodput: Goodput,
-    ):
-        self._checkpoints, self._schedule, self._dataset = checkpoints, schedule, dataset
-        self._process, self._directory, self._goodput = process, directory, goodput
-
-    def wants_save(self, step: int) -> bool:
-        """Return whether this process asks all processes for a save."""
-        return self._schedule.wants_save(step)
+    checkpoints: Checkpoints
+    schedule: SaveSchedule
+    dataset: Dataset
+    """Its order and position belong to the record."""
+    process: Mapping[str, Any]
+    """Description of this process for the record."""
+    directory: Path
+    """Run directory."""
+    goodput: Goodput
 
     def is_due(self, step: int) -> bool:
         """Return whether all processes save after this step, without a request."""
-        return self._schedule.is_due(step) or self._checkpoints.needs_retry(step)
-
-    @property
-    def ended_step(self) -> int | None:
-        """Step whose save has ended in this process and is not yet reported."""
-        return self._checkpoints.ended_step
+        return self.schedule.is_due(step) or self.checkpoints.needs_retry(step)
 
     def save(
         self,
@@ -72,26 +53,18 @@ class Checkpointing:
         Raises:
             TrainingError: the run directory was deleted.
         """
-        if self._checkpoints.group.is_primary and not (self._directory / ".lock").exists():
+        if self.checkpoints.group.is_primary and not (self.directory / ".lock").exists():
             raise TrainingError(
-                f"run.dir={str(self._directory)!r} was deleted during the run; nothing can be "
+                f"run.dir={str(self.directory)!r} was deleted during the run; nothing can be "
                 "saved; start again with another run.dir"
             )
-        self._schedule.saved()
-        record = make_record(resume_point, self._process, self._dataset, step, pending)
-        with self._goodput.spend("checkpoint"):
-            record["goodput"] = self._goodput.seconds
-            return {"save_blocked": self._checkpoints.save(state, step, record, eval_loss)}
-
-    def poll(self, ended_on_all: int | None) -> None:
-        """Report a save that has ended on every process, without waiting."""
-        self._checkpoints.poll(ended_on_all)
+        self.schedule.saved()
+        record = make_record(resume_point, self.process, self.dataset, step, pending)
+        with self.goodput.spend("checkpoint"):
+            record["goodput"] = self.goodput.seconds
+            return {"save_blocked": self.checkpoints.save(state, step, record, eval_loss)}
 
     def finish(self) -> None:
         """Wait for the last save. Raises: CheckpointError if it failed."""
-        self._checkpoints.group.set_phase("the last save")
-        self._checkpoints.finish_last()
-
-    def set_eval_loss(self, step: int, eval_loss: float | None) -> None:
-        """Set the evaluation loss of a step that is already saved."""
-        self._checkpoints.set_eval_loss(step, eval_loss)
+        self.checkpoints.group.set_phase("the last save")
+        self.checkpoints.finish_last()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,24 +16,19 @@ from training.step import Program, TrainState
 from training.writers.registry import MetricsWriter
 
 
+@dataclass
 class Evaluation:
     """Evaluates every `training.eval_every` steps and after the last one."""
 
-    def __init__(
-        self,
-        program: Program,
-        dataset: Dataset,
-        config: TrainingConfig,
-        *,
-        goodput: Goodput,
-        clock: StepClock,
-    ):
-        self._program, self._dataset, self._config = program, dataset, config
-        self._goodput, self._clock = goodput, clock
+    program: Program
+    dataset: Dataset
+    config: TrainingConfig
+    goodput: Goodput
+    clock: StepClock
 
     def is_due(self, step: int) -> bool:
         """Return whether this step is evaluated."""
-        return step == self._config.steps or step % self._config.eval_every == 0
+        return step == self.config.steps or step % self.config.eval_every == 0
 
     def run(self, step: int, state: TrainState) -> dict[str, float]:
         """Return the metrics of the parameters, or of their moving average if there is one.
@@ -40,31 +36,31 @@ class Evaluation:
         `eval_loss` in nats per token and `eval_bits_per_byte` of text over all sources, and
         `eval/SOURCE/...` of each; empty if the held-out split has no token to predict.
         """
-        if not self._dataset.num_eval:
+        if not self.dataset.num_eval:
             return {}
         params = state.params if state.ema is None else state.ema
-        with self._goodput.spend("evaluation"):
+        with self.goodput.spend("evaluation"):
             metrics = self._evaluate(params)
         if metrics:
             self._log(step, metrics)
         else:
             log.warning("step %d  no evaluation: no held-out token to predict", step)
-        self._clock.restart()
+        self.clock.restart()
         return metrics
 
     def _evaluate(self, params: Any) -> dict[str, float]:
         metrics: dict[str, float] = {}
         totals = np.zeros(3)
-        accumulation = self._config.gradient_accumulation
-        batch_size = max(self._dataset.config.batch_sizes) // accumulation
-        for source in self._dataset.sources:
+        accumulation = self.config.gradient_accumulation
+        batch_size = max(self.dataset.config.batch_sizes) // accumulation
+        for source in self.dataset.sources:
             sums = [
-                self._program.eval_step(params, batch)
+                self.program.eval_step(params, batch)
                 for batch in eval_batches(
                     source,
-                    self._program.batch_sharding,
+                    self.program.batch_sharding,
                     batch_size=batch_size,
-                    limit=self._config.eval_batches * accumulation,
+                    limit=self.config.eval_batches * accumulation,
                 )
             ]
             nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
@@ -81,7 +77,7 @@ class Evaluation:
         return metrics
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
-        sources = self._dataset.sources
+        sources = self.dataset.sources
         parts = [
             f"{source.name} {metrics[f'eval/{source.name}/loss']:.4f}"
             for source in sources
@@ -100,33 +96,28 @@ GenerateText = Callable[[Any, str, int], str]
 """(params, prompt, number of tokens) -> text."""
 
 
+@dataclass
 class Sampling:
     """Generates a text every `training.sample_every` steps and at the end of the run."""
 
-    def __init__(
-        self,
-        generate: GenerateText,
-        config: TrainingConfig,
-        *,
-        writers: MetricsWriter,
-        goodput: Goodput,
-        clock: StepClock,
-    ):
-        self._generate, self._config = generate, config
-        self._writers, self._goodput, self._clock = writers, goodput, clock
+    generate: GenerateText
+    config: TrainingConfig
+    writers: MetricsWriter
+    goodput: Goodput
+    clock: StepClock
 
     def is_due(self, step: int) -> bool:
         """Return whether a sample follows this step; the one at the end of the run is apart."""
-        every, last_step = self._config.sample_every, self._config.steps
+        every, last_step = self.config.sample_every, self.config.steps
         return every is not None and step % every == 0 and step < last_step
 
     def run(self, step: int, state: TrainState) -> None:
         """Generate a sample, log it and write it as `sample`."""
-        config = self._config
+        config = self.config
         if not config.sample_tokens:
             return
-        with self._goodput.spend("evaluation"):
-            text = self._generate(state.params, config.sample_prompt, config.sample_tokens)
-        self._writers.write_text(step, "sample", text)
+        with self.goodput.spend("evaluation"):
+            text = self.generate(state.params, config.sample_prompt, config.sample_tokens)
+        self.writers.write_text(step, "sample", text)
         log.info("sample%s:\n%s", "" if step == config.steps else f" at step {step}", text)
-        self._clock.restart()
+        self.clock.restart()

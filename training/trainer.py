@@ -95,7 +95,7 @@ class Trainer:
                     return state, EXIT_RESUMABLE
                 if agreed.save or self.checkpointing.is_due(step):
                     self._save(step, state, eval_loss)
-                self.checkpointing.poll(agreed.finished_save)
+                self.checkpointing.checkpoints.poll(agreed.finished_save)
                 if sample:
                     self.reporter.finish_step()
                     self.sampling.run(step, state)
@@ -116,8 +116,8 @@ class Trainer:
         """Agree with the other processes whether to save or to stop after this step."""
         agreed = self.coordinator.agree_on_step(
             step,
-            finished_save=self.checkpointing.ended_step,
-            wants_save=self.checkpointing.wants_save(step),
+            finished_save=self.checkpointing.checkpoints.ended_step,
+            wants_save=self.checkpointing.schedule.wants_save(step),
         )
         self.reporter.add_metrics(agreed.metrics)
         return agreed
@@ -158,7 +158,7 @@ class Trainer:
         step, pending = self.resume_point.step, self.resume_point.pending
         if "evaluation" in pending:
             evaluated = self.evaluation.run(step, state)
-            self.checkpointing.set_eval_loss(step, evaluated.get("eval_loss"))
+            self.checkpointing.checkpoints.set_eval_loss(step, evaluated.get("eval_loss"))
             self.writers.amend(step, evaluated)
         if "sample" in pending and step < self.config.steps:
             self.sampling.run(step, state)

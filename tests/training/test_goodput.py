@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.goodput import LABELS, Goodput, process_seconds
+from training.goodput import LABELS, Goodput
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,18 +86,6 @@ def test_every_second_has_the_innermost_label(program, begin):
     assert sum(goodput.seconds.values()) == clock.now
 
 
-def test_all_before_the_first_compile_or_step_is_start_up():
-    goodput, clock = ledger()
-    clock.now = 3
-    with goodput.spend("evaluation"):
-        clock.now = 5
-    clock.now = 9
-    with goodput.spend("compile"):
-        clock.now = 10
-    clock.now = 17
-    assert spent(goodput) == {"start_up": 7, "evaluation": 2, "compile": 1, "other": 7}
-
-
 def test_an_exception_ends_the_labels_of_the_contexts_that_it_leaves():
     goodput, clock = ledger()
     with goodput.spend("step"):
@@ -108,23 +96,6 @@ def test_an_exception_ends_the_labels_of_the_contexts_that_it_leaves():
         clock.now = 9
     clock.now = 11
     assert spent(goodput) == {"data_wait": 4, "step": 5, "other": 2}
-
-
-def test_an_unknown_label_is_refused():
-    goodput, clock = ledger()
-    clock.now = 1
-    with pytest.raises(AssertionError, match="complie"), goodput.spend("complie"):
-        pass
-    assert spent(goodput) == {"start_up": 1}
-
-
-def test_the_share_is_the_fraction_of_steps():
-    goodput, clock = ledger()
-    assert goodput.share == 0
-    clock.now = 1
-    with goodput.spend("step"):
-        clock.now = 4
-        assert goodput.share == 0.75
 
 
 def test_the_processes_of_a_run_add_up():
@@ -219,12 +190,6 @@ def test_outside_linux_the_age_counts_from_the_import():
     sleep = "import calendar, contextlib, pathlib, sys, time; time.sleep(0.5); "
     seconds, _ = age_of(sleep + "sys.platform = 'elsewhere'; " + PRINT)
     assert 0 <= seconds < 0.5
-
-
-def test_a_ledger_starts_with_the_process():
-    goodput = Goodput()
-    assert goodput.seconds["start_up"] == pytest.approx(process_seconds(), abs=0.5)
-    assert sum(goodput.seconds.values()) == pytest.approx(process_seconds(), abs=0.5)
 
 
 def test_a_label_costs_less_than_five_microseconds():

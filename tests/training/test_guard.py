@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from conftest import MESHES, ROOT
 from jax import lax
-from pydantic import ValidationError
 
 from configs.build import build_program
 from configs.schema import load_config
@@ -164,14 +163,6 @@ def test_rounding_of_a_constant_loss_is_not_a_spike():
     losses[40], norms[40] = (np.nextafter(x[40], np.float32(9)) for x in (losses, norms))
     _, _, metrics, _ = judged(losses, norms)
     assert 0 < metrics["loss_z"][40] < 0.1 and metrics["grad_z"][40] < 0.1
-
-
-@pytest.mark.parametrize(
-    "values", [{"max_z": 0}, {"max_z": math.inf}, {"max_bad_steps": 0}, {"on_spike": "stop"}]
-)
-def test_invalid_limits_are_refused(values):
-    with pytest.raises(ValidationError, match=next(iter(values))):
-        GuardConfig(**values)
 
 
 LENGTH, ROWS, DECAY = 16, 8, 0.75
