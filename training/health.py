@@ -161,15 +161,15 @@ class ExpertHealth:
 
     def __init__(
         self,
-        layers: Sequence[int],
+        is_sparse: Sequence[bool],
         limits: HealthLimits,
-        *,
         log_every: int,
         last_step: int,
         writers: MetricsWriter,
     ):
-        self._layers, self._log_every, self._last_step = layers, log_every, last_step
-        self._writers, self._watch = writers, HealthWatch(layers, limits)
+        self._layers = [n for n, sparse in enumerate(is_sparse) if sparse]
+        self._log_every, self._last_step = log_every, last_step
+        self._writers, self._watch = writers, HealthWatch(self._layers, limits)
 
     def report(
         self, step: int, arrays: Mapping[str, np.ndarray], *, show: bool = False

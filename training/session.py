@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-from rich.console import Console
 
 from data.pipeline import Dataset
 from parallel.cluster.process_group import ProcessGroup
@@ -16,7 +15,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import SaveSchedule
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
-from training.config import RunSettings, TrainingConfig
+from training.config import RunSettings
 from training.directory import (
     check_shared_filesystem,
     locked_run,
@@ -74,8 +73,8 @@ def open_run(
         if settings.checkpoint.keep_best:
             for step, loss in eval_losses(directory / "metrics.jsonl").items():
                 checkpoints.set_eval_loss(step, loss)
-        steps = settings.training.steps
-        resumer = Resumer(checkpoints, dataset, program.abstract_state, steps)
+        config = settings.training
+        resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
         resume_point = resumer.find()
         if group.is_primary:
             replace_text(directory / "config.yaml", settings.resolved_config)
@@ -84,6 +83,11 @@ def open_run(
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if resume_point.step:
             log_config_changes(checkpoints.record(resume_point.step), settings.resolved_config)
+        # The other processes write log lines alone.
+        names = [name for name in config.writers if group.is_primary or name == "console"]
+        context = WriterContext(
+            directory, config.steps, config.log_every, settings.resolved_config, terminal
+        )
         yield build_trainer(
             program,
             settings,
@@ -92,7 +96,7 @@ def open_run(
             generate=generate,
             stop=stop,
             directory=directory,
-            writers=_open_writers(directory, settings, terminal, group),
+            writers=open_writers(names, context),
         )
 
 
@@ -116,7 +120,8 @@ def build_trainer(
     clock = StepClock(program)
     stragglers = StragglerMonitor(group)
     spikes = SpikeHandler(config.guard, resumer, goodput)
-    experts = _expert_health(program, config, writers)
+    is_sparse = program.config.sparse_layers
+    experts = ExpertHealth(is_sparse, config.health, config.log_every, config.steps, writers)
     mesh = program.tp.manager.mesh.shape
     return Trainer(
         program=program,
@@ -152,31 +157,6 @@ def build_trainer(
         goodput=goodput,
         clock=clock,
     )
-
-
-def _expert_health(
-    program: Program, config: TrainingConfig, writers: MetricsWriter
-) -> ExpertHealth:
-    sparse_layers = [n for n, is_sparse in enumerate(program.config.sparse_layers) if is_sparse]
-    return ExpertHealth(
-        sparse_layers,
-        config.health,
-        log_every=config.log_every,
-        last_step=config.steps,
-        writers=writers,
-    )
-
-
-def _open_writers(
-    directory: Path, settings: RunSettings, terminal: Console | None, group: ProcessGroup
-) -> MetricsWriter:
-    """Open the metrics writers: all on the primary process, log lines alone on the others."""
-    config = settings.training
-    names = config.writers if group.is_primary else [n for n in config.writers if n == "console"]
-    context = WriterContext(
-        directory, config.steps, config.log_every, settings.resolved_config, terminal
-    )
-    return open_writers(names, context)
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
