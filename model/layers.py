@@ -212,7 +212,9 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = cache.write(k, v)
         with jax.named_scope("attention"):
-            spec, metadata = layer_spec(self.config, layer_type, mode), self._metadata()
+            spec = layer_spec(self.config, layer_type, mode)
+            metadata = OperationMetadata.from_config(self.config)
+            metadata = metadata.replace(partition_manager=self.tp.manager)
             sinks_H = self.sinks[...] if self.config.attention_sinks else None
             if cache is not None and mode != MODE_PREFILL:
                 positions_BL = info.positions_BL
@@ -249,18 +251,6 @@ class Attention(nnx.Module):
         frequency_h, factor = rope_frequencies(config.head_size, theta, scaling)
         q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
         return q, k, v
-
-    def _metadata(self) -> OperationMetadata:
-        manager = self.tp.manager
-        return OperationMetadata(
-            runtime_dtype=jnp.dtype(self.config.dtype),
-            sequence_axis_name=manager.partition_axis.sequence_parallel_axis,
-            platform=manager.mesh.devices.flat[0].platform,
-            partition_axis=manager.partition_axis,
-            partition_manager=manager,
-            operation_configs=dict(self.config.operation_configs.overrides()),
-            _stored_mesh=manager.mesh,
-        )
 
     def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
         """Reshape `B L H*h` to `B L H h`: H over tp, or not split if tp does not divide H."""

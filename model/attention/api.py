@@ -64,16 +64,6 @@ class ShardedAttention:
 
     def __init__(self, name: str, backends: Sequence[Backend], metadata: OperationMetadata):
         self.name, self.backends, self.metadata = name, tuple(backends), metadata
-        if metadata.runtime_softmax_dtype != jnp.float32:
-            raise ValueError(
-                f"runtime_softmax_dtype={metadata.runtime_softmax_dtype.name}: every operation "
-                "computes its softmax in float32; leave it out"
-            )
-        if metadata.blocksize_b is not None:
-            raise ValueError(
-                f"blocksize_b={metadata.blocksize_b}: no operation works in blocks of sequences; "
-                "leave it out"
-            )
 
     def get_mode(self, query: Array) -> str:
         """Return MODE_DECODE for rows `B L H h` of a single query, else MODE_TRAIN."""
@@ -152,7 +142,7 @@ class ShardedAttention:
         _check_inputs(inputs, q, k)
         block_q, block_k = self.metadata.block_sizes(self.name)
         spec = replace(spec, block_q=spec.block_q or block_q, block_k=spec.block_k or block_k)
-        placement = Placement.of(self.metadata, mode)
+        placement = Placement.of(self.metadata.manager, str(self.metadata.platform), mode)
         backend = choose_backend(self.name, self.backends, placement.request(q, k, inputs, spec))
         return placement.run(backend, (q, k, v), inputs, spec)
 

@@ -7,7 +7,7 @@ local blocks. Letters: B batch, L queries, T keys, H query heads, K kv heads, h 
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,88 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.attention.mask import AttentionInputs, AttentionSpec
-from model.attention.metadata import AttnShardingRules, OperationMetadata
 from model.attention.registry import Backend, Request, features_of
 from parallel.linear.ring import all_gather
+from parallel.sharding import axes as ax
 from parallel.sharding.axes import GENERATION_MODES, RUNTIME_MODE_TYPES
+from parallel.sharding.partition import PartitionManager
 from parallel.sharding.specs import mesh_axes_of
 
 _HEADS, _LENGTH = 2, 1
+
+
+Layout = Literal["bthd", "bhtd", "thd"]
+"""Dims of q, k, v and the output: batch, t queries or keys, heads, head dim."""
+
+
+class AttnShardingRules(NamedTuple):
+    """PartitionSpecs of all arrays of an attention.
+
+    query3d: queries without their length, `B H h`. query, key, value, output: in the requested
+    layout. bias, mask: `B H L T`, in thd `H L T`. q_segment_ids, kv_segment_ids: `B L` and `B T`,
+    in thd `L` and `T`. softmax_aux: None if there is none.
+    """
+
+    query3d: P
+    query: P
+    key: P
+    value: P
+    bias: P
+    mask: P
+    output: P
+    q_segment_ids: P
+    kv_segment_ids: P
+    softmax_aux: P | None
+
+
+def attention_shardings(
+    manager: PartitionManager,
+    mode: RUNTIME_MODE_TYPES,
+    layout: Layout = "bthd",
+    qkv_mni_sharding: bool = False,
+    softmax_aux: Any | None = None,
+) -> AttnShardingRules:
+    """Return `OperationMetadata.get_shardings` by these rules on their mesh."""
+    for name, value, legal in (
+        ("mode", mode, get_args(RUNTIME_MODE_TYPES)),
+        ("layout", layout, get_args(Layout)),
+    ):
+        if value not in legal:
+            raise ValueError(f"attention {name} {value!r} is unknown; use {', '.join(legal)}")
+    batch = () if layout == "thd" else (ax.BATCH,)
+
+    def rows(length: str, head: str, dim: str) -> P:
+        inner = (head, length, dim) if layout == "bhtd" else (length, head, dim)
+        return manager.resolve((*batch, *inner), mode)
+
+    query = rows(ax.QUERY_LENGTH, ax.HEAD, ax.HEAD_DIM)
+    heads = (ax.HEAD, ax.HEAD_DIM) if qkv_mni_sharding else (ax.KV_HEAD, ax.KV_HEAD_DIM)
+    key = rows(ax.KV_LENGTH, *heads)
+    scores = (ax.QUERY_LENGTH, ax.BIAS_KV_SEQ)
+    return AttnShardingRules(
+        query3d=manager.resolve((ax.BATCH, ax.HEAD, ax.HEAD_DIM), mode),
+        query=query,
+        key=key,
+        value=key,
+        bias=manager.resolve((*batch, ax.BIAS_HEAD_SEQ, *scores), mode),
+        mask=manager.resolve((*batch, None, *scores), mode),
+        output=query,
+        q_segment_ids=manager.resolve((*batch, ax.QUERY_LENGTH), mode),
+        kv_segment_ids=manager.resolve((*batch, ax.KV_LENGTH), mode),
+        softmax_aux=_softmax_aux_spec(softmax_aux, manager, mode),
+    )
+
+
+def _softmax_aux_spec(softmax_aux: Any, manager: PartitionManager, mode: str) -> P | None:
+    if softmax_aux is None:
+        return None
+    rank = len(softmax_aux.shape)
+    if rank not in (1, 2):
+        raise ValueError(
+            f"softmax_aux of shape {softmax_aux.shape}: give one number per head (H), or rows of "
+            "one per kv head (X K)"
+        )
+    return manager.resolve((ax.EMPTY, ax.KV_HEAD) if rank == 2 else (ax.HEAD,), mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +112,12 @@ class Placement:
     length_axis: str
 
     @classmethod
-    def of(cls, metadata: OperationMetadata, mode: RUNTIME_MODE_TYPES) -> "Placement":
-        """Return the placement under the metadata's rules.
+    def of(cls, manager: PartitionManager, platform: str, mode: RUNTIME_MODE_TYPES) -> "Placement":
+        """Return the placement by these rules.
 
-        Raises: ValueError if the rules put query heads on several mesh axes.
+        Raises: ValueError if they put query heads on several mesh axes.
         """
-        rules = metadata.get_shardings(mode)
+        rules = attention_shardings(manager, mode)
         head_axes = mesh_axes_of(rules.query[_HEADS])
         if len(head_axes) > 1:
             raise ValueError(
@@ -50,11 +125,11 @@ class Placement:
             )
         return cls(
             rules=rules,
-            mesh=metadata.mesh,
-            platform=str(metadata.platform),
+            mesh=manager.mesh,
+            platform=platform,
             decoding=mode in GENERATION_MODES,
             head_axis=head_axes[0] if head_axes else None,
-            length_axis=metadata.sequence_axis_name,
+            length_axis=manager.partition_axis.sequence_parallel_axis,
         )
 
     @property

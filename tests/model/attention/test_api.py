@@ -138,18 +138,6 @@ def test_a_choice_is_run_as_chosen_and_refuses_more_than_it_can_do() -> None:
         attend(choice, Q, K, V, bias, spec, metadata)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"runtime_softmax_dtype": jnp.bfloat16}, "runtime_softmax_dtype=bfloat16: .* float32"),
-        ({"blocksize_b": 2}, "blocksize_b=2: no operation works in blocks of sequences"),
-    ],
-)
-def test_settings_that_no_operation_reads_are_refused(fields, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        operation("vanilla", **fields)
-
-
 @pytest.mark.parametrize("name", ["vanilla", "sdpa", "flash_attn2"])
 @pytest.mark.parametrize("value", [-np.inf, np.finfo(np.float32).min])
 def test_a_key_that_the_bias_hides_is_not_seen(name, value) -> None:
