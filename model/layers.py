@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
-from model.attention.mask import AttentionInputs
+from model.attention.mask import AttentionInputs, chunk_ids
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
@@ -222,10 +222,15 @@ class Attention(nnx.Module):
                     choice, q, cache, positions_BL, spec, metadata, sinks_H=sinks_H
                 )
             else:
+                segment_ids_BL = info.segment_ids_BL
+                if (chunk := spec.chunk) is not None:
+                    segment_ids_BL = chunk_ids(
+                        info.positions_BL, segment_ids_BL, chunk=chunk, keys=k.shape[1]
+                    )
                 inputs = AttentionInputs(
                     q_index_BL=info.index_L,
                     kv_index_BT=info.index_L,
-                    q_segment_ids_BL=info.segment_ids_BL,
+                    q_segment_ids_BL=segment_ids_BL,
                     dropout_seed=info.dropout_key,
                     sinks_H=sinks_H,
                 )

@@ -3,7 +3,7 @@
 Both are `flash_attention` with different capabilities. It adds to a block engine what is common to
 all: the derivative, the merge of partial results over a mesh axis that splits the keys, and sinks.
 The default engine, `model/attention/blockwise.py`, runs on every platform. Blocks in which no query
-sees a key are skipped, be it for causality, a window, a chunk, documents or a mask.
+sees a key are skipped, be it for causality, a window, documents or a mask.
 
 Letters: B batch, L queries, T keys, H query heads, K kv heads, h head dim.
 Source: FlashAttention-2 (arXiv 2307.08691).
@@ -47,7 +47,7 @@ _capabilities = partial(Capabilities, merges_keys=True, min_length=1024, blockwi
 )
 @register(
     "flash_attn2",
-    capabilities=_capabilities(features=ALL - {"chunk", "prefix", "block_mask"}, preference=60),
+    capabilities=_capabilities(features=ALL - {"prefix", "block_mask"}, preference=60),
 )
 def flash_attention(
     q_BLHh: Array,

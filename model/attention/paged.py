@@ -76,7 +76,7 @@ def any_queries_each(
         index_Y = low + jnp.arange(keys)
 
         def attend(sums: Any) -> Any:
-            seen_TY = tokens.visible(index_Y, spec.mask)
+            seen_TY = tokens.visible(index_Y, spec)
             # A slot beyond the end may hold nan, and 0 * nan is nan.
             used_TY = index_Y < tokens.length_T[:, None]
             kv_TYKh = pages_PSKh[ids_TW].reshape(T, keys, 2 * K, h)
@@ -120,9 +120,11 @@ class TokenRows:
         there_T = (token_T < starts[-1]) & (index_T >= 0)
         return cls(sequence_T, length_T, jnp.where(there_T, index_T, UNUSED))
 
-    def visible(self, index_Y: Array, mask: MaskSpec) -> Array:
+    def visible(self, index_Y: Array, spec: AttentionSpec) -> Array:
         """Return booleans `T Y`; the mask alone would show the prefix to padding."""
-        seen_TY = mask.visible(self.index_T[:, None], index_Y)
+        seen_TY = spec.mask.visible(self.index_T[:, None], index_Y)
+        if spec.chunk is not None:
+            seen_TY &= self.index_T[:, None] // spec.chunk == index_Y // spec.chunk
         there_TY = (self.index_T > UNUSED)[:, None] & (index_Y < self.length_T[:, None])
         return seen_TY & there_TY
 

@@ -83,7 +83,7 @@ def key_offsets(spec: AttentionSpec, n: int, *, L: int, T: int) -> tuple[int, ..
     """Return the distances in the ring over which some device sees keys, 0 first; static.
 
     L, T: queries and keys per device. All n distances, unless rows are in natural order and a
-    window or chunk limits them. A scan includes every distance up to the last.
+    window limits them. A scan includes every distance up to the last.
     """
     if not spec.contiguous:
         return tuple(range(n))

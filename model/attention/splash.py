@@ -42,7 +42,7 @@ _capabilities = partial(
 @register(
     "blocksparse",
     backend="tpu",
-    capabilities=_capabilities(features=_FEATURES | {"chunk", "prefix", "block_mask"}),
+    capabilities=_capabilities(features=_FEATURES | {"prefix", "block_mask"}),
 )
 @register("flash_attn2", backend="tpu", capabilities=_capabilities(features=_FEATURES))
 def splash(
@@ -102,7 +102,7 @@ def _block(length: int, limit: int) -> int:
 def _splash_mask(mask: MaskSpec, length: int) -> Any:
     """Return jax's mask: computed in the kernel for causal, full and window, else stored."""
     shape, causal, window = (length, length), mask.causal, mask.window
-    if mask.chunk is None and not mask.prefix and mask.blocks is None:
+    if not mask.prefix and mask.blocks is None:
         if window is not None:
             sides = (window - 1, 0 if causal else window - 1)
             return splash_attention_mask.LocalMask(shape, sides, 0)

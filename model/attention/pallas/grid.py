@@ -57,11 +57,6 @@ def _range_seen(index_BL: Array, mask: MaskSpec) -> tuple[Array, Array]:
         reach = min(mask.window, _FAR // 2) - 1
         low_BL = jnp.maximum(low_BL, index_BL - reach)
         high_BL = jnp.minimum(high_BL, index_BL + reach)
-    if mask.chunk is not None:
-        chunk = min(mask.chunk, _FAR // 2)
-        start_BL = index_BL // chunk * chunk
-        low_BL = jnp.maximum(low_BL, start_BL)
-        high_BL = jnp.minimum(high_BL, start_BL + (chunk - 1))
     return low_BL, jnp.where(index_BL >= UNUSED, high_BL, UNUSED)
 
 
@@ -81,7 +76,7 @@ class Visibility:
         """Return what this mask and these inputs need."""
         return cls(
             prefix=mask.prefix,
-            bounded_below=mask.window is not None or mask.chunk is not None,
+            bounded_below=mask.window is not None,
             segmented=inputs.q_segment_ids_BL is not None and inputs.kv_segment_ids_BT is not None,
         )
 

@@ -30,7 +30,7 @@ RULE = AttentionSpec(scale=WIDTH**-0.5)
 RULES = {
     "causal": RULE,
     "window": replace(RULE, mask=MaskSpec(window=5)),
-    "chunk": replace(RULE, mask=MaskSpec(chunk=6)),
+    "chunk": replace(RULE, chunk=6, mask=MaskSpec(window=6)),
     "prefix": replace(RULE, mask=MaskSpec(prefix=6, window=2)),
     "soft_cap": replace(RULE, soft_cap=1.5),
     "sinks": replace(RULE, mask=MaskSpec(window=3)),
@@ -82,8 +82,13 @@ def by_rows(q_THh, pages, inputs, used, spec):
                 kv_index[token, :length] = np.arange(length)
     held = jnp.where(used[..., None, None], pages, 0)
     kv = held[inputs.page_table_SP[sequence]].reshape(tokens, capacity, *pages.shape[2:])
+    chunks = [jnp.asarray(x // (spec.chunk or 2**30)) for x in (q_index, kv_index)]
     scores = AttentionInputs(
-        q_index_BL=jnp.asarray(q_index), kv_index_BT=jnp.asarray(kv_index), sinks_H=inputs.sinks_H
+        q_index_BL=jnp.asarray(q_index),
+        kv_index_BT=jnp.asarray(kv_index),
+        q_segment_ids_BL=chunks[0],
+        kv_segment_ids_BT=chunks[1],
+        sinks_H=inputs.sinks_H,
     )
     return vanilla(q_THh[:, None], kv[:, :, 0::2], kv[:, :, 1::2], scores, spec)[:, 0]
 

@@ -210,7 +210,7 @@ FEATURES = {
     "window": Case(sp=4, mask=MaskSpec(window=9), scan=True),
     "window-zigzag": Case(sp=4, mask=MaskSpec(window=9), zigzag=True),
     "window-both-ways": Case(sp=4, mask=MaskSpec(causal=False, window=5)),
-    "chunk": Case(sp=4, mask=MaskSpec(chunk=12), soft_cap=1.5, scan=True),
+    "soft cap": Case(sp=4, mask=MaskSpec(window=12), soft_cap=1.5, scan=True),
     "prefix-blind": Case(sp=4, mask=MaskSpec(window=3, prefix=6), blind=True, sinks=True),
     "blocks": Case(sp=4, mask=MaskSpec(blocks=BlockMask.from_array(np.eye(4), 8, 8))),
     "blind-zigzag": Case(sp=4, blind=True, documents=True, zigzag=True, scan=True),
@@ -316,8 +316,6 @@ def test_the_ring_ends_where_no_device_sees_farther_keys() -> None:
         (MaskSpec(window=5), [0, 1], [0, 1]),
         (MaskSpec(window=6), [0, 1, 2], [0, 1, 2]),
         (MaskSpec(causal=False, window=5), [0, 1, 7], range(8)),
-        (MaskSpec(chunk=4), [0], [0]),
-        (MaskSpec(chunk=8), [0, 1], [0, 1]),
         (MaskSpec(window=2, prefix=1), range(8), range(8)),
     ):
         spec = AttentionSpec(scale=1.0, mask=mask)
