@@ -234,7 +234,7 @@ class Attention(nnx.Module):
                     dropout_seed=info.dropout_key,
                     sinks_H=sinks_H,
                 )
-                out_BLHh = attend(choice, q, k, v, inputs, spec, metadata, mode=mode)
+                out_BLHh = attend((choice.backend,), (q, k, v), inputs, spec, metadata, mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)

@@ -113,7 +113,8 @@ def attend_cached(
         inputs = replace(
             inputs, q_segment_ids_BL=ids(positions_BL), kv_segment_ids_BT=ids(index_BT)
         )
-    return attend(choice, q_BLHh, k_BTKh, v_BTKh, inputs, spec, metadata, mode=MODE_DECODE)
+    qkv = q_BLHh, k_BTKh, v_BTKh
+    return attend((choice.backend,), qkv, inputs, spec, metadata, MODE_DECODE)
 
 
 def _attend_pages(

@@ -7,6 +7,7 @@ its row before any reordering.
 Letters: B batch, L queries, T keys, H query heads, h head dim.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +109,7 @@ class MaskSpec:
 
     def visible(self, q_index: Any, kv_index: Any) -> Any:
         """Return booleans, broadcast from row indices of queries and keys; numpy in, numpy out."""
-        seen = (kv_index > UNUSED) & (q_index >= UNUSED)
-        if self.causal:
-            seen &= q_index >= kv_index
-        if self.window is not None:
-            seen &= (q_index - kv_index < self.window) & (kv_index - q_index < self.window)
-        if self.prefix:
-            seen |= (kv_index > UNUSED) & (kv_index < self.prefix)
-        if self.blocks is not None:
-            seen &= self.blocks.any_visible(q_index, q_index, kv_index, kv_index)
-        return seen
+        return self.any_visible(q_index, q_index, kv_index, kv_index)
 
     def any_visible(self, q_low: Any, q_high: Any, kv_low: Any, kv_high: Any) -> Any:
         """Return whether a query in one index range may see a key in another; all broadcast.
@@ -142,6 +134,8 @@ class MaskSpec:
 class AttentionInputs:
     """The arrays beside q, k and v; a feature whose arrays are None is not used.
 
+    The letters at the end of a name are the dims of its array.
+
     q_index_BL, kv_index_BT: row index of every query and key; UNUSED for an absent one. The first
         dim may be 1. Callers may leave both out: keys then count from 0 and the queries are the
         last of them. Operations always receive both.
@@ -163,6 +157,13 @@ class AttentionInputs:
     dropout_seed: Array | None = None
     row_ids_B: Array | None = None
     head_ids_H: Array | None = None
+
+    def present(self) -> Iterator[tuple[str, str, Array]]:
+        """Yield the name, dims (letters; none for dropout_seed) and array of every given field."""
+        for name, array in vars(self).items():
+            if array is not None:
+                dims = name.rpartition("_")[2]
+                yield name, dims if dims.isupper() else "", array
 
 
 @jax.tree_util.register_dataclass

@@ -235,10 +235,6 @@ class OperationMetadata:
         replicate = given.replicate if _is_set(given) else frozenset[str]()
         return PartitionManager(rules or self.partition_axis, mesh, replicate)
 
-    def scale_of(self, head_dim: int) -> float:
-        """Return the factor of q k^T: softmax_scale, or 1 / sqrt(head_dim)."""
-        return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
-
     def get_operation_config(self, impl_name: str) -> BlockSizes | None:
         """Return the settings of an operation; None: its defaults.
 

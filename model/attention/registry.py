@@ -86,7 +86,7 @@ class AttentionFunction(Protocol):
 
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-"""An `AttentionFunction`, or a `PagedFunction` (model/attention/paged.py)."""
+"""An `AttentionFunction`, or one on pages, as in model/attention/paged.py."""
 
 
 @dataclass(frozen=True, kw_only=True)

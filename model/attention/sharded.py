@@ -74,6 +74,12 @@ def attention_shardings(
     heads = (ax.HEAD, ax.HEAD_DIM) if qkv_mni_sharding else (ax.KV_HEAD, ax.KV_HEAD_DIM)
     key = rows(ax.KV_LENGTH, *heads)
     scores = (ax.QUERY_LENGTH, ax.BIAS_KV_SEQ)
+    ranks = {1: (ax.HEAD,), 2: (ax.EMPTY, ax.KV_HEAD)}
+    if softmax_aux is not None and len(softmax_aux.shape) not in ranks:
+        raise ValueError(
+            f"softmax_aux of shape {softmax_aux.shape}: give one number per head (H), or rows of "
+            "one per kv head (X K)"
+        )
     return AttnShardingRules(
         query3d=manager.resolve((ax.BATCH, ax.HEAD, ax.HEAD_DIM), mode),
         query=query,
@@ -84,20 +90,10 @@ def attention_shardings(
         output=query,
         q_segment_ids=manager.resolve((*batch, ax.QUERY_LENGTH), mode),
         kv_segment_ids=manager.resolve((*batch, ax.KV_LENGTH), mode),
-        softmax_aux=_softmax_aux_spec(softmax_aux, manager, mode),
+        softmax_aux=(
+            None if softmax_aux is None else manager.resolve(ranks[len(softmax_aux.shape)], mode)
+        ),
     )
-
-
-def _softmax_aux_spec(softmax_aux: Any, manager: PartitionManager, mode: str) -> P | None:
-    if softmax_aux is None:
-        return None
-    rank = len(softmax_aux.shape)
-    if rank not in (1, 2):
-        raise ValueError(
-            f"softmax_aux of shape {softmax_aux.shape}: give one number per head (H), or rows of "
-            "one per kv head (X K)"
-        )
-    return manager.resolve((ax.EMPTY, ax.KV_HEAD) if rank == 2 else (ax.HEAD,), mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +167,7 @@ class Placement:
         own_keys = q.shape[_LENGTH] == k.shape[_LENGTH] and same_segments
         features = features_of(
             replace(spec, contiguous=spec.contiguous and own_keys),
-            [name for name, array in vars(inputs).items() if array is not None],
+            [name for name, *_ in inputs.present()],
             grouped=heads > kv_heads,
             decoding=self.decoding,
             sp=self.sp,
@@ -245,27 +241,17 @@ class Placement:
         kv_length = rules.key[_LENGTH] if self._queries_are_split or not keys_whole else None
         kv_heads = rules.key[_HEADS] if k.shape[_HEADS] % self.tp == 0 else None
         q_length = rules.query[_LENGTH]
-        wanted = {
-            "q_index_BL": P(batch, q_length),
-            "kv_index_BT": P(batch, kv_length),
-            "q_segment_ids_BL": P(batch, q_length),
-            "kv_segment_ids_BT": P(batch, kv_length),
-            "bias_BHLT": P(batch, *rules.bias[1:]),
-            "mask_BHLT": P(batch, *rules.mask[1:]),
-            "sinks_H": P(self.head_axis),
-            "dropout_seed": P(None),
-            "row_ids_B": P(batch),
-            "head_ids_H": P(self.head_axis),
-        }
-        present: dict[str, Any] = {}
-        for name, spec in wanted.items():
-            if (array := getattr(inputs, name)) is not None:
-                # A dim of size one is shared by all devices.
-                dims = zip(array.shape, spec, strict=True)
-                present[name] = P(*(None if size == 1 else axes for size, axes in dims))
+        axes = {"B": batch, "L": q_length, "T": kv_length, "H": self.head_axis}
+        scores = {"bias_BHLT": rules.bias[1:], "mask_BHLT": rules.mask[1:]}
+        specs: dict[str, Any] = {}
+        for name, dims, array in inputs.present():
+            spec = (batch, *scores[name]) if name in scores else [axes[d] for d in dims] or [None]
+            # A dim of size one is shared by all devices.
+            split = zip(array.shape, spec, strict=True)
+            specs[name] = P(*(None if size == 1 else names for size, names in split))
         q_spec = P(batch, *rules.query[1:])
         kv_spec = P(batch, kv_length, kv_heads, rules.key[-1])
-        return q_spec, kv_spec, AttentionInputs(**present)
+        return q_spec, kv_spec, AttentionInputs(**specs)
 
 
 def _check_division(mesh: Any, q: Array, k: Array, q_spec: P, kv_spec: P) -> None:

@@ -159,7 +159,7 @@ def test_metadata_is_a_static_pytree_and_an_argument_of_jit() -> None:
     @jax.jit
     def scaled(x: jax.Array, settings: OperationMetadata) -> jax.Array:
         traces.append(settings)
-        return x * settings.scale_of(4)
+        return x * settings.softmax_scale
 
     assert scaled(1.0, full) == scaled(1.0, again) == np.float32(0.1)
     assert traces == [full]
@@ -274,11 +274,6 @@ def test_settings_are_found_by_the_name_of_an_operation() -> None:
     assert filled.get_operation_config("vanilla") is None
     with pytest.raises(ValueError, match=r"unknown attention operation 'flash'; use one of ring, "):
         filled.get_operation_config("flash")
-
-
-def test_the_scale_of_scores_follows_the_head_unless_it_is_given() -> None:
-    assert metadata().scale_of(64) == 0.125
-    assert metadata(softmax_scale=0.3).scale_of(64) == 0.3
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from jax.experimental.pallas import tpu as pltpu
 from test_blockwise import dense as dense_attention
 
 from model.attention import blockwise
+from model.attention import pallas_flash as flash
+from model.attention import pallas_kernels as grid
 from model.attention.blockwise import OutputGradients
 from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, MaskSpec
-from model.attention.pallas import flash, grid
-from model.attention.pallas.flash import KernelOptions
+from model.attention.pallas_flash import KernelOptions
 
 HEAD_DIM = 128
 CAUSAL = MaskSpec()
@@ -292,8 +293,8 @@ os.environ["JAX_PLATFORMS"] = "cpu,tpu"
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec, NamedSharding
 from model.attention.blockwise import OutputGradients
-from model.attention.pallas import flash
-from model.attention.pallas.flash import KernelOptions
+from model.attention import pallas_flash as flash
+from model.attention.pallas_flash import KernelOptions
 from model.attention.mask import AttentionInputs, AttentionSpec
 from parallel.sharding.devices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh

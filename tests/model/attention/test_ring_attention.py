@@ -20,11 +20,11 @@ from conftest import ROOT
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from model.attention import pallas_flash
 from model.attention.blockwise import block_pairs
 from model.attention.dense import vanilla
 from model.attention.flash import Engine
 from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, BlockMask, MaskSpec
-from model.attention.pallas import flash as pallas_flash
 from model.attention.ring import key_offsets, ring_attention, ring_by_kernels, zigzag_order
 from model.attention.ulysses import ulysses_attention
 from parallel.planning.timeline import predict
