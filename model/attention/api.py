@@ -9,6 +9,7 @@ Letters: B batch, L queries, T keys, H query heads, K kv heads, S sinks, h head 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import jax
@@ -46,26 +47,16 @@ class ShardedAttention:
         """Return MODE_DECODE for rows `B L H h` of a single query, else MODE_TRAIN."""
         return MODE_DECODE if query.shape[_LENGTH] == 1 else MODE_TRAIN
 
-    def forward_native(self, *args: Any, **options: Any) -> Array:
-        """Call the backend that runs on every platform."""
-        return self.only("native")(*args, **options)
+    def _forward(self, backend: str, *args: Any, **options: Any) -> Array:
+        """Call the backend of this name, or the native one if there is none."""
+        named = [found for found in self.backends if found.name == backend]
+        only = ShardedAttention(self.name, named or self.backends[-1:], self.metadata)
+        return only(*args, **options)
 
-    def forward_gpu(self, *args: Any, **options: Any) -> Array:
-        """Call the backend for GPU, or the native one if there is none."""
-        return self.only("gpu")(*args, **options)
-
-    def forward_tpu(self, *args: Any, **options: Any) -> Array:
-        """Call the backend for TPU, or the native one if there is none."""
-        return self.only("tpu")(*args, **options)
-
-    forward_cpu = forward_native
-    forward_cuda = forward_gpu
+    forward_native = forward_cpu = partialmethod(_forward, "native")
+    forward_gpu = forward_cuda = partialmethod(_forward, "gpu")
     forward_rocm = forward_native  # the backends for GPU are cuDNN's
-
-    def only(self, name: str) -> "ShardedAttention":
-        """Return this operation with one backend: the named one, else the native one."""
-        named = [backend for backend in self.backends if backend.name == name]
-        return ShardedAttention(self.name, named or self.backends[-1:], self.metadata)
+    forward_tpu = partialmethod(_forward, "tpu")
 
     def __call__(
         self,

@@ -108,7 +108,10 @@ class MaskSpec:
             )
 
     def visible(self, q_index: Any, kv_index: Any) -> Any:
-        """Return booleans, broadcast from row indices of queries and keys; numpy in, numpy out."""
+        """Return booleans, broadcast from row indices of queries and keys; numpy in, numpy out.
+
+        `any_visible` is exact for ranges of one index.
+        """
         return self.any_visible(q_index, q_index, kv_index, kv_index)
 
     def any_visible(self, q_low: Any, q_high: Any, kv_low: Any, kv_high: Any) -> Any:

@@ -98,7 +98,11 @@ def attention_shardings(
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Shardings of the arrays of a call in one runtime mode."""
+    """Shardings of the arrays of a call in one runtime mode.
+
+    tp, sp: devices over which heads and rows of queries are split. queries_split: over length_axis.
+    only_keys_split: every device has all queries and a part of the keys, in decoding over sp.
+    """
 
     rules: AttnShardingRules
     mesh: Any
@@ -106,6 +110,10 @@ class Placement:
     decoding: bool
     head_axis: str | None
     length_axis: str
+    tp: int
+    sp: int
+    queries_split: bool
+    only_keys_split: bool
 
     @classmethod
     def of(cls, manager: PartitionManager, platform: str, mode: RUNTIME_MODE_TYPES) -> "Placement":
@@ -113,44 +121,26 @@ class Placement:
 
         Raises: ValueError if they put query heads on several mesh axes.
         """
-        rules = attention_shardings(manager, mode)
+        rules, sizes = attention_shardings(manager, mode), manager.mesh.shape
         head_axes = mesh_axes_of(rules.query[_HEADS])
         if len(head_axes) > 1:
             raise ValueError(
                 f"the rules put query heads on {rules.query[_HEADS]}; use one mesh axis for HEAD"
             )
+        axis = manager.partition_axis.sequence_parallel_axis
+        queries, keys = (axis in mesh_axes_of(x[_LENGTH]) for x in (rules.query, rules.key))
         return cls(
             rules=rules,
             mesh=manager.mesh,
             platform=platform,
             decoding=mode in GENERATION_MODES,
             head_axis=head_axes[0] if head_axes else None,
-            length_axis=manager.partition_axis.sequence_parallel_axis,
+            length_axis=axis,
+            tp=math.prod(sizes[name] for name in head_axes),
+            sp=sizes.get(axis, 1) if queries else 1,
+            queries_split=queries,
+            only_keys_split=keys and not queries and sizes.get(axis, 1) > 1,
         )
-
-    @property
-    def tp(self) -> int:
-        """Devices over which heads are split."""
-        return 1 if self.head_axis is None else self.mesh.shape[self.head_axis]
-
-    @property
-    def sp(self) -> int:
-        """Devices over which rows of queries are split."""
-        return self._length_devices if self._queries_are_split else 1
-
-    @property
-    def _length_devices(self) -> int:
-        return self.mesh.shape.get(self.length_axis, 1)
-
-    @property
-    def _queries_are_split(self) -> bool:
-        return self.length_axis in mesh_axes_of(self.rules.query[_LENGTH])
-
-    @property
-    def _only_keys_are_split(self) -> bool:
-        """Whether every device has all queries and a part of the keys: decoding over sp."""
-        split = self.length_axis in mesh_axes_of(self.rules.key[_LENGTH])
-        return split and not self._queries_are_split and self._length_devices > 1
 
     def request(self, q: Array, k: Array, inputs: AttentionInputs, spec: AttentionSpec) -> Request:
         """Return what this call asks of a backend.
@@ -195,15 +185,15 @@ class Placement:
         """
         (q, k, _), can = qkv, backend.capabilities
         heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
-        local_keys, merging = can.keys == "local", self._only_keys_are_split and can.merges_keys
+        local_keys, merging = can.keys == "local", self.only_keys_split and can.merges_keys
         spec = replace(
             spec,
-            sequence_axis=self.length_axis if self._queries_are_split and local_keys else None,
+            sequence_axis=self.length_axis if self.queries_split and local_keys else None,
             merge_axis=self.length_axis if merging else None,
         )
         q_spec, kv_spec, specs = self._specs(k, inputs, keys_whole=not merging)
         _check_division(self.mesh, q, k, q_spec, kv_spec)
-        gathers = self._queries_are_split and not local_keys
+        gathers = self.queries_split and not local_keys
         body = partial(
             _attend_body,
             backend=backend,
@@ -238,7 +228,7 @@ class Placement:
         not divide are whole on every device.
         """
         rules, batch = self.rules, self.rules.query[0]
-        kv_length = rules.key[_LENGTH] if self._queries_are_split or not keys_whole else None
+        kv_length = rules.key[_LENGTH] if self.queries_split or not keys_whole else None
         kv_heads = rules.key[_HEADS] if k.shape[_HEADS] % self.tp == 0 else None
         q_length = rules.query[_LENGTH]
         axes = {"B": batch, "L": q_length, "T": kv_length, "H": self.head_axis}
