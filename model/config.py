@@ -164,7 +164,7 @@ class ModelConfig(
     sliding_window: PositiveInt | None = None
     """Window of sliding_attention layers: keys per query, including its own."""
     attention_chunk_size: PositiveInt | None = None
-    """Tokens per chunk in chunked_attention layers."""
+    """Tokens per chunk in chunked_attention layers, counted from the start of a document."""
     attn_logit_softcapping: PositiveFloat | None = None
     """Cap on attention scores: cap * tanh(scores / cap); null: none."""
     attention_sinks: bool = False

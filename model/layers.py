@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
-from model.attention.mask import AttentionInputs
+from model.attention.mask import AttentionInputs, chunk_ids
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
@@ -212,7 +212,9 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = cache.write(k, v)
         with jax.named_scope("attention"):
-            spec, metadata = layer_spec(self.config, layer_type, mode), self._metadata()
+            spec = layer_spec(self.config, layer_type, mode)
+            metadata = OperationMetadata.from_config(self.config)
+            metadata = metadata.replace(partition_manager=self.tp.manager)
             sinks_H = self.sinks[...] if self.config.attention_sinks else None
             if cache is not None and mode != MODE_PREFILL:
                 positions_BL = info.positions_BL
@@ -220,14 +222,19 @@ class Attention(nnx.Module):
                     choice, q, cache, positions_BL, spec, metadata, sinks_H=sinks_H
                 )
             else:
+                segment_ids_BL = info.segment_ids_BL
+                if (chunk := spec.chunk) is not None:
+                    segment_ids_BL = chunk_ids(
+                        info.positions_BL, segment_ids_BL, chunk=chunk, keys=k.shape[1]
+                    )
                 inputs = AttentionInputs(
                     q_index_BL=info.index_L,
                     kv_index_BT=info.index_L,
-                    q_segment_ids_BL=info.segment_ids_BL,
+                    q_segment_ids_BL=segment_ids_BL,
                     dropout_seed=info.dropout_key,
                     sinks_H=sinks_H,
                 )
-                out_BLHh = attend(choice, q, k, v, inputs, spec, metadata, mode=mode)
+                out_BLHh = attend((choice.backend,), (q, k, v), inputs, spec, metadata, mode)
             B, L, H, h = out_BLHh.shape
             features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
             out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
@@ -249,18 +256,6 @@ class Attention(nnx.Module):
         frequency_h, factor = rope_frequencies(config.head_size, theta, scaling)
         q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
         return q, k, v
-
-    def _metadata(self) -> OperationMetadata:
-        manager = self.tp.manager
-        return OperationMetadata(
-            runtime_dtype=jnp.dtype(self.config.dtype),
-            sequence_axis_name=manager.partition_axis.sequence_parallel_axis,
-            platform=manager.mesh.devices.flat[0].platform,
-            partition_axis=manager.partition_axis,
-            partition_manager=manager,
-            operation_configs=dict(self.config.operation_configs.overrides()),
-            _stored_mesh=manager.mesh,
-        )
 
     def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
         """Reshape `B L H*h` to `B L H h`: H over tp, or not split if tp does not divide H."""

@@ -20,6 +20,7 @@ model:
   intermediate_size: 64
   dtype: float32
   attention: toy_attention
+  operation_configs: {toy_attention: {block_q: 8}}
   remat: toy_remat
 data:
   files: FOLDER/*.toy

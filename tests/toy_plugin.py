@@ -16,9 +16,12 @@ from training.schedules import register as register_schedule
 from training.writers import registry as writers
 
 
-@register("toy_attention", capabilities=Capabilities(features=frozenset({"segment_ids"})))
+@register(
+    "toy_attention", capabilities=Capabilities(features=frozenset({"segment_ids"}), blockwise=True)
+)
 def toy_attention(q_BLHh, k_BTKh, v_BTKh, inputs, spec):
     """Return the mean of the values up to each token, whatever the scores are."""
+    assert spec.block_q == 8, "as configured"
     count_L = jnp.arange(1, v_BTKh.shape[1] + 1, dtype=v_BTKh.dtype)
     return jnp.cumsum(v_BTKh, axis=1) / count_L[:, None, None]
 

@@ -4,6 +4,4 @@ from model.attention import dense as dense
 from model.attention import flash as flash
 from model.attention import paged as paged
 from model.attention import ring as ring
-from model.attention import splash as splash
 from model.attention import ulysses as ulysses
-from model.attention.pallas import paged as paged_tpu  # noqa: F401

@@ -1,15 +1,15 @@
 """Calls of attention operations on global arrays.
 
-`attend` runs a given choice: this is what the model calls. `OperationRegistry` and
-`ShardedAttention` are the reference API's way to call an operation by name. Both check the
-arguments and fill in defaults here; `model/attention/sharded.py` distributes the call over the
-mesh.
+`attend` runs a backend that the plan has chosen: this is what the model calls. `OperationRegistry`
+and `ShardedAttention` are the reference API's way to call an operation by name. Both
+check arguments and fill in defaults; `model/attention/sharded.py` distributes the call over a mesh.
 
 Letters: B batch, L queries, T keys, H query heads, K kv heads, S sinks, h head dim.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from jax import Array
 from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import (
-    AttentionChoice,
     Backend,
     backends_of,
     choose_backend,
@@ -38,67 +37,26 @@ _LENGTH, _HEADS = 1, 2
 _NO_INPUTS, _CAUSAL = AttentionInputs(), MaskSpec()
 
 
-def attend(
-    choice: AttentionChoice,
-    q_BLHh: Array,
-    k_BTKh: Array,
-    v_BTKh: Array,
-    inputs: AttentionInputs,
-    spec: AttentionSpec,
-    metadata: OperationMetadata,
-    *,
-    mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
-) -> Array:
-    """Run the chosen operation and backend -> `B L H h`.
-
-    Defaults of `inputs` and shapes are as in `ShardedAttention.__call__`. Block sizes that `spec`
-    leaves out come from the metadata.
-    Raises: ValueError if the arrays do not fit or ask for more than the choice can do.
-    """
-    operation = ShardedAttention(choice.name, (choice.backend,), metadata)
-    return operation.attend(q_BLHh, k_BTKh, v_BTKh, inputs, spec, mode=mode)
-
-
 class ShardedAttention:
     """One attention operation on one mesh. Call it with global arrays; it splits them."""
 
     def __init__(self, name: str, backends: Sequence[Backend], metadata: OperationMetadata):
         self.name, self.backends, self.metadata = name, tuple(backends), metadata
-        if metadata.runtime_softmax_dtype != jnp.float32:
-            raise ValueError(
-                f"runtime_softmax_dtype={metadata.runtime_softmax_dtype.name}: every operation "
-                "computes its softmax in float32; leave it out"
-            )
-        if metadata.blocksize_b is not None:
-            raise ValueError(
-                f"blocksize_b={metadata.blocksize_b}: no operation works in blocks of sequences; "
-                "leave it out"
-            )
 
     def get_mode(self, query: Array) -> str:
         """Return MODE_DECODE for rows `B L H h` of a single query, else MODE_TRAIN."""
         return MODE_DECODE if query.shape[_LENGTH] == 1 else MODE_TRAIN
 
-    def forward_native(self, *args: Any, **options: Any) -> Array:
-        """Call the backend that runs on every platform."""
-        return self.only("native")(*args, **options)
+    def _forward(self, backend: str, *args: Any, **options: Any) -> Array:
+        """Call the backend of this name, or the native one if there is none."""
+        named = [found for found in self.backends if found.name == backend]
+        only = ShardedAttention(self.name, named or self.backends[-1:], self.metadata)
+        return only(*args, **options)
 
-    def forward_gpu(self, *args: Any, **options: Any) -> Array:
-        """Call the backend for GPU, or the native one if there is none."""
-        return self.only("gpu")(*args, **options)
-
-    def forward_tpu(self, *args: Any, **options: Any) -> Array:
-        """Call the backend for TPU, or the native one if there is none."""
-        return self.only("tpu")(*args, **options)
-
-    forward_cpu = forward_native
-    forward_cuda = forward_gpu
+    forward_native = forward_cpu = partialmethod(_forward, "native")
+    forward_gpu = forward_cuda = partialmethod(_forward, "gpu")
     forward_rocm = forward_native  # the backends for GPU are cuDNN's
-
-    def only(self, name: str) -> "ShardedAttention":
-        """Return this operation with one backend: the named one, else the native one."""
-        named = [backend for backend in self.backends if backend.name == name]
-        return ShardedAttention(self.name, named or self.backends[-1:], self.metadata)
+    forward_tpu = partialmethod(_forward, "tpu")
 
     def __call__(
         self,
@@ -126,35 +84,39 @@ class ShardedAttention:
         Raises: ValueError, before anything is traced, for what the operation cannot do.
         """
         spec = AttentionSpec(
-            scale=self.metadata.scale_of(query.shape[-1]),
+            scale=self.metadata.softmax_scale or query.shape[-1] ** -0.5,
             mask=mask,
             soft_cap=soft_cap,
             dropout=self.metadata.dropout_prob,
             scan=self.metadata.scan_ring_attention,
         )
-        return self.attend(query, key, value, inputs, spec, mode=mode)
+        return attend(self.backends, (query, key, value), inputs, spec, self.metadata, mode)
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        inputs: AttentionInputs,
-        spec: AttentionSpec,
-        *,
-        mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
-    ) -> Array:
-        """Return `__call__` with all static settings given."""
-        _check_shapes(query, key, value)
-        dtype = self.metadata.runtime_dtype
-        q, k, v = (y.astype(dtype) for y in (query, key, value))
-        inputs, spec = _filled_in(inputs, spec, q, k)
-        _check_inputs(inputs, q, k)
-        block_q, block_k = self.metadata.block_sizes(self.name)
-        spec = replace(spec, block_q=spec.block_q or block_q, block_k=spec.block_k or block_k)
-        placement = Placement.of(self.metadata, mode)
-        backend = choose_backend(self.name, self.backends, placement.request(q, k, inputs, spec))
-        return placement.run(backend, (q, k, v), inputs, spec)
+
+def attend(
+    backends: Sequence[Backend],
+    qkv: tuple[Array, Array, Array],
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    metadata: OperationMetadata,
+    mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
+) -> Array:
+    """Run the first of an operation's backends that can serve this call -> `B L H h`.
+
+    Shapes and defaults of `inputs` are as in `ShardedAttention.__call__`. Block sizes that `spec`
+    leaves out come from the metadata.
+    Raises: ValueError if the arrays do not fit or ask for more than the backends can do.
+    """
+    _check_shapes(*qkv)
+    q, k, v = (y.astype(metadata.runtime_dtype) for y in qkv)
+    inputs, spec = _filled_in(inputs, spec, q, k)
+    _check_inputs(inputs, q, k)
+    name = backends[0].operation
+    block_q, block_k = metadata.block_sizes(name)
+    spec = replace(spec, block_q=spec.block_q or block_q, block_k=spec.block_k or block_k)
+    placement = Placement.of(metadata.manager, str(metadata.platform), mode)
+    backend = choose_backend(name, backends, placement.request(q, k, inputs, spec))
+    return placement.run(backend, (q, k, v), inputs, spec)
 
 
 class OperationRegistry:
@@ -274,26 +236,20 @@ def _check_inputs(inputs: AttentionInputs, q: Array, k: Array) -> None:
             f"attention mask of {inputs.mask_BHLT.dtype}: give booleans, False where a key is not "
             "seen; to add numbers to the scores, give bias"
         )
-    for field, sizes in (
-        ("q_index_BL", (B, L)),
-        ("kv_index_BT", (B, T)),
-        ("q_segment_ids_BL", (B, L)),
-        ("kv_segment_ids_BT", (B, T)),
-        ("bias_BHLT", (B, H, L, T)),
-        ("mask_BHLT", (B, H, L, T)),
-    ):
-        array = getattr(inputs, field)
-        if array is None:
+    sizes = {"B": B, "H": H, "L": L, "T": T}
+    for field, dims, array in inputs.present():
+        if "L" not in dims and "T" not in dims:
             continue
+        wanted = tuple(sizes[dim] for dim in dims)
         # Batch and heads may have size 1, shared by all.
-        shared = len(sizes) // 2
-        fits = array.ndim == len(sizes) and all(
+        shared = len(dims) // 2
+        fits = array.ndim == len(dims) and all(
             size == want or (dim < shared and size == 1)
-            for dim, (size, want) in enumerate(zip(array.shape, sizes, strict=True))
+            for dim, (size, want) in enumerate(zip(array.shape, wanted, strict=True))
         )
         if not fits:
             name = field.rpartition("_")[0]
             raise ValueError(
-                f"attention {name} {array.shape} does not have the shape {sizes}, whose first "
+                f"attention {name} {array.shape} does not have the shape {wanted}, whose first "
                 f"{shared} dims may be 1"
             )

@@ -344,20 +344,13 @@ class _Grid:
     def inputs_at(self, inputs: AttentionInputs, pair: _Pair) -> AttentionInputs:
         """Return the inputs of a pair of blocks."""
 
-        def cut(x: Array | None, q_dim: int = -1, k_dim: int = -1) -> Array | None:
-            return None if x is None else self._cut(x, pair, q_dim, k_dim).of(x)
+        def cut(dims: str, x: Array) -> Array:
+            whole = "B" not in dims
+            return x if whole else self._cut(x, pair, dims.find("L"), dims.find("T")).of(x)
 
-        return AttentionInputs(
-            q_index_BL=self._cut(inputs.q_index_BL, pair, q_dim=1).of(inputs.q_index_BL),
-            kv_index_BT=self._cut(inputs.kv_index_BT, pair, k_dim=1).of(inputs.kv_index_BT),
-            q_segment_ids_BL=cut(inputs.q_segment_ids_BL, q_dim=1),
-            kv_segment_ids_BT=cut(inputs.kv_segment_ids_BT, k_dim=1),
-            bias_BHLT=cut(inputs.bias_BHLT, 2, 3),
-            mask_BHLT=self._without_shared(cut(inputs.mask_BHLT, 2, 3), pair),
-            dropout_seed=inputs.dropout_seed,
-            row_ids_B=cut(inputs.row_ids_B),
-            head_ids_H=inputs.head_ids_H,
-        )
+        arrays = {name: cut(dims, x) for name, dims, x in inputs.present()}
+        mask = self._without_shared(arrays.get("mask_BHLT"), pair)
+        return AttentionInputs(**{**arrays, "mask_BHLT": mask})
 
     def _without_shared(self, mask_BHlt: Array | None, pair: _Pair) -> Array | None:
         """Return the mask without tokens that belong to the blocks before."""

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from model.attention.api import attend
-from model.attention.mask import AttentionInputs, AttentionSpec, PagedInputs
+from model.attention.mask import AttentionInputs, AttentionSpec, PagedInputs, chunk_ids
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import AttentionChoice, Backend
 from model.attention.sharded import local_kv_heads
@@ -106,10 +106,15 @@ def attend_cached(
         out_specs=(P(*specs.k_NBTKh[1:]),) * 2,
     )
     k_BTKh, v_BTKh = read(view.cache, view.layer)
-    inputs = AttentionInputs(
-        q_index_BL=positions_BL, kv_index_BT=view.cache.index_BT, sinks_H=sinks_H
-    )
-    return attend(choice, q_BLHh, k_BTKh, v_BTKh, inputs, spec, metadata, mode=MODE_DECODE)
+    index_BT = view.cache.index_BT
+    inputs = AttentionInputs(q_index_BL=positions_BL, kv_index_BT=index_BT, sinks_H=sinks_H)
+    if spec.chunk is not None:
+        ids = partial(chunk_ids, segment_ids_BL=None, chunk=spec.chunk, keys=view.cache.capacity)
+        inputs = replace(
+            inputs, q_segment_ids_BL=ids(positions_BL), kv_segment_ids_BT=ids(index_BT)
+        )
+    qkv = q_BLHh, k_BTKh, v_BTKh
+    return attend((choice.backend,), qkv, inputs, spec, metadata, MODE_DECODE)
 
 
 def _attend_pages(

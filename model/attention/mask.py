@@ -7,6 +7,7 @@ its row before any reordering.
 Letters: B batch, L queries, T keys, H query heads, h head dim.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,23 +83,20 @@ class MaskSpec:
 
     causal: the key is not later than the query.
     window: the key is less than `window` tokens away.
-    chunk: key and query are in the same chunk of that many tokens.
-    prefix: every query sees the first `prefix` tokens, in spite of causal, window and chunk.
+    prefix: every query sees the first `prefix` tokens, in spite of causal and window.
     blocks: the block of the query sees the block of the key; applies to the prefix too.
     """
 
     causal: bool = True
     window: int | None = None
-    chunk: int | None = None
     prefix: int = 0
     blocks: BlockMask | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("window", self.window), ("chunk", self.chunk)):
-            if value is not None and not _is_count(value, 1):
-                raise ValueError(
-                    f"attention {name}={value}: use at least 1, a static whole number, or none"
-                )
+        if self.window is not None and not _is_count(self.window, 1):
+            raise ValueError(
+                f"attention window={self.window}: use at least 1, a static whole number, or none"
+            )
         if not _is_count(self.prefix, 0):
             raise ValueError(
                 f"attention prefix={self.prefix}: use at least 0, a static whole number"
@@ -110,19 +108,11 @@ class MaskSpec:
             )
 
     def visible(self, q_index: Any, kv_index: Any) -> Any:
-        """Return booleans, broadcast from row indices of queries and keys; numpy in, numpy out."""
-        seen = (kv_index > UNUSED) & (q_index >= UNUSED)
-        if self.causal:
-            seen &= q_index >= kv_index
-        if self.window is not None:
-            seen &= (q_index - kv_index < self.window) & (kv_index - q_index < self.window)
-        if self.chunk is not None:
-            seen &= q_index // self.chunk == kv_index // self.chunk
-        if self.prefix:
-            seen |= (kv_index > UNUSED) & (kv_index < self.prefix)
-        if self.blocks is not None:
-            seen &= self.blocks.any_visible(q_index, q_index, kv_index, kv_index)
-        return seen
+        """Return booleans, broadcast from row indices of queries and keys; numpy in, numpy out.
+
+        `any_visible` is exact for ranges of one index.
+        """
+        return self.any_visible(q_index, q_index, kv_index, kv_index)
 
     def any_visible(self, q_low: Any, q_high: Any, kv_low: Any, kv_high: Any) -> Any:
         """Return whether a query in one index range may see a key in another; all broadcast.
@@ -135,10 +125,6 @@ class MaskSpec:
             seen &= q_high >= kv_low
         if self.window is not None:
             seen &= (q_low - kv_high < self.window) & (kv_low - q_high < self.window)
-        if self.chunk is not None:
-            seen &= (q_low // self.chunk <= kv_high // self.chunk) & (
-                kv_low // self.chunk <= q_high // self.chunk
-            )
         if self.prefix:
             seen |= (kv_high > UNUSED) & (kv_low < self.prefix)
         if self.blocks is not None:
@@ -150,6 +136,8 @@ class MaskSpec:
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
     """The arrays beside q, k and v; a feature whose arrays are None is not used.
+
+    The letters at the end of a name are the dims of its array.
 
     q_index_BL, kv_index_BT: row index of every query and key; UNUSED for an absent one. The first
         dim may be 1. Callers may leave both out: keys then count from 0 and the queries are the
@@ -172,6 +160,13 @@ class AttentionInputs:
     dropout_seed: Array | None = None
     row_ids_B: Array | None = None
     head_ids_H: Array | None = None
+
+    def present(self) -> Iterator[tuple[str, str, Array]]:
+        """Yield the name, dims (letters; none for dropout_seed) and array of every given field."""
+        for name, array in vars(self).items():
+            if array is not None:
+                dims = name.rpartition("_")[2]
+                yield name, dims if dims.isupper() else "", array
 
 
 @jax.tree_util.register_dataclass
@@ -199,6 +194,9 @@ class AttentionSpec:
     """The static settings of an attention; hashable.
 
     scale: factor of q k^T.
+    chunk: tokens in a chunk of a document, for operations on pages, whose rows are documents: a
+        query sees the keys of its chunk. Over rows, `chunk_ids` are the segment ids instead. In
+        both cases the mask has a window of this size, by which blocks are skipped.
     soft_cap: scores become cap * tanh(scores / cap), before the bias.
     dropout: fraction of the weights that is dropped; the others are scaled up.
     block_q, block_k: tokens in a block of queries and of keys, for operations that work in blocks;
@@ -213,6 +211,7 @@ class AttentionSpec:
 
     scale: float
     mask: MaskSpec = MaskSpec()
+    chunk: int | None = None
     soft_cap: float | None = None
     dropout: float = 0.0
     block_q: int | None = None
@@ -227,6 +226,17 @@ class AttentionSpec:
             raise ValueError(
                 f"attention soft_cap={self.soft_cap}: use a number above 0, or none for no cap"
             )
+
+
+def chunk_ids(positions_BL: Array, segment_ids_BL: Array | None, *, chunk: int, keys: int) -> Array:
+    """Return segment ids that tell the chunks of a document apart, for a window of `chunk`.
+
+    positions_BL: of tokens in their documents, so that a packed document has the chunks that it has
+    alone. keys: most tokens in a row.
+    """
+    most = keys // chunk + 2  # chunks that so many adjacent tokens can touch
+    number_BL = positions_BL // chunk % most
+    return number_BL if segment_ids_BL is None else segment_ids_BL * most + number_BL
 
 
 def visible_BHLT(inputs: AttentionInputs, mask: MaskSpec) -> Array:

@@ -12,46 +12,38 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
 from model.attention.registry import backends_of
-from model.config import BlockSizes
+from model.attention.sharded import AttnShardingRules, Layout, attention_shardings
+from model.config import BlockSizes, OperationConfigs
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import context_mesh, mesh_from_dict, mesh_to_dict
 from parallel.sharding.partition import PartitionAxis, PartitionManager, refuse_unknown_keys
 
-Layout = Literal["bthd", "bhtd", "thd"]
-
 _UNSET: Any = ax.NOT_GIVEN
+# Default of a field, and its names in base_config if other than its own.
+_SETTINGS: Mapping[str, tuple[Any, ...]] = {
+    "runtime_dtype": (jnp.float32, "attn_dtype", "dtype", "torch_dtype"),
+    "runtime_softmax_dtype": (jnp.float32, "attn_softmax_dtype"),
+    "operation_configs": (None,),
+    "scan_ring_attention": (False,),
+    "softmax_scale": (None,),
+    "dropout_prob": (0.0, "attention_dropout", "dropout_prob"),
+    "blocksize_q": (None,),
+    "blocksize_k": (None,),
+    "blocksize_b": (None,),
+}
+_BLOCK_SIZES = ("blocksize_q", "blocksize_k", "blocksize_b")
 _PLATFORMS = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}
-
-
-class AttnShardingRules(NamedTuple):
-    """PartitionSpecs of all arrays of an attention.
-
-    query3d: queries without their length, `B H h`. query, key, value, output: in the requested
-    layout. bias, mask: `B H L T`, in thd `H L T`. q_segment_ids, kv_segment_ids: `B L` and `B T`,
-    in thd `L` and `T`. softmax_aux: None if there is none.
-    """
-
-    query3d: P
-    query: P
-    key: P
-    value: P
-    bias: P
-    mask: P
-    output: P
-    q_segment_ids: P
-    kv_segment_ids: P
-    softmax_aux: P | None
 
 
 @dataclass
@@ -59,10 +51,12 @@ class OperationMetadata:
     """Static settings of attention operations; fields that are not given are filled in.
 
     A field is not given if it is NOT_GIVEN, EMPTY_VAL, Ellipsis or None. It then takes the
-    attribute of the same name of `base_config` (another name where stated below), else its default.
+    attribute of the same name of `base_config` (other names where stated below), else its default.
+    A PyTree without leaves: an argument of `jax.jit`, which compiles again for other settings.
 
-    runtime_dtype: of q, k and v; base_config.attn_dtype, else float32.
-    runtime_softmax_dtype: of the softmax; base_config.attn_softmax_dtype, else float32.
+    runtime_dtype: of q, k and v; base_config.attn_dtype, dtype or torch_dtype, else float32.
+    runtime_softmax_dtype: of the softmax; base_config.attn_softmax_dtype, else float32. No other is
+        legal: sums of thousands of weights lose digits in 16 bits, so every operation uses float32.
     sequence_axis_name: the mesh axis that splits rows, as in partition_axis; never from
         base_config.
     platform, backend: lowercase names, given as strings or as enums by name. Default: the platform
@@ -71,14 +65,15 @@ class OperationMetadata:
     partition_axis, partition_manager: the sharding rules, and the rules on the mesh; without a mesh
         there is no manager yet.
     base_config: the source of defaults; not compared and not written.
-    operation_configs: block sizes by operation; mappings become BlockSizes.
+    operation_configs: block sizes by registered operation; mappings become BlockSizes.
     _stored_mesh: see `mesh`; set here if it comes from base_config or from the context.
 
     The reference documents the following attributes but does not have them.
     scan_ring_attention: a ring is a `lax.scan`. softmax_scale: factor of q k^T; None:
     1 / sqrt(head_dim). dropout_prob: fraction of the weights that is dropped;
-    base_config.attention_dropout, then base_config.dropout_prob. blocksize_q, blocksize_k,
-    blocksize_b: tokens in a block, and sequences; None: the operation's default.
+    base_config.attention_dropout, then base_config.dropout_prob. blocksize_q, blocksize_k: tokens
+    in a block; None: the operation's default. blocksize_b: sequences in a block; 1 or None, because
+    every operation skips blocks by the documents of one sequence.
 
     Raises: ValueError for an illegal value, or for two fields that contradict each other.
     """
@@ -101,20 +96,14 @@ class OperationMetadata:
     blocksize_b: int | None = field(default=_UNSET, kw_only=True)
 
     def __post_init__(self) -> None:
-        fill = self.set_attrs_carefully
-        fill("runtime_dtype", jnp.float32, "attn_dtype")
-        fill("runtime_softmax_dtype", jnp.float32, "attn_softmax_dtype")
         self._fill_sharding()
         default_platform = _platform_of(self._any_mesh())
-        fill("backend", default_platform)
-        fill("platform", default_platform)
-        fill("operation_configs", None)
-        fill("scan_ring_attention", False)
-        fill("softmax_scale", None)
-        fill("dropout_prob", _UNSET, "attention_dropout")
-        fill("dropout_prob", 0.0)
-        for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
-            fill(name, None)
+        for name, (default, *theirs) in _SETTINGS.items():
+            for pickup_name in theirs or (name,):
+                self.set_attrs_carefully(name, _UNSET, pickup_name)
+            self.set_attrs_carefully(name, default, use_base_config=False)
+        for name in ("backend", "platform"):
+            self.set_attrs_carefully(name, default_platform)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             setattr(self, name, _dtype(name, getattr(self, name)))
         self.backend = _platform_name("backend", self.backend, default_platform)
@@ -123,6 +112,10 @@ class OperationMetadata:
         if self.operation_configs is not None:
             self.operation_configs = _operation_configs(self.operation_configs)
         self._check_numbers()
+
+    def __hash__(self) -> int:
+        """Return a hash of some of the compared fields, so that the settings can be static."""
+        return hash((self.runtime_dtype, self.platform, self.sequence_axis_name, self._stored_mesh))
 
     def _fill_sharding(self) -> None:
         """Fill in rules, mesh, manager and sequence axis, each from those that imply it."""
@@ -169,10 +162,20 @@ class OperationMetadata:
             )
         if not (_is_number(self.dropout_prob) and 0 <= self.dropout_prob < 1):
             raise ValueError(f"dropout_prob={self.dropout_prob!r}: use at least 0 and less than 1")
-        for name in ("blocksize_q", "blocksize_k", "blocksize_b"):
+        for name in _BLOCK_SIZES:
             size = getattr(self, name)
             if size is not None and (type(size) is not int or size < 1):
                 raise ValueError(f"{name}={size!r}: use a whole number of at least 1, or none")
+        if self.blocksize_b not in (None, 1):
+            raise ValueError(
+                f"blocksize_b={self.blocksize_b}: no operation works in blocks of several "
+                "sequences; use 1, or leave it out"
+            )
+        if self.runtime_softmax_dtype != jnp.float32:
+            raise ValueError(
+                f"runtime_softmax_dtype={self.runtime_softmax_dtype.name}: every operation "
+                "computes its softmax in float32; leave it out"
+            )
 
     def set_attrs_carefully(
         self,
@@ -220,15 +223,16 @@ class OperationMetadata:
                 return mesh
         return context_mesh()
 
+    @property
+    def manager(self) -> PartitionManager:
+        """The rules on `mesh`, set or not. Raises: ValueError if there is no mesh."""
+        return self._manager(self.mesh)
+
     def _manager(self, mesh: Mesh, rules: PartitionAxis | None = None) -> PartitionManager:
         """Return our rules, or others, on that mesh, with the same axes kept replicated."""
         given = self.partition_manager
         replicate = given.replicate if _is_set(given) else frozenset[str]()
         return PartitionManager(rules or self.partition_axis, mesh, replicate)
-
-    def scale_of(self, head_dim: int) -> float:
-        """Return the factor of q k^T: softmax_scale, or 1 / sqrt(head_dim)."""
-        return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     def get_operation_config(self, impl_name: str) -> BlockSizes | None:
         """Return the settings of an operation; None: its defaults.
@@ -260,40 +264,14 @@ class OperationMetadata:
         Raises: ValueError for an unknown mode or layout, without a mesh, or for a softmax_aux of
             another rank.
         """
-        for name, value, legal in (
-            ("mode", mode, get_args(ax.RUNTIME_MODE_TYPES)),
-            ("layout", layout, get_args(Layout)),
-        ):
-            if value not in legal:
-                raise ValueError(f"attention {name} {value!r} is unknown; use {', '.join(legal)}")
-        batch = () if layout == "thd" else (ax.BATCH,)
-        manager = self._manager(self.mesh)
-
-        def rows(length: str, head: str, dim: str) -> P:
-            inner = (head, length, dim) if layout == "bhtd" else (length, head, dim)
-            return manager.resolve((*batch, *inner), mode)
-
-        query = rows(ax.QUERY_LENGTH, ax.HEAD, ax.HEAD_DIM)
-        heads = (ax.HEAD, ax.HEAD_DIM) if qkv_mni_sharding else (ax.KV_HEAD, ax.KV_HEAD_DIM)
-        key = rows(ax.KV_LENGTH, *heads)
-        scores = (ax.QUERY_LENGTH, ax.BIAS_KV_SEQ)
-        return AttnShardingRules(
-            query3d=manager.resolve((ax.BATCH, ax.HEAD, ax.HEAD_DIM), mode),
-            query=query,
-            key=key,
-            value=key,
-            bias=manager.resolve((*batch, ax.BIAS_HEAD_SEQ, *scores), mode),
-            mask=manager.resolve((*batch, None, *scores), mode),
-            output=query,
-            q_segment_ids=manager.resolve((*batch, ax.QUERY_LENGTH), mode),
-            kv_segment_ids=manager.resolve((*batch, ax.KV_LENGTH), mode),
-            softmax_aux=_softmax_aux_spec(softmax_aux, manager, mode),
-        )
+        return attention_shardings(self.manager, mode, layout, qkv_mni_sharding, softmax_aux)
 
     @classmethod
     def from_config(cls, config: object) -> "OperationMetadata":
         """Return metadata filled in from a configuration, which stays its base_config.
 
+        config: a `ModelConfig`, or an object with any of the attributes that the class names, such
+            as a configuration of Hugging Face or EasyDeL.
         The reference's text gives this method softmax_scale and dropout_prob as arguments, its
         signature does not; here they are attributes of the configuration.
         """
@@ -333,9 +311,9 @@ class OperationMetadata:
         if not _is_set(manager):
             on_mesh = _is_set(rules) and _is_set(mesh)
             values["partition_manager"] = self._manager(mesh, rules) if on_mesh else None
-        copy = OperationMetadata(**values)
-        copy.base_config = base
-        return copy
+        replaced = OperationMetadata(**values)
+        replaced.base_config = base
+        return replaced
 
     def to_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold; without base_config, whose values are filled in.
@@ -390,6 +368,11 @@ class OperationMetadata:
         return cls.from_dict(json.loads(json_str), mesh)
 
 
+# Copies, because the settings can be changed in place and jit keeps those that it has compiled.
+jax.tree_util.register_pytree_node(
+    OperationMetadata, lambda settings: ((), copy(settings)), lambda settings, _: copy(settings)
+)
+
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(OperationMetadata))
 _WRITTEN = (*(name for name in _FIELDS if name not in ("base_config", "_stored_mesh")), "mesh")
 
@@ -432,7 +415,7 @@ def _platform_name(owner: str, value: Any, default: str) -> str:
 def _dtype(owner: str, value: Any) -> Any:
     floating = "use float32, bfloat16 or float16"
     try:
-        dtype = jnp.dtype(value)
+        dtype = jnp.dtype(str(value).removeprefix("torch.") if "torch." in str(value) else value)
     except TypeError as error:
         raise ValueError(f"{owner}={value!r} is not a dtype; {floating}") from error
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -442,35 +425,24 @@ def _dtype(owner: str, value: Any) -> Any:
 
 def _operation_configs(configs: Any) -> dict[str, BlockSizes]:
     """Return the settings by operation, every entry as BlockSizes."""
+    if isinstance(configs, OperationConfigs):
+        return dict(configs.overrides())
     if not isinstance(configs, Mapping):
         raise ValueError(
             f"operation_configs={configs!r} is not a mapping; its keys are names of operations"
         )
-    converted = {}
-    for name, config in configs.items():
-        backends_of(name)
-        if not isinstance(config, BlockSizes):
-            owner = f"operation_configs.{name}"
-            refuse_unknown_keys(owner, config, BlockSizes.model_fields)
-            try:
-                config = BlockSizes.model_validate(dict(config), strict=True)
-            except ValidationError as error:
-                first = error.errors()[0]
-                raise ValueError(
-                    f"{owner}.{first['loc'][0]}={first['input']!r}: use a whole number of at least "
-                    "1, or none"
-                ) from error
-        converted[name] = config
-    return converted
+    return {name: _block_sizes(name, config) for name, config in configs.items()}
 
 
-def _softmax_aux_spec(softmax_aux: Any, manager: PartitionManager, mode: str) -> P | None:
-    if softmax_aux is None:
-        return None
-    rank = len(softmax_aux.shape)
-    if rank not in (1, 2):
-        raise ValueError(
-            f"softmax_aux of shape {softmax_aux.shape}: give one number per head (H), or rows of "
-            "one per kv head (X K)"
-        )
-    return manager.resolve((ax.EMPTY, ax.KV_HEAD) if rank == 2 else (ax.HEAD,), mode)
+def _block_sizes(name: str, config: Any) -> BlockSizes:
+    backends_of(name)
+    if isinstance(config, BlockSizes):
+        return config
+    owner = f"operation_configs.{name}"
+    refuse_unknown_keys(owner, config, BlockSizes.model_fields)
+    try:
+        return BlockSizes.model_validate(dict(config), strict=True)
+    except ValidationError as error:
+        field, value = error.errors()[0]["loc"][0], error.errors()[0]["input"]
+        rule = "use a whole number of at least 1, or none"
+        raise ValueError(f"{owner}.{field}={value!r}: {rule}") from error

@@ -1,21 +1,26 @@
 """Attention to keys and values in pages, for generation.
 
-`ragged_page_attention_v2` takes one query per sequence (decoding), `ragged_page_attention_v3` any
-number: the tokens of all sequences one after another. The native backend here gathers pages and
-runs anywhere; the backend for TPU is `model/attention/pallas/paged.py`. All arrays are local to one
-device. Key i of a sequence is slot i of its pages; other orders are not supported.
+`ragged_page_attention_v2` is chosen for one query per sequence (decoding), and
+`ragged_page_attention_v3` for any number: the tokens of all sequences one after another. Both are
+one function. The native backend gathers pages and runs anywhere. The backend for TPU is the Pallas
+kernel that jax ships; it reads pages in place, and its derivative is the native backend's. All
+arrays are local to one device. Key i of a sequence is slot i of its pages; other orders are not
+supported.
 
 Letters: S sequences, T tokens of all sequences, H query heads, K kv heads, G = H / K, h head dim.
 pages_PSKh are P pages of S slots with 2 K heads: k0, v0, k1, v1, ...; page_table_SP lists the
 pages of every sequence. In one step of the native backend: W pages, Y keys in them.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from model.attention.blockwise import varying
 from model.attention.mask import UNUSED, AttentionSpec, MaskSpec, PagedInputs, with_sinks
@@ -25,28 +30,10 @@ from parallel.linear.ring import pcast_varying
 _FEATURES: frozenset[Feature] = frozenset(
     {"window", "soft_cap", "gqa", "decode", "paged", "chunk", "prefix", "sinks"}
 )
-
-
-class PagedFunction(Protocol):
-    """An attention operation on pages, on local arrays inside shard_map.
-
-    q `T H h` and pages `P S 2K h` (H a multiple of K) -> `T H h` in q's dtype; zeros for a token
-    that sees nothing (padding, an empty sequence).
-    """
-
-    def __call__(  # noqa: D102 - the class says it
-        self, q_THh: Array, pages_PSKh: Array, inputs: PagedInputs, spec: AttentionSpec
-    ) -> Array: ...
+_TPU_FEATURES = _FEATURES - {"chunk", "prefix", "sinks"}
 
 
 @register("ragged_page_attention_v2", capabilities=Capabilities(features=_FEATURES, preference=20))
-def one_query_each(
-    q_THh: Array, pages_PSKh: Array, inputs: PagedInputs, spec: AttentionSpec
-) -> Array:
-    """Return `any_queries_each` for decoding: token t is the last key of sequence t."""
-    return any_queries_each(q_THh, pages_PSKh, decoding_inputs(q_THh, inputs), spec)
-
-
 @register(
     "ragged_page_attention_v3",
     capabilities=Capabilities(features=_FEATURES | {"mixed"}, preference=10),
@@ -56,6 +43,8 @@ def any_queries_each(
 ) -> Array:
     """Return attention by an online softmax over pages; every token gathers those it may see.
 
+    q `T H h` and pages `P S 2K h` (H a multiple of K) -> `T H h` in q's dtype; zeros for a token
+    that sees nothing (padding, an empty sequence).
     A step gathers `spec.block_k` keys per token, in whole pages; memory does not grow with the
     context. None: one page, the fastest on CPU at 1, 4 and 32 sequences of 2048 keys. Steps in
     which no query sees a key are skipped. The backward pass gathers again and keeps out `T H h` of
@@ -76,7 +65,7 @@ def any_queries_each(
         index_Y = low + jnp.arange(keys)
 
         def attend(sums: Any) -> Any:
-            seen_TY = tokens.visible(index_Y, spec.mask)
+            seen_TY = tokens.visible(index_Y, spec)
             # A slot beyond the end may hold nan, and 0 * nan is nan.
             used_TY = index_Y < tokens.length_T[:, None]
             kv_TYKh = pages_PSKh[ids_TW].reshape(T, keys, 2 * K, h)
@@ -120,9 +109,11 @@ class TokenRows:
         there_T = (token_T < starts[-1]) & (index_T >= 0)
         return cls(sequence_T, length_T, jnp.where(there_T, index_T, UNUSED))
 
-    def visible(self, index_Y: Array, mask: MaskSpec) -> Array:
+    def visible(self, index_Y: Array, spec: AttentionSpec) -> Array:
         """Return booleans `T Y`; the mask alone would show the prefix to padding."""
-        seen_TY = mask.visible(self.index_T[:, None], index_Y)
+        seen_TY = spec.mask.visible(self.index_T[:, None], index_Y)
+        if spec.chunk is not None:
+            seen_TY &= self.index_T[:, None] // spec.chunk == index_Y // spec.chunk
         there_TY = (self.index_T > UNUSED)[:, None] & (index_Y < self.length_T[:, None])
         return seen_TY & there_TY
 
@@ -181,7 +172,109 @@ def _normalised(top_TKG: Array, norm_TKG: Array, out_TKGh: Array, sinks_H: Array
     return with_sinks(out_THh[None], lse_TKG.reshape(T, K * G).T[None], sinks_H)[0][0]
 
 
-def decoding_inputs(q_THh: Array, inputs: PagedInputs) -> PagedInputs:
-    """Return the inputs of one query per sequence."""
-    assert q_THh.shape[0] == inputs.lengths_S.shape[0], "one query per sequence"
-    return replace(inputs, query_starts=None)
+# Pages that the kernel fetches at a time, one copy each, into two buffers of VMEM, and queries that
+# it works on. jax's own tuned sizes (jax 0.10.2) are 4 to 16 pages and 32 to 64 queries.
+_KERNEL_PAGES, _KERNEL_BUFFER_BYTES, _KERNEL_QUERIES = 32, 4 * 2**20, 32
+# Scalar memory of a TPU core (v5e and v5p, libtpu 0.0.42.1) holds the page table, its rows padded
+# to whole lanes, lengths and starts, and a part reserved for the compiler.
+_LANES, _SCALAR_BYTES, _SCALAR_RESERVED = 128, 2**20, 4096
+
+_tpu_capabilities = partial(
+    Capabilities, dtypes=("float32", "bfloat16"), head_dim_multiple=_LANES, check_vma=False
+)
+
+
+@register(
+    "ragged_page_attention_v2",
+    backend="tpu",
+    capabilities=_tpu_capabilities(features=_TPU_FEATURES),
+)
+@register(
+    "ragged_page_attention_v3",
+    backend="tpu",
+    capabilities=_tpu_capabilities(features=_TPU_FEATURES | {"mixed"}),
+)
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def any_queries_each_tpu(
+    q_THh: Array, pages_PSKh: Array, inputs: PagedInputs, spec: AttentionSpec
+) -> Array:
+    """Return attention by jax's kernel, differentiable through the native backend.
+
+    Source: jax.experimental.pallas.ops.tpu.ragged_paged_attention.
+    Raises: ValueError for a number of kv heads that it cannot tile, or a page table that is larger
+        than scalar memory.
+    """
+    _check_kernel(pages_PSKh, inputs)
+    pages_at_once, queries_at_once = _kernel_blocks(q_THh, pages_PSKh, inputs, spec)
+    lengths_S = inputs.lengths_S
+    starts = inputs.query_starts
+    if starts is None:
+        starts = jnp.arange(lengths_S.shape[0] + 1, dtype=jnp.int32)
+    # The kernel prefetches the keys of the next sequence, and loses count if that one has no key or
+    # if the last sequences have no queries. So every sequence gets a key, and sequences without
+    # queries at the end are left out. Without any query the first token is computed and discarded.
+    kernel_starts = starts.at[-1].max(1)
+    with_queries = jnp.sum(kernel_starts[:-1] < kernel_starts[-1], dtype=jnp.int32)
+    out_THh = ragged_paged_attention(
+        q_THh,
+        pages_PSKh,
+        jnp.maximum(lengths_S, 1),
+        inputs.page_table_SP,
+        kernel_starts,
+        with_queries[None],
+        sm_scale=spec.scale,
+        sliding_window=spec.mask.window,
+        soft_cap=spec.soft_cap,
+        num_kv_pages_per_block=pages_at_once,
+        num_queries_per_block=queries_at_once,
+    )
+    seen_T = TokenRows.of(inputs, q_THh.shape[0]).index_T > UNUSED
+    return jnp.where(seen_T[:, None, None], out_THh, 0)
+
+
+def _kernel_forward(
+    q_THh: Array, pages_PSKh: Array, inputs: PagedInputs, spec: AttentionSpec
+) -> tuple[Array, Any]:
+    return any_queries_each_tpu(q_THh, pages_PSKh, inputs, spec), (q_THh, pages_PSKh, inputs)
+
+
+def _kernel_backward(spec: AttentionSpec, kept: Any, dout_THh: Array) -> tuple[Array, Array, None]:
+    q_THh, pages_PSKh, inputs = kept
+    _, pull = jax.vjp(lambda q, pages: any_queries_each(q, pages, inputs, spec), q_THh, pages_PSKh)
+    return *pull(dout_THh), None
+
+
+any_queries_each_tpu.defvjp(_kernel_forward, _kernel_backward)
+
+
+def _check_kernel(pages_PSKh: Array, inputs: PagedInputs) -> None:
+    """Raise ValueError for inputs that the kernel or its compiler would refuse less clearly."""
+    words = pages_PSKh.shape[2] * pages_PSKh.dtype.itemsize // 4
+    if words not in (1, 2, 4) and words % 8:
+        raise ValueError(
+            f"{pages_PSKh.shape[2] // 2} kv heads of {pages_PSKh.dtype} per device: the paged "
+            "kernel tiles the 32-bit words of keys and values of a slot by 1, 2, 4 or multiples "
+            "of 8; use another mesh.tp, or a dense cache"
+        )
+    rows, pages = inputs.page_table_SP.shape
+    needed = 4 * rows * (math.ceil(pages / _LANES) * _LANES + 2) + _SCALAR_RESERVED
+    if needed > _SCALAR_BYTES:
+        raise ValueError(
+            f"a page table of {rows} x {pages} entries needs {needed} bytes of scalar memory, "
+            f"which has {_SCALAR_BYTES}; use larger pages, fewer rows per device or a dense cache"
+        )
+
+
+def _kernel_blocks(
+    q_THh: Array, pages_PSKh: Array, inputs: PagedInputs, spec: AttentionSpec
+) -> tuple[int, int]:
+    """Return the pages and queries that the kernel works on at a time.
+
+    The kernel's tuned table is not used: it reads the local device, which a plan does not have.
+    """
+    page_bytes = math.prod(pages_PSKh.shape[1:]) * pages_PSKh.dtype.itemsize
+    fitting = min(_KERNEL_PAGES, _KERNEL_BUFFER_BYTES // (2 * page_bytes))
+    if spec.block_k is not None:
+        fitting = spec.block_k // pages_PSKh.shape[1]
+    queries = min(spec.block_q or _KERNEL_QUERIES, q_THh.shape[0])
+    return min(max(fitting, 1), inputs.page_table_SP.shape[1]), queries

@@ -37,7 +37,6 @@ Feature = Literal[
     "bidirectional",
     "segment_ids",
     "window",
-    "chunk",
     "prefix",
     "block_mask",
     "soft_cap",
@@ -51,16 +50,18 @@ Feature = Literal[
     "decode",
     "paged",
     "mixed",
+    "chunk",
 ]
 """Features beyond causal self-attention with one query head per kv head.
 
 bidirectional: queries see later keys. row_order: tokens are not in the order of their row indices,
 or the keys are not those of the query tokens (another number, other segments). sequence_parallel:
 rows are split over sp. decode: few queries against a cache with unused slots. paged: keys and
-values in pages. mixed: any number of queries per sequence in one paged call. gqa: several query
-heads per kv head. The others are fields of `MaskSpec`, `AttentionInputs` and `AttentionSpec`.
+values in pages. mixed: any number of queries per sequence in one paged call. chunk: chunks of the
+documents in pages; over rows they are segments. gqa: several query heads per kv head. The others
+are fields of `MaskSpec`, `AttentionInputs` and `AttentionSpec`.
 """
-ALL: frozenset[Feature] = frozenset(get_args(Feature)) - {"paged", "mixed"}
+ALL: frozenset[Feature] = frozenset(get_args(Feature)) - {"paged", "mixed", "chunk"}
 """Every feature of attention over rows; paged operations take pages instead."""
 
 BackendName = Literal["native", "gpu", "tpu"]
@@ -85,7 +86,7 @@ class AttentionFunction(Protocol):
 
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
-"""An `AttentionFunction`, or a `PagedFunction` (model/attention/paged.py)."""
+"""An `AttentionFunction`, or one on pages, as in model/attention/paged.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +301,6 @@ def features_of(
     asked: dict[Feature, bool] = {
         "bidirectional": not mask.causal,
         "window": mask.window is not None,
-        "chunk": mask.chunk is not None,
         "prefix": mask.prefix > 0,
         "block_mask": mask.blocks is not None,
         "segment_ids": "q_segment_ids_BL" in given,
@@ -321,13 +321,12 @@ def layer_spec(
     config: ModelConfig, layer_type: LayerType, mode: RUNTIME_MODE_TYPES = MODE_TRAIN
 ) -> AttentionSpec:
     """Return the static settings of the attention of such a layer in this runtime mode."""
-    sliding, chunked = layer_type == "sliding_attention", layer_type == "chunked_attention"
+    chunk = config.attention_chunk_size if layer_type == "chunked_attention" else None
+    window = config.sliding_window if layer_type == "sliding_attention" else chunk
     return AttentionSpec(
         scale=config.head_size**-0.5,
-        mask=MaskSpec(
-            window=config.sliding_window if sliding else None,
-            chunk=config.attention_chunk_size if chunked else None,
-        ),
+        mask=MaskSpec(window=window),
+        chunk=chunk,
         soft_cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout if mode == MODE_TRAIN else 0.0,
         scan=config.scan_ring_attention,
@@ -351,18 +350,20 @@ def choose_for_layer(
     """
     generating = mode in GENERATION_MODES
     sp = manager.axis_size(QUERY_LENGTH, mode)
-    given = ["q_segment_ids_BL"] if mode == MODE_TRAIN else []
+    spec = layer_spec(config, layer_type, mode)
+    segmented = mode == MODE_TRAIN or (spec.chunk is not None and not paged)
+    given = ["q_segment_ids_BL"] if segmented else []
     given += ["sinks_H"] if config.attention_sinks else []
     features = features_of(
-        layer_spec(config, layer_type, mode),
+        spec,
         given,
         grouped=config.num_attention_heads > config.num_key_value_heads,
         decoding=generating,
         sp=sp,
     )
     if paged:
-        pages: set[Feature] = {"paged", "mixed"} if length > 1 else {"paged"}
-        features |= pages
+        asked = {"paged": True, "mixed": length > 1, "chunk": spec.chunk is not None}
+        features |= {name for name in get_args(Feature) if asked.get(name)}
     request = Request(
         features=features,
         platform=manager.mesh.devices.flat[0].platform,

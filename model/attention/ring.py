@@ -25,8 +25,8 @@ from jax.ad_checkpoint import checkpoint_name
 from model.attention.blockwise import OutputGradients, varying
 from model.attention.flash import NATIVE, Engine
 from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, with_sinks
-from model.attention.pallas import flash as pallas_flash
-from model.attention.pallas.kernels import LANES
+from model.attention.pallas_flash import KernelOptions, attend, attend_gradients
+from model.attention.pallas_kernels import LANES
 from model.attention.registry import ALL, RESULT_NAME, AttentionChoice, Capabilities, register
 from model.config import ModelConfig
 from parallel.linear.ring import add_arriving, pcast_varying
@@ -34,11 +34,8 @@ from parallel.sharding.axes import QUERY_LENGTH
 from parallel.sharding.partition import PartitionManager
 
 # Half of the keys of a step are visible: on the diagonal, and at every step in zigzag order.
-_OPTIONS = pallas_flash.KernelOptions(visible_share=0.5)
-_TPU = Engine(
-    partial(pallas_flash.attend, options=_OPTIONS),
-    partial(pallas_flash.attend_gradients, options=_OPTIONS),
-)
+_OPTIONS = KernelOptions(visible_share=0.5)
+_TPU = Engine(partial(attend, options=_OPTIONS), partial(attend_gradients, options=_OPTIONS))
 # min_length: from here a hop takes no longer than the work of a step. At 1024 tokens and four query
 # heads per kv head of width 128: 5.8 us on a link of v5p (90 GB/s), 4.7 us at half its peak.
 _capabilities = partial(Capabilities, keys="local", min_length=1024, preference=80, blockwise=True)
@@ -83,7 +80,7 @@ def key_offsets(spec: AttentionSpec, n: int, *, L: int, T: int) -> tuple[int, ..
     """Return the distances in the ring over which some device sees keys, 0 first; static.
 
     L, T: queries and keys per device. All n distances, unless rows are in natural order and a
-    window or chunk limits them. A scan includes every distance up to the last.
+    window limits them. A scan includes every distance up to the last.
     """
     if not spec.contiguous:
         return tuple(range(n))

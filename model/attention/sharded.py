@@ -7,7 +7,7 @@ local blocks. Letters: B batch, L queries, T keys, H query heads, K kv heads, h 
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,93 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.attention.mask import AttentionInputs, AttentionSpec
-from model.attention.metadata import AttnShardingRules, OperationMetadata
 from model.attention.registry import Backend, Request, features_of
 from parallel.linear.ring import all_gather
+from parallel.sharding import axes as ax
 from parallel.sharding.axes import GENERATION_MODES, RUNTIME_MODE_TYPES
+from parallel.sharding.partition import PartitionManager
 from parallel.sharding.specs import mesh_axes_of
 
 _HEADS, _LENGTH = 2, 1
 
 
+Layout = Literal["bthd", "bhtd", "thd"]
+"""Dims of q, k, v and the output: batch, t queries or keys, heads, head dim."""
+
+
+class AttnShardingRules(NamedTuple):
+    """PartitionSpecs of all arrays of an attention.
+
+    query3d: queries without their length, `B H h`. query, key, value, output: in the requested
+    layout. bias, mask: `B H L T`, in thd `H L T`. q_segment_ids, kv_segment_ids: `B L` and `B T`,
+    in thd `L` and `T`. softmax_aux: None if there is none.
+    """
+
+    query3d: P
+    query: P
+    key: P
+    value: P
+    bias: P
+    mask: P
+    output: P
+    q_segment_ids: P
+    kv_segment_ids: P
+    softmax_aux: P | None
+
+
+def attention_shardings(
+    manager: PartitionManager,
+    mode: RUNTIME_MODE_TYPES,
+    layout: Layout = "bthd",
+    qkv_mni_sharding: bool = False,
+    softmax_aux: Any | None = None,
+) -> AttnShardingRules:
+    """Return `OperationMetadata.get_shardings` by these rules on their mesh."""
+    for name, value, legal in (
+        ("mode", mode, get_args(RUNTIME_MODE_TYPES)),
+        ("layout", layout, get_args(Layout)),
+    ):
+        if value not in legal:
+            raise ValueError(f"attention {name} {value!r} is unknown; use {', '.join(legal)}")
+    batch = () if layout == "thd" else (ax.BATCH,)
+
+    def rows(length: str, head: str, dim: str) -> P:
+        inner = (head, length, dim) if layout == "bhtd" else (length, head, dim)
+        return manager.resolve((*batch, *inner), mode)
+
+    query = rows(ax.QUERY_LENGTH, ax.HEAD, ax.HEAD_DIM)
+    heads = (ax.HEAD, ax.HEAD_DIM) if qkv_mni_sharding else (ax.KV_HEAD, ax.KV_HEAD_DIM)
+    key = rows(ax.KV_LENGTH, *heads)
+    scores = (ax.QUERY_LENGTH, ax.BIAS_KV_SEQ)
+    ranks = {1: (ax.HEAD,), 2: (ax.EMPTY, ax.KV_HEAD)}
+    if softmax_aux is not None and len(softmax_aux.shape) not in ranks:
+        raise ValueError(
+            f"softmax_aux of shape {softmax_aux.shape}: give one number per head (H), or rows of "
+            "one per kv head (X K)"
+        )
+    return AttnShardingRules(
+        query3d=manager.resolve((ax.BATCH, ax.HEAD, ax.HEAD_DIM), mode),
+        query=query,
+        key=key,
+        value=key,
+        bias=manager.resolve((*batch, ax.BIAS_HEAD_SEQ, *scores), mode),
+        mask=manager.resolve((*batch, None, *scores), mode),
+        output=query,
+        q_segment_ids=manager.resolve((*batch, ax.QUERY_LENGTH), mode),
+        kv_segment_ids=manager.resolve((*batch, ax.KV_LENGTH), mode),
+        softmax_aux=(
+            None if softmax_aux is None else manager.resolve(ranks[len(softmax_aux.shape)], mode)
+        ),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Shardings of the arrays of a call in one runtime mode."""
+    """Shardings of the arrays of a call in one runtime mode.
+
+    tp, sp: devices over which heads and rows of queries are split. queries_split: over length_axis.
+    only_keys_split: every device has all queries and a part of the keys, in decoding over sp.
+    """
 
     rules: AttnShardingRules
     mesh: Any
@@ -35,51 +110,37 @@ class Placement:
     decoding: bool
     head_axis: str | None
     length_axis: str
+    tp: int
+    sp: int
+    queries_split: bool
+    only_keys_split: bool
 
     @classmethod
-    def of(cls, metadata: OperationMetadata, mode: RUNTIME_MODE_TYPES) -> "Placement":
-        """Return the placement under the metadata's rules.
+    def of(cls, manager: PartitionManager, platform: str, mode: RUNTIME_MODE_TYPES) -> "Placement":
+        """Return the placement by these rules.
 
-        Raises: ValueError if the rules put query heads on several mesh axes.
+        Raises: ValueError if they put query heads on several mesh axes.
         """
-        rules = metadata.get_shardings(mode)
+        rules, sizes = attention_shardings(manager, mode), manager.mesh.shape
         head_axes = mesh_axes_of(rules.query[_HEADS])
         if len(head_axes) > 1:
             raise ValueError(
                 f"the rules put query heads on {rules.query[_HEADS]}; use one mesh axis for HEAD"
             )
+        axis = manager.partition_axis.sequence_parallel_axis
+        queries, keys = (axis in mesh_axes_of(x[_LENGTH]) for x in (rules.query, rules.key))
         return cls(
             rules=rules,
-            mesh=metadata.mesh,
-            platform=str(metadata.platform),
+            mesh=manager.mesh,
+            platform=platform,
             decoding=mode in GENERATION_MODES,
             head_axis=head_axes[0] if head_axes else None,
-            length_axis=metadata.sequence_axis_name,
+            length_axis=axis,
+            tp=math.prod(sizes[name] for name in head_axes),
+            sp=sizes.get(axis, 1) if queries else 1,
+            queries_split=queries,
+            only_keys_split=keys and not queries and sizes.get(axis, 1) > 1,
         )
-
-    @property
-    def tp(self) -> int:
-        """Devices over which heads are split."""
-        return 1 if self.head_axis is None else self.mesh.shape[self.head_axis]
-
-    @property
-    def sp(self) -> int:
-        """Devices over which rows of queries are split."""
-        return self._length_devices if self._queries_are_split else 1
-
-    @property
-    def _length_devices(self) -> int:
-        return self.mesh.shape.get(self.length_axis, 1)
-
-    @property
-    def _queries_are_split(self) -> bool:
-        return self.length_axis in mesh_axes_of(self.rules.query[_LENGTH])
-
-    @property
-    def _only_keys_are_split(self) -> bool:
-        """Whether every device has all queries and a part of the keys: decoding over sp."""
-        split = self.length_axis in mesh_axes_of(self.rules.key[_LENGTH])
-        return split and not self._queries_are_split and self._length_devices > 1
 
     def request(self, q: Array, k: Array, inputs: AttentionInputs, spec: AttentionSpec) -> Request:
         """Return what this call asks of a backend.
@@ -96,7 +157,7 @@ class Placement:
         own_keys = q.shape[_LENGTH] == k.shape[_LENGTH] and same_segments
         features = features_of(
             replace(spec, contiguous=spec.contiguous and own_keys),
-            [name for name, array in vars(inputs).items() if array is not None],
+            [name for name, *_ in inputs.present()],
             grouped=heads > kv_heads,
             decoding=self.decoding,
             sp=self.sp,
@@ -124,15 +185,15 @@ class Placement:
         """
         (q, k, _), can = qkv, backend.capabilities
         heads, kv_heads = q.shape[_HEADS], k.shape[_HEADS]
-        local_keys, merging = can.keys == "local", self._only_keys_are_split and can.merges_keys
+        local_keys, merging = can.keys == "local", self.only_keys_split and can.merges_keys
         spec = replace(
             spec,
-            sequence_axis=self.length_axis if self._queries_are_split and local_keys else None,
+            sequence_axis=self.length_axis if self.queries_split and local_keys else None,
             merge_axis=self.length_axis if merging else None,
         )
         q_spec, kv_spec, specs = self._specs(k, inputs, keys_whole=not merging)
         _check_division(self.mesh, q, k, q_spec, kv_spec)
-        gathers = self._queries_are_split and not local_keys
+        gathers = self.queries_split and not local_keys
         body = partial(
             _attend_body,
             backend=backend,
@@ -167,30 +228,20 @@ class Placement:
         not divide are whole on every device.
         """
         rules, batch = self.rules, self.rules.query[0]
-        kv_length = rules.key[_LENGTH] if self._queries_are_split or not keys_whole else None
+        kv_length = rules.key[_LENGTH] if self.queries_split or not keys_whole else None
         kv_heads = rules.key[_HEADS] if k.shape[_HEADS] % self.tp == 0 else None
         q_length = rules.query[_LENGTH]
-        wanted = {
-            "q_index_BL": P(batch, q_length),
-            "kv_index_BT": P(batch, kv_length),
-            "q_segment_ids_BL": P(batch, q_length),
-            "kv_segment_ids_BT": P(batch, kv_length),
-            "bias_BHLT": P(batch, *rules.bias[1:]),
-            "mask_BHLT": P(batch, *rules.mask[1:]),
-            "sinks_H": P(self.head_axis),
-            "dropout_seed": P(None),
-            "row_ids_B": P(batch),
-            "head_ids_H": P(self.head_axis),
-        }
-        present: dict[str, Any] = {}
-        for name, spec in wanted.items():
-            if (array := getattr(inputs, name)) is not None:
-                # A dim of size one is shared by all devices.
-                dims = zip(array.shape, spec, strict=True)
-                present[name] = P(*(None if size == 1 else axes for size, axes in dims))
+        axes = {"B": batch, "L": q_length, "T": kv_length, "H": self.head_axis}
+        scores = {"bias_BHLT": rules.bias[1:], "mask_BHLT": rules.mask[1:]}
+        specs: dict[str, Any] = {}
+        for name, dims, array in inputs.present():
+            spec = (batch, *scores[name]) if name in scores else [axes[d] for d in dims] or [None]
+            # A dim of size one is shared by all devices.
+            split = zip(array.shape, spec, strict=True)
+            specs[name] = P(*(None if size == 1 else names for size, names in split))
         q_spec = P(batch, *rules.query[1:])
         kv_spec = P(batch, kv_length, kv_heads, rules.key[-1])
-        return q_spec, kv_spec, AttentionInputs(**present)
+        return q_spec, kv_spec, AttentionInputs(**specs)
 
 
 def _check_division(mesh: Any, q: Array, k: Array, q_spec: P, kv_spec: P) -> None:

@@ -78,31 +78,16 @@ def _split_heads(x_BLHh: Array, axis_name: str) -> Array:
 def _inputs_of_local_heads(inputs: AttentionInputs, axis_name: str, heads: int) -> AttentionInputs:
     """Return the inputs of all tokens and of this device's heads after `_split_heads`."""
 
-    def rows(x: Array | None) -> Array | None:
-        return None if x is None else all_gather(pcast_varying(x, (axis_name,)), axis_name, _LENGTH)
+    def local(dims: str, x: Array) -> Array:
+        if dims == "H":
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(axis_name) * heads, heads)
+        if len(dims) < 2:
+            return x
+        x = pcast_varying(x, (axis_name,))
+        if dims != "BHLT":
+            return all_gather(x, axis_name, _LENGTH)
+        if x.shape[1] == 1:
+            return all_gather(x, axis_name, 2)
+        return lax.all_to_all(x, axis_name, 1, 2, tiled=True)
 
-    def local(x_H: Array | None) -> Array | None:
-        first = lax.axis_index(axis_name) * heads
-        return None if x_H is None else lax.dynamic_slice_in_dim(x_H, first, heads)
-
-    def scores(x_BHLT: Array | None) -> Array | None:
-        if x_BHLT is None:
-            return None
-        x_BHLT = pcast_varying(x_BHLT, (axis_name,))
-        if x_BHLT.shape[1] == 1:
-            return all_gather(x_BHLT, axis_name, 2)
-        return lax.all_to_all(x_BHLT, axis_name, 1, 2, tiled=True)
-
-    q_index_BL, kv_index_BT = rows(inputs.q_index_BL), rows(inputs.kv_index_BT)
-    assert q_index_BL is not None and kv_index_BT is not None
-    return replace(
-        inputs,
-        q_index_BL=q_index_BL,
-        kv_index_BT=kv_index_BT,
-        q_segment_ids_BL=rows(inputs.q_segment_ids_BL),
-        kv_segment_ids_BT=rows(inputs.kv_segment_ids_BT),
-        bias_BHLT=scores(inputs.bias_BHLT),
-        mask_BHLT=scores(inputs.mask_BHLT),
-        sinks_H=local(inputs.sinks_H),
-        head_ids_H=local(inputs.head_ids_H),
-    )
+    return replace(inputs, **{name: local(dims, x) for name, dims, x in inputs.present()})

@@ -131,23 +131,11 @@ def test_a_choice_is_run_as_chosen_and_refuses_more_than_it_can_do() -> None:
     )
     choice, metadata = choose_operation(asked, "blocksparse"), operation("vanilla").metadata
     spec = AttentionSpec(scale=h**-0.5, block_q=4, block_k=4)
-    got = attend(choice, Q, K, V, AttentionInputs(), spec, metadata)
+    got = attend([choice.backend], (Q, K, V), AttentionInputs(), spec, metadata)
     np.testing.assert_allclose(got, written_out(Q, K, V, ONE_DOCUMENT), atol=2e-6)
     bias = AttentionInputs(bias_BHLT=np.zeros((1, 1, L, L), np.float32))
     with pytest.raises(ValueError, match=r"blocksparse cannot serve .*native: has no bias"):
-        attend(choice, Q, K, V, bias, spec, metadata)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"runtime_softmax_dtype": jnp.bfloat16}, "runtime_softmax_dtype=bfloat16: .* float32"),
-        ({"blocksize_b": 2}, "blocksize_b=2: no operation works in blocks of sequences"),
-    ],
-)
-def test_settings_that_no_operation_reads_are_refused(fields, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        operation("vanilla", **fields)
+        attend([choice.backend], (Q, K, V), bias, spec, metadata)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "sdpa", "flash_attn2"])

@@ -19,6 +19,7 @@ from model.attention.mask import (
     AttentionSpec,
     BlockMask,
     MaskSpec,
+    chunk_ids,
     dropout_keep_BHLT,
     visible_BHLT,
 )
@@ -82,7 +83,6 @@ def case(name: str, L: int, T: int, H: int = 4) -> tuple[AttentionInputs, Attent
         "segments": ({"q_segment_ids_BL": ids[:, T - L :], "kv_segment_ids_BT": ids}, {}),
         "window": ({}, {"mask": MaskSpec(window=4)}),
         "window both ways": ({}, {"mask": MaskSpec(window=4, causal=False)}),
-        "chunk": ({}, {"mask": MaskSpec(chunk=5)}),
         "prefix": ({}, {"mask": MaskSpec(window=2, prefix=3)}),
         "blocks": ({}, {"mask": MaskSpec(blocks=blocks)}),
         "soft cap": ({}, {"soft_cap": 0.7}),
@@ -101,7 +101,7 @@ def case(name: str, L: int, T: int, H: int = 4) -> tuple[AttentionInputs, Attent
 
 
 FEATURES = [
-    *"causal bidirectional segments window chunk prefix blocks bias mask sinks".split(),
+    *"causal bidirectional segments window prefix blocks bias mask sinks".split(),
     *("window both ways", "soft cap", "shared bias", "dropout", "row order", "unused"),
 ]
 
@@ -273,8 +273,10 @@ def test_only_blocks_in_which_something_is_visible_are_visited() -> None:
     assert len(visited(indices(29, 29), 29, 29, block_q=5, block_k=6)) == 1 + 2 + 3 + 4 + 5 + 5
     window = {(a, b) for a, b in causal if a - b <= 2}
     assert visited(rows, L, L, mask=MaskSpec(window=size + 2), **sizes) == window
+    ids = chunk_ids(rows.q_index_BL, None, chunk=2 * size, keys=L)
+    chunked = replace(rows, q_segment_ids_BL=ids, kv_segment_ids_BT=ids)
     chunks = {(a, b) for a, b in causal if a // 2 == b // 2}
-    assert visited(rows, L, L, mask=MaskSpec(chunk=2 * size), **sizes) == chunks
+    assert visited(chunked, L, L, mask=MaskSpec(window=2 * size), **sizes) == chunks
     prefix = window | {(a, 0) for a in range(n)}
     pattern = MaskSpec(window=size + 2, prefix=3)
     assert visited(rows, L, L, mask=pattern, **sizes) == prefix
@@ -324,10 +326,11 @@ def test_decoding_visits_all_sequences_at_once_and_used_slots_only() -> None:
 def test_skipped_blocks_are_not_read() -> None:
     size = 40
     L = 4 * size
-    spec = AttentionSpec(scale=0.4, mask=MaskSpec(chunk=size), block_q=size, block_k=size)
+    spec = AttentionSpec(scale=0.4, block_q=size, block_k=size)
     q, k, v = arrays(L, L)
     q, k, v = (x.at[:, size : 2 * size].set(jnp.nan) for x in (q, k, v))
-    inputs = indices(L, L)
+    ids = jnp.arange(L)[None] // size
+    inputs = replace(indices(L, L), q_segment_ids_BL=ids, kv_segment_ids_BT=ids)
     run = jax.jit(lambda *qkv: values_and_derivatives(flash_attention, inputs, spec, *qkv))
     out, (grads, _, _) = run(q, k, v)
     for x in (out, *grads):

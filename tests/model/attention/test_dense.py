@@ -63,9 +63,8 @@ def call(q, k, v, segments=SEGMENTS, *, inputs=None, **spec):
         ((4, 2), MaskSpec(causal=False)),
         ((4, 2), MaskSpec(window=3)),
         ((4, 2), MaskSpec(causal=False, window=3)),
-        ((4, 2), MaskSpec(chunk=5)),
         ((4, 2), MaskSpec(prefix=4)),
-        ((4, 2), MaskSpec(window=2, prefix=1, chunk=6)),
+        ((4, 2), MaskSpec(window=2, prefix=1)),
     ],
     ids=str,
 )

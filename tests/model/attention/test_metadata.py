@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import json
 from types import SimpleNamespace
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from model.attention.metadata import AttnShardingRules, Layout, OperationMetadata
+from model.attention.metadata import AttnShardingRules, OperationMetadata
 from model.attention.registry import operation_names
-from model.config import BlockSizes
+from model.config import BlockSizes, ModelConfig
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 from parallel.sharding.residual import residual_rules
 
 BATCH = ("dp", "fsdp", "ep")
-MODES = get_args(ax.RUNTIME_MODE_TYPES)
 
 
 def mesh(**sizes: int) -> Mesh:
@@ -37,18 +35,18 @@ def metadata(**fields) -> OperationMetadata:
 
 
 def full_metadata(on: Mesh) -> OperationMetadata:
-    """One with no field at its default."""
+    """One with no field at its default, but the softmax dtype, which has one legal value."""
     rules = residual_rules("sequence", PartitionAxis(sequence_parallel_axis="ep"))
     rules = dataclasses.replace(rules, expert_parallel_axis="sp")
     return OperationMetadata(
-        *(jnp.bfloat16, jnp.float16, "ep", "tpu", "cuda", rules),
+        *(jnp.bfloat16, jnp.float32, "ep", "tpu", "cuda", rules),
         PartitionManager(rules, on, frozenset({ax.KV_HEAD})),
         operation_configs={"ring": BlockSizes(block_q=128), "vanilla": BlockSizes()},
         _stored_mesh=on,
         scan_ring_attention=True,
         softmax_scale=0.1,
         dropout_prob=0.25,
-        **{"blocksize_q": 512, "blocksize_k": 256, "blocksize_b": 2},
+        **{"blocksize_q": 512, "blocksize_k": 256, "blocksize_b": 1},
     )
 
 
@@ -119,6 +117,54 @@ def test_a_base_config_fills_in_what_is_not_given() -> None:
     ours = OperationMetadata(jnp.float16, platform="gpu", base_config=base, softmax_scale=2.0)
     assert (ours.runtime_dtype, ours.platform, ours.softmax_scale) == (jnp.float16, "gpu", 2.0)
     assert OperationMetadata.from_config(SimpleNamespace(dropout_prob=0.5)).dropout_prob == 0.5
+
+
+def test_a_model_configuration_fills_in_what_the_model_uses() -> None:
+    config = ModelConfig(
+        dtype="bfloat16",
+        attention_dropout=0.25,
+        scan_ring_attention=True,
+        operation_configs={"ring": {"block_q": 128}, "flash_attn2": {}},
+    )
+    manager = PartitionManager(residual_rules("sequence"), mesh(tp=2))
+    filled = OperationMetadata.from_config(config).replace(partition_manager=manager)
+    assert filled == OperationMetadata(
+        jnp.bfloat16,
+        partition_manager=manager,
+        dropout_prob=0.25,
+        scan_ring_attention=True,
+        operation_configs={"ring": BlockSizes(block_q=128)},
+    )
+    assert OperationMetadata.from_config(ModelConfig()).runtime_dtype == ModelConfig().dtype
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "torch.bfloat16"])
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_hugging_face_configuration_fills_in_its_dtype_and_dropout(name, dtype) -> None:
+    """Such a configuration holds a dtype of torch, which prints as its name, or that name."""
+    config = SimpleNamespace(
+        attention_dropout=0.125, head_dim=64, num_attention_heads=8, **{name: dtype}
+    )
+    filled = OperationMetadata.from_config(config)
+    assert (filled.runtime_dtype, filled.dropout_prob) == (jnp.bfloat16, 0.125)
+
+
+def test_metadata_is_a_static_pytree_and_an_argument_of_jit() -> None:
+    full, traces = full_metadata(mesh(tp=2)), []
+    leaves, structure = jax.tree.flatten(full)
+    again = jax.tree.unflatten(structure, leaves)
+    assert leaves == [] and again == full and again is not full
+
+    @jax.jit
+    def scaled(x: jax.Array, settings: OperationMetadata) -> jax.Array:
+        traces.append(settings)
+        return x * settings.softmax_scale
+
+    assert scaled(1.0, full) == scaled(1.0, again) == np.float32(0.1)
+    assert traces == [full]
+    again.softmax_scale = 0.5
+    assert scaled(1.0, again) == 0.5 and scaled(1.0, full) == np.float32(0.1)
+    assert [settings.softmax_scale for settings in traces] == [0.1, 0.5]
 
 
 def test_rules_that_are_given_leave_those_of_the_base_config_unread() -> None:
@@ -217,107 +263,6 @@ def test_while_jax_traces_the_mesh_is_abstract_and_cannot_be_written() -> None:
     metadata(partition_manager=manager, _stored_mesh=on.abstract_mesh)
 
 
-# By layout: query | key | bias | mask | ids of queries | ids of keys; L: the queries' axis.
-GOLDEN = {
-    "bthd": "B L tp - | B sp tp - | B - L - | B - L - | B L | B sp",
-    "bhtd": "B tp L - | B tp sp - | B - L - | B - L - | B L | B sp",
-    "thd": "L tp - | sp tp - | - L - | - L - | L | sp",
-}
-
-
-@pytest.mark.parametrize("residual", ["default", "hidden", "sequence", "replicated"])
-@pytest.mark.parametrize("layout", get_args(Layout))
-@pytest.mark.parametrize("mode", MODES)
-def test_shardings_of_every_array_in_every_mode(mode: str, layout: Layout, residual: str) -> None:
-    rules = PartitionAxis() if residual == "default" else residual_rules(residual)
-    length = None if mode in ax.GENERATION_MODES else "sp"  # one token cannot be split
-    entries = {"B": BATCH, "L": length, "-": None, "tp": "tp", "sp": "sp"}
-    query, key, bias, mask, q_ids, kv_ids = (
-        P(*(entries[letter] for letter in text.split())) for text in GOLDEN[layout].split("|")
-    )
-    filled = metadata(partition_axis=rules)
-    expected = AttnShardingRules(
-        query3d=P(BATCH, "tp", None),
-        query=query,
-        key=key,
-        value=key,
-        bias=bias,
-        mask=mask,
-        output=query,
-        q_segment_ids=q_ids,
-        kv_segment_ids=kv_ids,
-        softmax_aux=None,
-    )
-    assert filled.get_shardings(mode, layout) == expected
-    if layout == "bthd":
-        assert filled.get_shardings(mode) == expected
-
-
-def test_keys_with_all_heads_are_placed_as_queries() -> None:
-    rules = PartitionAxis()
-    for name, rule in ((ax.KV_HEAD, None), (ax.HEAD_DIM, "ep"), (ax.BATCH, "dp")):
-        rules = rules.register(name, rule, override=True)
-    for layout, grouped, whole in (
-        ("bthd", P("dp", "sp", None, None), P("dp", "sp", "tp", "ep")),
-        ("bhtd", P("dp", None, "sp", None), P("dp", "tp", "sp", "ep")),
-        ("thd", P("sp", None, None), P("sp", "tp", "ep")),
-    ):
-        filled = metadata(partition_axis=rules)
-        ours = filled.get_shardings(ax.MODE_TRAIN, layout)
-        theirs = filled.get_shardings(ax.MODE_TRAIN, layout, qkv_mni_sharding=True)
-        assert (ours.key, ours.value) == (grouped, grouped)
-        assert (theirs.key, theirs.value) == (whole, whole)
-        assert theirs._replace(key=grouped, value=grouped) == ours
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_softmax_aux_is_placed_by_its_rank(mode: str) -> None:
-    rules = PartitionAxis().register(ax.HEAD, ("tp", "sp"), override=True)
-    filled = metadata(partition_axis=rules.register(ax.QUERY_LENGTH, None, override=True))
-
-    def spec(shape: tuple[int, ...]):
-        array = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return filled.get_shardings(mode, "bthd", False, array).softmax_aux
-
-    assert spec((8,)) == P(("tp", "sp"))
-    assert spec((2, 4)) == P(None, "tp")
-    assert filled.get_shardings(mode, softmax_aux=jnp.zeros(4)).softmax_aux == P(("tp", "sp"))
-    for shape in ((), (2, 3, 4)):
-        with pytest.raises(ValueError, match=r"softmax_aux of shape .*one number per head \(H\)"):
-            spec(shape)
-
-
-def test_every_sharding_divides_its_array() -> None:
-    on = mesh(dp=2, tp=2, sp=2)
-    filled = metadata(_stored_mesh=on)
-    B, L, T, H, K, h = 2, 4, 6, 4, 2, 3
-    for layout in get_args(Layout):
-        order = [{"b": 0, "t": 1, "h": 2, "d": 3}[letter] for letter in layout]
-        batch = (B,) if layout != "thd" else ()
-        rules = filled.get_shardings(ax.MODE_TRAIN, layout, softmax_aux=np.zeros(H))
-        shapes = {
-            "query3d": (B, H, h),
-            "query": tuple((B, L, H, h)[i] for i in order),
-            "key": tuple((B, T, K, h)[i] for i in order),
-            "bias": (*batch, H, L, T),
-            "mask": (*batch, 1, L, T),
-            "q_segment_ids": (*batch, L),
-            "kv_segment_ids": (*batch, T),
-            "softmax_aux": (H,),
-        }
-        shapes |= {"output": shapes["query"], "value": shapes["key"]}
-        for name, spec in rules._asdict().items():
-            assert len(spec) == len(shapes[name]), name
-            NamedSharding(on, spec).shard_shape(shapes[name])  # every dim divides
-
-
-def test_modes_and_layouts_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"mode 'train' is unknown; use __autoregressive__, __pre"):
-        metadata().get_shardings("train")
-    with pytest.raises(ValueError, match=r"layout 'tbhd' is unknown; use bthd, bhtd, thd"):
-        metadata().get_shardings(ax.MODE_TRAIN, "tbhd")
-
-
 def test_settings_are_found_by_the_name_of_an_operation() -> None:
     ring = BlockSizes(block_q=128, block_k=256)
     filled = metadata(operation_configs={"ring": ring, "flash_attn2": {"block_k": 64}})
@@ -328,11 +273,6 @@ def test_settings_are_found_by_the_name_of_an_operation() -> None:
     assert filled.get_operation_config("vanilla") is None
     with pytest.raises(ValueError, match=r"unknown attention operation 'flash'; use one of ring, "):
         filled.get_operation_config("flash")
-
-
-def test_the_scale_of_scores_follows_the_head_unless_it_is_given() -> None:
-    assert metadata().scale_of(64) == 0.125
-    assert metadata(softmax_scale=0.3).scale_of(64) == 0.3
 
 
 @pytest.mark.parametrize(
@@ -353,6 +293,8 @@ def test_the_scale_of_scores_follows_the_head_unless_it_is_given() -> None:
         ({"blocksize_q": 0}, r"blocksize_q=0: use a whole number of at least 1, or none"),
         ({"blocksize_k": 1.5}, r"blocksize_k=1.5: use"),
         ({"blocksize_b": True}, r"blocksize_b=True: use"),
+        ({"blocksize_b": 2}, r"blocksize_b=2: no operation works in blocks of several sequences"),
+        ({"runtime_softmax_dtype": jnp.bfloat16}, r"softmax_dtype=bfloat16: .* float32; leave"),
         ({"scan_ring_attention": 1}, r"scan_ring_attention=1: use true or false"),
         ({"operation_configs": 3}, r"operation_configs=3 is not a mapping; its keys are names"),
         ({"operation_configs": {"rings": {}}}, r"unknown attention operation 'rings'"),
@@ -427,7 +369,6 @@ positive = st.none() | st.integers(1, 2**20)
 SETTINGS = st.fixed_dictionaries(
     {
         "runtime_dtype": st.sampled_from(["float32", "bfloat16", "float16", "float64"]),
-        "runtime_softmax_dtype": st.sampled_from(["float32", "bfloat16"]),
         "platform": st.sampled_from(["cpu", "gpu", "tpu"]),
         "backend": st.sampled_from(["cpu", "cuda", "rocm", "tpu"]),
         "partition_axis": st.sampled_from(
@@ -442,7 +383,8 @@ SETTINGS = st.fixed_dictionaries(
         "scan_ring_attention": st.booleans(),
         "softmax_scale": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
         "dropout_prob": st.floats(0, 1, exclude_max=True),
-        **dict.fromkeys(("blocksize_q", "blocksize_k", "blocksize_b"), positive),
+        **dict.fromkeys(("blocksize_q", "blocksize_k"), positive),
+        "blocksize_b": st.sampled_from([None, 1]),
     }
 )
 
@@ -461,7 +403,8 @@ def test_every_metadata_survives_a_dict_and_json(fields) -> None:
 def test_no_field_is_lost_in_json() -> None:
     full, plain = full_metadata(mesh(tp=2)), OperationMetadata(jnp.float32)
     data = full.to_dict()
-    assert all(data[name] != value for name, value in plain.to_dict().items())
+    same = {name for name, value in plain.to_dict().items() if data[name] == value}
+    assert same == {"runtime_softmax_dtype"}
     assert "base_config" not in data and data["partition_manager"] == {"replicate": [ax.KV_HEAD]}
     assert OperationMetadata.from_json(full.to_json()) == full
     assert OperationMetadata.from_json(plain.to_json()) == plain

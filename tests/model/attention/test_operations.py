@@ -12,7 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention.api import OperationRegistry
 from model.attention.dense import vanilla
-from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, BlockMask, MaskSpec
+from model.attention.mask import (
+    UNUSED,
+    AttentionInputs,
+    AttentionSpec,
+    BlockMask,
+    MaskSpec,
+    chunk_ids,
+)
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import ALL, Feature, backends_of, operation_names
 from model.attention.ring import zigzag_order
@@ -57,7 +64,6 @@ def options_of(feature: str) -> tuple[dict, dict]:
         "bidirectional": ({}, {"mask": MaskSpec(causal=False)}),
         "segment_ids": ({"q_segment_ids_BL": segments()}, {}),
         "window": ({}, {"mask": MaskSpec(window=5)}),
-        "chunk": ({}, {"mask": MaskSpec(chunk=8)}),
         "prefix": ({}, {"mask": MaskSpec(prefix=6)}),
         "block_mask": ({}, {"mask": MaskSpec(blocks=blocks)}),
         "soft_cap": ({}, {"soft_cap": 1.5}),
@@ -166,8 +172,8 @@ TPU_BACKENDS = [
     (backend, feature)
     for name in OPERATIONS
     for backend in backends_of(name)
-    for feature in ("none", *FEATURES)
-    if backend.name == "tpu" and feature in {"none", *backend.capabilities.features}
+    for feature in ("none", "chunk", *FEATURES)
+    if backend.name == "tpu" and feature in {"none", "chunk", *backend.capabilities.features}
 ]
 
 
@@ -182,20 +188,23 @@ def test_a_kernel_for_tpu_equals_vanilla_in_the_interpreter(backend, feature) ->
     parts = [jnp.asarray(rng.normal(size=(1, rows, n, wide)), jnp.float32) for n in heads]
     index = jnp.arange(rows)[None]
     ids = jnp.asarray(np.sort(rng.integers(0, 3, (1, rows)), axis=1), jnp.int32)
+    if feature == "chunk":
+        start = jnp.searchsorted(ids[0], ids[0])
+        ids = chunk_ids(index - start, ids, chunk=100, keys=rows)
     order = jnp.asarray(zigzag_order(rows, 4))[None]
     blocks = BlockMask.from_array([[1, 0], [0, 0]], rows // 2, rows // 2)
     patterns = {
         "bidirectional": MaskSpec(causal=False),
         "window": MaskSpec(window=37),
-        "chunk": MaskSpec(chunk=100),
+        "chunk": MaskSpec(window=100),
         "prefix": MaskSpec(prefix=30),
         "block_mask": MaskSpec(blocks=blocks),
     }
     inputs = AttentionInputs(
         q_index_BL=order if feature == "row_order" else index,
         kv_index_BT=order if feature == "row_order" else index,
-        q_segment_ids_BL=ids if feature == "segment_ids" else None,
-        kv_segment_ids_BT=ids if feature == "segment_ids" else None,
+        q_segment_ids_BL=ids if feature in ("segment_ids", "chunk") else None,
+        kv_segment_ids_BT=ids if feature in ("segment_ids", "chunk") else None,
         sinks_H=jnp.asarray(rng.normal(size=2), jnp.float32) if feature == "sinks" else None,
     )
     spec = AttentionSpec(

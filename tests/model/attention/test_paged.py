@@ -15,10 +15,10 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 from jax.sharding import PartitionSpec as P
 
 from model.attention import paged
+from model.attention import paged as paged_tpu
 from model.attention.dense import vanilla
 from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, MaskSpec
-from model.attention.paged import PagedInputs, any_queries_each, one_query_each
-from model.attention.pallas import paged as paged_tpu
+from model.attention.paged import PagedInputs, any_queries_each
 from model.attention.registry import backends_of
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
@@ -30,7 +30,7 @@ RULE = AttentionSpec(scale=WIDTH**-0.5)
 RULES = {
     "causal": RULE,
     "window": replace(RULE, mask=MaskSpec(window=5)),
-    "chunk": replace(RULE, mask=MaskSpec(chunk=6)),
+    "chunk": replace(RULE, chunk=6, mask=MaskSpec(window=6)),
     "prefix": replace(RULE, mask=MaskSpec(prefix=6, window=2)),
     "soft_cap": replace(RULE, soft_cap=1.5),
     "sinks": replace(RULE, mask=MaskSpec(window=3)),
@@ -82,8 +82,13 @@ def by_rows(q_THh, pages, inputs, used, spec):
                 kv_index[token, :length] = np.arange(length)
     held = jnp.where(used[..., None, None], pages, 0)
     kv = held[inputs.page_table_SP[sequence]].reshape(tokens, capacity, *pages.shape[2:])
+    chunks = [jnp.asarray(x // (spec.chunk or 2**30)) for x in (q_index, kv_index)]
     scores = AttentionInputs(
-        q_index_BL=jnp.asarray(q_index), kv_index_BT=jnp.asarray(kv_index), sinks_H=inputs.sinks_H
+        q_index_BL=jnp.asarray(q_index),
+        kv_index_BT=jnp.asarray(kv_index),
+        q_segment_ids_BL=chunks[0],
+        kv_segment_ids_BT=chunks[1],
+        sinks_H=inputs.sinks_H,
     )
     return vanilla(q_THh[:, None], kv[:, :, 0::2], kv[:, :, 1::2], scores, spec)[:, 0]
 
@@ -129,14 +134,14 @@ def test_pages_equal_rows(name, block_k) -> None:
 
 
 @pytest.mark.parametrize("name", ["window", "sinks"])
-def test_one_query_each_equals_any_queries_each(name) -> None:
+def test_one_query_each_without_starts_equals_the_same_with_starts(name) -> None:
     q, pages, inputs, used = problem([1] * len(LENGTHS), sinks=name == "sinks", padding=0)
     one, mixed, rows = (
-        value_and_gradients(with_sinks_of(function, inputs, *args), q, pages, inputs.sinks_H)
-        for function, args in (
-            (one_query_each, (RULES[name],)),
-            (any_queries_each, (RULES[name],)),
-            (by_rows, (used, RULES[name])),
+        value_and_gradients(with_sinks_of(function, given, *args), q, pages, inputs.sinks_H)
+        for function, given, args in (
+            (any_queries_each, replace(inputs, query_starts=None), (RULES[name],)),
+            (any_queries_each, inputs, (RULES[name],)),
+            (by_rows, inputs, (used, RULES[name])),
         )
     )
     for x, y, z in zip(one, mixed, rows, strict=True):
@@ -228,7 +233,7 @@ def gathered_bytes(table_pages: int, spec: AttentionSpec) -> int:
     """Return the temporary bytes of a decoding step with this number of pages per sequence."""
     struct = jax.ShapeDtypeStruct
     inputs = PagedInputs(struct((16, table_pages), jnp.int32), struct((16,), jnp.int32))
-    compiled = jax.jit(partial(one_query_each, spec=spec)).lower(
+    compiled = jax.jit(partial(any_queries_each, spec=spec)).lower(
         struct((16, HEADS, 32), jnp.float32), struct((64, 8, 2 * KV_HEADS, 32), jnp.float32), inputs
     )
     return compiled.compile().memory_analysis().temp_size_in_bytes

@@ -53,7 +53,7 @@ CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
             "flash_attn2 native",
             "flash_attn2 tpu (needs heads of a multiple of 128, not 80)",
         ),
-        (request("chunk", "segment_ids"), "blocksparse native", "has no chunk"),
+        (request("prefix", "segment_ids"), "blocksparse native", "has no prefix"),
         (request("sequence_parallel", sp=4), "ring native", "nothing"),
         (request("gqa", "window", **CUDNN), "flash_attn2 gpu", "sp is one device"),
         # cuDNN supports either feature, but not both at once.
@@ -104,7 +104,7 @@ def test_a_backend_is_registered_once() -> None:
 def test_documented_names_are_registered() -> None:
     documented = "flash_attn2 ring blocksparse ragged_page_attention_v2 ragged_page_attention_v3"
     assert {*documented.split(), "sdpa", "vanilla"} <= {*OperationRegistry.list_implementations()}
-    assert blockwise_names() == ("ring", "ulysses", "flash_attn2", "blocksparse")
+    assert blockwise_names()[:4] == ("ring", "ulysses", "flash_attn2", "blocksparse")
 
 
 def test_a_decorated_function_is_an_operation(monkeypatch) -> None:
@@ -142,7 +142,7 @@ def test_a_model_chooses_per_layer_type_and_mode() -> None:
         layer_types=("chunked_attention",), attention_chunk_size=8, dtype="float32"
     )
     decode = choose_for_layer(chunks, "chunked_attention", manager, length=1, mode=MODE_DECODE)
-    assert decode.name == "blocksparse" and decode.backend.capabilities.merges_keys
+    assert decode.name == "flash_attn2" and decode.backend.capabilities.merges_keys
     for paged_length, name in ((1, "ragged_page_attention_v2"), (4, "ragged_page_attention_v3")):
         paged = choose_for_layer(
             config, "full_attention", manager, length=paged_length, mode=MODE_DECODE, paged=True

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.attention.mask import UNUSED, AttentionSpec
-from model.attention.paged import PagedInputs, one_query_each
+from model.attention.paged import PagedInputs, any_queries_each
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from parallel.sharding.axes import MODE_DECODE, AttnKVSharding
@@ -187,7 +187,7 @@ def test_reading_a_layer_of_pages_returns_its_keys_and_values() -> None:
 
     def attend(cache, layer, q):
         pages, table = cache.read_layer(layer)
-        return one_query_each(
+        return any_queries_each(
             q, pages, PagedInputs(table, cache.lengths_B), AttentionSpec(scale=1.0)
         )
 
@@ -213,7 +213,9 @@ def decode(specs, tp, layers, cache, x_BKh):
         if isinstance(cache, PagedCache):
             pages, table = cache.read_layer(layer)
             inputs = PagedInputs(table, cache.lengths_B + 1)
-            return cache, one_query_each(x_BKh, pages, inputs, AttentionSpec(scale=1.0, block_k=16))
+            return cache, any_queries_each(
+                x_BKh, pages, inputs, AttentionSpec(scale=1.0, block_k=16)
+            )
         k_BTKh, v_BTKh = cache.read_layer(layer)
         weights = jax.nn.softmax(jnp.einsum("BKh,BTKh->BKT", x_BKh, k_BTKh))
         return cache, jnp.einsum("BKT,BTKh->BKh", weights, v_BTKh)

@@ -23,15 +23,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from model.attention.blockwise import OutputGradients
 from model.attention.mask import AttentionInputs, AttentionSpec
-from model.attention.pallas.grid import HIDDEN, Steps, Visibility, row_facts, steps_of
-from model.attention.pallas.kernels import (
+from model.attention.pallas_kernels import (
+    HIDDEN,
     LANES,
     LOG2E,
     ScoreSettings,
+    Steps,
+    Visibility,
     forward_kernel,
     key_gradients_kernel,
     query_gradient_kernel,
+    row_facts,
     step_at,
+    steps_of,
 )
 
 # A pair of 512 x 1024 tokens (v5p, heads of 128) has 2284 instructions forward and 4685 backward
