@@ -254,6 +254,7 @@ def _check_experts(config: Config) -> None:
         )
     unread = {
         "bias_update_speed": (not router.uses_bias, f"router={moe.router}"),
+        "router_bias": (not router.uses_bias, f"router={moe.router}"),
         "norm_topk_prob": (not router.uses_normalise, f"router={moe.router}"),
         "exchange_chunks": (moe.exchange in ("ragged", "dense"), f"exchange={moe.exchange}"),
         "capacity_factor": (moe.exchange == "dense", "exchange=dense"),

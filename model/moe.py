@@ -71,7 +71,7 @@ class _MoEParams:
 class Router(nnx.Module):
     """Parameters of the router: a replicated float32 kernel (D, E), and a bias on the choice.
 
-    The bias exists only with `bias_update_speed`. It has no gradient; `with_updated_bias` moves it.
+    The bias has no gradient; `with_updated_bias` moves it.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
@@ -79,7 +79,7 @@ class Router(nnx.Module):
         init, spec = truncated_normal(config.initializer_range), tp.manager.resolve(GateKernel)
         kernel = init(rngs.params(), shape, jnp.dtype("float32"), out_sharding=spec)
         self.kernel = nnx.Param(kernel, semantic_axes=GateKernel)
-        if config.moe.bias_update_speed:
+        if config.moe.has_router_bias:
             bias = jnp.zeros(shape[1:], jnp.float32, out_sharding=tp.manager.resolve(GateBias))
             self.bias = nnx.Param(bias, semantic_axes=GateBias)
 
@@ -151,7 +151,7 @@ class MoE(nnx.Module):
         row_spec, (row,) = params_for_shard_map(
             self.down.kernels(), manager.resolve(row_axes), x_BLD, axis
         )
-        bias_E = self.router.bias[...] if moe.bias_update_speed else None
+        bias_E = self.router.bias[...] if moe.has_router_bias else None
         params = _MoEParams(self.router.kernel[...], bias_E, column, row)
         specs = _MoEParams(P(), P(), column_spec, row_spec)
         body = partial(
