@@ -94,7 +94,9 @@ class Program:
     def init(self) -> TrainState:
         """Return a fresh state, initialised sharded; bit-equal on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.jit(self._init, out_shardings=shardings)()
+        # Random bits are exact at every level, and LLVM took longer for them than for a train step.
+        options = {"xla_backend_optimization_level": 0} if self._on_cpu else None
+        return jax.jit(self._init, out_shardings=shardings, compiler_options=options)()
 
     @cached_property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
@@ -149,8 +151,11 @@ class Program:
     @property
     def _precision(self) -> str | None:
         """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
-        on_cpu = self.tp.manager.mesh.devices.flat[0].platform == "cpu"
-        return "highest" if self.config.dtype == "float32" and not on_cpu else None
+        return "highest" if self.config.dtype == "float32" and not self._on_cpu else None
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(self.tp.manager.mesh.devices.flat[0].platform == "cpu")
 
     def gradients(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
