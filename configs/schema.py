@@ -20,9 +20,8 @@ from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.config import ModelConfig
-from model.moe import router_spec
 from model.remat import remat_policy
-from model.router import get_router
+from model.router import check_router, get_router
 from parallel.cluster.config import ClusterConfig
 from parallel.experts.grouped_matmul import get_grouped_matmul
 from parallel.linear.choice import OverlapChoice
@@ -239,7 +238,7 @@ def _check_experts(config: Config) -> None:
         )
     try:
         router = get_router(moe.router)
-        router_spec(model)
+        check_router(moe)
     except ValueError as error:
         raise ConfigError(f"model.moe.router={moe.router}: {error}") from error
     unified = moe.expert_rule == "unified"

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
-from model.moe import MoEReport, auxiliary_loss, expert_metrics, with_updated_bias
+from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bias
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
@@ -209,7 +209,7 @@ class Program:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
         A step that `judge` rejects changes only `step` and the counters of the guard. The metrics
-        are scalars, and `experts` with the arrays of `expert_metrics` if there are sparse layers.
+        are scalars, and `experts` with the arrays of `report_arrays` if there are sparse layers.
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -230,7 +230,7 @@ class Program:
                 **verdict,
             }
             if report is not None:
-                metrics["experts"] = expert_metrics(report, state.params)
+                metrics["experts"] = report_arrays(report, state.params)
                 params = with_updated_bias(params, report.stats.load_E, self.config)
             params, ema = tree_where(is_good, params, state.params), state.ema
             if self.ema_decay is not None:

@@ -83,11 +83,11 @@ def test_chunked_layers_equal_one_device() -> None:
     assert_equal_runs(run(config.model_copy(update={"attention": "ring"}), SP4), want)
 
 
-def written_out(types: str, sparse: MoEConfig = MoEConfig()) -> ModelConfig:
+def written_out(types: str, **sparse: int) -> ModelConfig:
     """Return a model with one letter of s, f for every layer, as in Hugging Face files."""
     names = {"s": "sliding_attention", "f": "full_attention"}
     layers = {"layer_types": tuple(names[t] for t in types), "num_hidden_layers": len(types)}
-    return CONFIG.model_copy(update={**layers, "moe": sparse})
+    return CONFIG.model_copy(update={**layers, "moe": MoEConfig(**sparse)})
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def written_out(types: str, sparse: MoEConfig = MoEConfig()) -> ModelConfig:
 )
 def test_layers_are_divided_by_their_shortest_pattern(types, sparse, segments) -> None:
     """A capital letter is a sparse layer."""
-    config = written_out(types, MoEConfig(**sparse))
+    config = written_out(types, **sparse)
     found = []
     for pattern, repeats in config.segments:
         letters = [k.layer_type[0].upper() if k.is_sparse else k.layer_type[0] for k in pattern]

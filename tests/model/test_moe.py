@@ -11,7 +11,7 @@ from conftest import ONE_DEVICE, tensor_parallel
 from flax import nnx
 
 from model.config import ModelConfig, MoEConfig
-from model.moe import MoE, auxiliary_loss
+from model.moe import MoE, Router, auxiliary_loss
 from model.plan import make_plan
 from parallel.sharding.axes import ResidualSharding, TokenSharding
 from parallel.sharding.mesh import MeshConfig
@@ -316,3 +316,19 @@ def test_unsupported_grouped_matmuls_are_refused() -> None:
         run(config_of(grouped_matmul="pallas"), ONE_DEVICE)
     with pytest.raises(ValueError, match="grouped_matmul=padded needs the same number of rows"):
         run(config_of(exchange="ragged", grouped_matmul="padded"), MESHES["ep2"])
+
+
+@pytest.mark.parametrize("residual", ["sequence", "hidden", "replicated"])
+def test_the_router_is_a_linear_whose_bias_moves_no_logit(residual) -> None:
+    tp = tensor_parallel(MESHES["ep2-sp2-tp2"], residual)
+    config = config_of("sigmoid")
+    x_BLD = inputs()[0]
+    with jax.set_mesh(tp.mesh):
+        router = Router(config, tp, rngs=nnx.Rngs(params=jax.random.key(3)))
+        router.bias[...] += 1.0
+        x = jax.device_put(x_BLD, tp.manager.sharding(ResidualSharding))
+        got, native = jax.jit(router.__call__)(x), router.native_forward(x)
+        assert got.sharding.spec[:2] == x.sharding.spec[:2]
+    want = x_BLD @ np.asarray(router.kernel[...])
+    for logits in (got, native):
+        np.testing.assert_allclose(logits, want, atol=1e-6 * np.abs(want).max(), rtol=0)
