@@ -136,10 +136,10 @@ def route(
     return function(logits_TE, moe, bias_E=bias_E, valid_T=valid_T, **options)
 
 
-TokenChoice = Callable[
-    [jax.Array, MoEConfig, jax.Array | None], tuple[jax.Array, jax.Array, jax.Array]
-]
-"""(logits_TE, moe, bias_E) -> (experts_TK, weights_TK before scaling, probs_TE)."""
+Choice = tuple[jax.Array, jax.Array, jax.Array]
+"""experts_TK, weights_TK before scaling, probs_TE."""
+TokenChoice = Callable[[jax.Array, MoEConfig, jax.Array | None], Choice]
+"""(logits_TE, moe, bias_E) -> the choice of every token."""
 
 
 def token_choice(choose: TokenChoice) -> RouteFunction:
@@ -174,9 +174,7 @@ def token_choice(choose: TokenChoice) -> RouteFunction:
 
 @register_router("softmax", uses_normalise=True)
 @token_choice
-def _softmax(
-    logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _softmax(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the top k of softmax(logits); weights are these probabilities, or their shares."""
     probs_TE = jax.nn.softmax(logits_TE)
     experts_TK = _top_k(probs_TE, moe, bias_E)
@@ -189,9 +187,7 @@ def _softmax(
 
 @register_router("topk_softmax")
 @token_choice
-def _topk_softmax(
-    logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _topk_softmax(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the top k logits (with a bias: of softmax(logits) + bias); weights are their softmax."""
     probs_TE = jax.nn.softmax(logits_TE)
     experts_TK = _top_k(logits_TE if bias_E is None else probs_TE, moe, bias_E)
@@ -200,9 +196,7 @@ def _topk_softmax(
 
 @register_router("sigmoid", uses_normalise=True, uses_groups=True)
 @token_choice
-def _sigmoid(
-    logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sigmoid(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the top k of s + bias in the best groups, s = sigmoid(logits), as DeepSeek-V3 does.
 
     A group is as good as the sum of its two best s + bias. Weights: s, or s / (their sum + 1e-20).
@@ -220,9 +214,7 @@ def _sigmoid(
 
 @register_router("switch", single_expert=True)
 @token_choice
-def _switch(
-    logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _switch(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the best expert; its weight is its softmax probability.
 
     A normalised weight would be constant 1 and have no gradient.

@@ -285,28 +285,28 @@ def column_products(
 ) -> list[jax.Array]:
     """Gather rows over tp and multiply by each kernel: `R/tp D`, `R D/tp` or `R D` -> `R F/tp`."""
     axis, ring = spec.axis_name, spec.ring()
-    if spec.split_dim is None or lax.axis_size(axis) == 1:
-        return _products(rows, groups, kernels, spec)
-    if spec.split_dim == ROWS:
+    if spec.split_dim == ROWS and lax.axis_size(axis) > 1:
         groups_n = _groups_of_blocks(groups, ring, spec)
-        if ring is None:
-            blocks = jnp.split(all_gather(rows, axis, 0), len(groups_n))
-            parts = [
-                _products(block, own, kernels, spec)
-                for block, own in zip(blocks, groups_n, strict=True)
-            ]
-            return [jnp.concatenate(blocks) for blocks in zip(*parts, strict=True)]
-        parts = ring.gather(rows, lambda i, y: _products(y, groups_n[i], kernels, spec), 0)[1]
-        return [ring.unshard(blocks, 0) for blocks in zip(*parts, strict=True)]
-    if ring is None:
-        return _products(all_gather(rows, axis, -1), groups, kernels, spec)
+
+        def products(position: int, block: jax.Array) -> list[jax.Array]:
+            return _products(block, groups_n[position], kernels, spec)
+
+        if ring is not None:
+            parts = ring.gather(rows, products, 0)[1]
+            return [ring.unshard(blocks, 0) for blocks in zip(*parts, strict=True)]
+        blocks = jnp.split(all_gather(rows, axis, 0), len(groups_n))
+        parts = [products(i, block) for i, block in enumerate(blocks)]
+        return [jnp.concatenate(blocks) for blocks in zip(*parts, strict=True)]
+    if spec.split_dim is None or ring is None:
+        whole = rows if spec.split_dim is None else all_gather(rows, axis, -1)
+        return _products(whole, groups, kernels, spec)
     shards = [ring.shard(w, 1) for w in kernels]
 
-    def work(position: int, block: jax.Array) -> list[jax.Array]:
-        terms = _products(block, groups, [shard(position) for shard in shards], spec)
-        return [y.astype(jnp.float32) for y in terms]
+    def terms(position: int, block: jax.Array) -> list[jax.Array]:
+        products = _products(block, groups, [shard(position) for shard in shards], spec)
+        return [y.astype(jnp.float32) for y in products]
 
-    parts = ring.gather(rows, work, -1)[1]
+    parts = ring.gather(rows, terms, -1)[1]
     return [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
 
 
@@ -315,27 +315,27 @@ def row_product(
 ) -> jax.Array:
     """Multiply `R F/tp` and reduce-scatter over tp: `R/tp D` or `R D/tp`; or `R D`, not summed."""
     axis, ring = spec.axis_name, spec.ring()
+
+    def product(block: jax.Array, own: RowGroups, w: jax.Array) -> jax.Array:
+        return _products(block, own, [w], spec)[0]
+
     if spec.split_dim is None or lax.axis_size(axis) == 1:
-        return _products(hidden, groups, [kernel], spec)[0]
+        return product(hidden, groups, kernel)
     if spec.split_dim == ROWS:
         groups_n = _groups_of_blocks(groups, ring, spec)
-        if ring is not None:
-            block = ring.shard(hidden, 0)
-            return ring.scatter(
-                lambda position: (block(position), groups_n[position]),
-                lambda pair: _products(pair[0], pair[1], [kernel], spec)[0],
-                dim=0,
-            )
-        blocks = jnp.split(hidden, len(groups_n))
-        parts = [
-            _products(block, own, [kernel], spec)[0]
-            for block, own in zip(blocks, groups_n, strict=True)
-        ]
-        return reduce_scatter(jnp.concatenate(parts), axis, 0)
+        if ring is None:
+            blocks = zip(jnp.split(hidden, len(groups_n)), groups_n, strict=True)
+            parts = [product(block, own, kernel) for block, own in blocks]
+            return reduce_scatter(jnp.concatenate(parts), axis, 0)
+        block = ring.shard(hidden, 0)
+        return ring.scatter(
+            lambda position: (block(position), groups_n[position]),
+            lambda pair: product(pair[0], pair[1], kernel),
+            dim=0,
+        )
     if ring is None:
-        return reduce_scatter(_products(hidden, groups, [kernel], spec)[0], axis, -1)
-    columns = ring.shard(kernel, 2)
-    return ring.scatter(columns, lambda w: _products(hidden, groups, [w], spec)[0], dim=-1)
+        return reduce_scatter(product(hidden, groups, kernel), axis, -1)
+    return ring.scatter(ring.shard(kernel, 2), lambda w: product(hidden, groups, w), dim=-1)
 
 
 def _products(

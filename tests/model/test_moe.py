@@ -217,19 +217,6 @@ def test_other_sharding_rules_of_expert_kernels_change_no_number(rule) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ["padded", "ragged_dot", "blocked", "reference"])
-def test_every_grouped_matmul_equals_the_dense_layer(impl) -> None:
-    for mesh in ("one", "ep4-fsdp2"):
-        got = run(config_of(exchange="alltoall", grouped_matmul=impl), MESHES[mesh])
-        assert_equal_runs(got, dense_layer())
-
-
-@pytest.mark.parametrize("mesh", ["ep8", pytest.param("ep2-sp2-tp2", marks=pytest.mark.slow)])
-def test_chunks_of_the_exchange_change_no_number(mesh) -> None:
-    assert_equal_runs(run(config_of(exchange_chunks=3), MESHES[mesh]), dense_layer())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["alltoall", "ragged"])
 def test_three_devices_share_experts_as_well(exchange) -> None:
     """Not a power of two: the permutes of a chunked exchange form rings instead of pairs."""

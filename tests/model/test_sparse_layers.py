@@ -124,9 +124,7 @@ def test_layers_are_dense_or_sparse_as_configured(one_device) -> None:
         assert moved == ("bias" not in jax.tree_util.keystr(path)), "the bias has no gradient"
 
 
-def test_parameters_and_flops_count_the_experts_of_a_token(one_device) -> None:
-    leaves = jax.tree.leaves(one_device[2])
-    assert sum(leaf.size for leaf in leaves) == MODEL.num_parameters
+def test_flops_count_the_experts_of_a_token() -> None:
     idle = 2 * (8 - 2) * 3 * 32 * 24  # experts that a token does not use, in two layers
     norms, biases, embedding = 11 * 32, 2 * 8, 264 * 32
     active = MODEL.num_parameters - idle - norms - biases - embedding
@@ -169,8 +167,6 @@ def test_a_frozen_bias_takes_part_in_the_choice_and_never_changes() -> None:
         router = state.params["sparse_layers"]["mlp"]["router"]
         router["bias"] = router["bias"] + jnp.asarray([0, 0, 0, 0, 0, 5.0, 9.0, 0])
         bias, kernel = np.asarray(router["bias"]), np.asarray(router["kernel"])
-        leaves = jax.tree.leaves(state.params)
-        assert sum(leaf.size for leaf in leaves) == program.config.num_parameters
         for _ in range(2):
             state, metrics = program.train_step(state, batch(program))
     load_NE = np.asarray(metrics["experts"]["load_NE"])

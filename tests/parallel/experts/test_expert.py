@@ -109,22 +109,6 @@ def test_a_dim_that_does_not_divide_is_refused(mesh, sizes, message) -> None:
         linears(mesh, sizes=sizes)
 
 
-def test_kernels_keep_their_order_through_nnx_split_and_merge() -> None:
-    tp = tensor_parallel(ONE_DEVICE)
-    with jax.set_mesh(tp.mesh):
-        linear = ExpertColumnParallelLinear(
-            2,
-            D,
-            {"up": 4, "gate": F},
-            kernel_init=truncated_normal(1.0),
-            parallel_config=tp,
-            rngs=nnx.Rngs(0),
-        )
-        merged = nnx.merge(*nnx.split(linear))
-        assert [w.shape[-1] for w in linear.kernels()] == [4, F]
-        assert [w.shape[-1] for w in merged.kernels()] == [4, F]
-
-
 @pytest.mark.parametrize(
     ("factor", "tokens", "top_k", "rows"),
     [
@@ -191,7 +175,7 @@ KIND = {"ragged_dot": ("packed", 1), "blocked": ("blocks", 4), "padded": ("unifo
 
 @pytest.mark.parametrize(("mesh", "residual", "overlap", "impl"), RUNS, ids=str)
 def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> None:
-    """Column, then row: values and gradients of rows and kernels."""
+    """Column, then row: values and gradients. nnx.merge keeps the order of the kernels."""
     tp = tensor_parallel(mesh, residual, overlap)
     owners, e = mesh.ep, E // mesh.ep
     blocks = mesh.fsdp * mesh.ep * (mesh.tp if residual == "sequence" else 1)
@@ -212,12 +196,12 @@ def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> Non
     spec = P(rows, "tp" if residual == "hidden" else None)
 
     with jax.set_mesh(tp.mesh):
-        definition, params = nnx.split(linears(mesh, config=tp))
+        definition, params = nnx.split(linears(mesh, outputs=("up", "gate"), config=tp))
 
         def loss(params, x, cotangent, sizes):
             column, row = nnx.merge(definition, params)
             groups = RowGroups(layout, sizes)
-            gate, up = column(x, groups, impl=impl)
+            up, gate = column(x, groups, impl=impl)
             assert jax.typeof(gate).sharding.spec == P(("fsdp", "ep"), "tp")
             y = row(gate * up, groups, spec, impl=impl)
             return jnp.sum(y * cotangent), (gate, y)
@@ -227,12 +211,12 @@ def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> Non
         solve = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
         (_, (gate, y)), (dparams, dx) = solve(params, place(x), place(cotangent), placed_sizes)
         assert y.sharding.spec == spec
-        column, row = linears(mesh, config=tp)
-        w_gate, w_up, w_row = (
+        column, row = linears(mesh, outputs=("up", "gate"), config=tp)
+        w_up, w_gate, w_row = (
             np.asarray(w, np.float64) for w in (*column.kernels(), *row.kernels())
         )
         column, row = nnx.merge(definition, dparams)
-        dgate, dup, drow = (np.asarray(w) for w in (*column.kernels(), *row.kernels()))
+        dup, dgate, drow = (np.asarray(w) for w in (*column.kernels(), *row.kernels()))
     want = {name: np.zeros(w.shape) for name, w in (("gate", w_gate), ("up", w_up), ("row", w_row))}
     want_h, want_y, want_dx = np.zeros((len(x), F)), np.zeros_like(x), np.zeros_like(x)
     for e in range(E):
