@@ -20,9 +20,8 @@ from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.config import ModelConfig
-from model.moe import router_spec
 from model.remat import REMAT_POLICIES
-from model.router import ROUTERS
+from model.router import ROUTERS, check_router
 from parallel.cluster.config import ClusterConfig
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
 from parallel.linear.choice import OverlapChoice
@@ -241,7 +240,7 @@ def _check_experts(config: Config) -> None:
         )
     try:
         router = ROUTERS[moe.router]
-        router_spec(model)
+        check_router(moe)
     except ValueError as error:
         raise ConfigError(f"model.moe.router={moe.router}: {error}") from error
     unified = moe.expert_rule == "unified"
@@ -256,6 +255,7 @@ def _check_experts(config: Config) -> None:
         )
     unread = {
         "bias_update_speed": (not router.uses_bias, f"router={moe.router}"),
+        "router_bias": (not router.uses_bias, f"router={moe.router}"),
         "norm_topk_prob": (not router.uses_normalise, f"router={moe.router}"),
         "exchange_chunks": (moe.exchange in ("ragged", "dense"), f"exchange={moe.exchange}"),
         "capacity_factor": (moe.exchange == "dense", "exchange=dense"),

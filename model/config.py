@@ -3,8 +3,8 @@
 The configuration is independent of the mesh. MFU, plans and tests read the same formulas.
 """
 
-import math
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -49,6 +49,23 @@ class Segment(NamedTuple):
 
     pattern: tuple[LayerKind, ...]
     repeats: int
+
+
+def _segments(kinds: tuple[LayerKind, ...]) -> list[Segment]:
+    """Divide layers by the shortest pattern that they repeat, however `layer_types` is written.
+
+    Layers that do not complete a pattern follow. Layers that repeat no pattern are divided into
+    runs of equal layers, if that leaves fewer layers to compile.
+    """
+    count = len(kinds)
+    if not count:
+        return []
+    period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[: count - n])
+    if period <= count // 2:
+        repeats, rest = divmod(count, period)
+        return [Segment(kinds[:period], repeats), *_segments(kinds[count - rest :])]
+    runs = [Segment((kind,), len([*run])) for kind, run in groupby(kinds)]
+    return runs if len(runs) < count else [Segment(kinds, 1)]
 
 
 LinearKind = Literal["qkv", "o", "mlp", "experts"]
@@ -111,7 +128,10 @@ class MoEConfig(
     router_z_loss_coef: NonNegativeFloat = 0.0
     """Coefficient of the router z-loss: the mean squared logsumexp of the router logits."""
     bias_update_speed: NonNegativeFloat = 0.0
-    """Change per training step of a routing bias that evens out the load; 0: no bias."""
+    """Change per training step of a routing bias that evens out the load; 0: no change."""
+    router_bias: bool = False
+    """Give the router a bias on the choice of experts although bias_update_speed is 0: it stays as
+    it is, for checkpoints with a trained bias (DeepSeek-V3, GLM)."""
     exchange: Literal["auto", ExchangeMethod] = "auto"
     """How tokens reach experts on other devices: alltoall; ragged (ragged all-to-all); dense (every
     expert computes every token: slow, a reference for tests)."""
@@ -127,6 +147,11 @@ class MoEConfig(
     expert_rule: ExpertRule = "split"
     """Sharding of the expert kernels. split: experts over ep, embed over fsdp; alt: embed also over
     sp; unified: experts over fsdp, sp and ep."""
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the router has a bias, frozen or updated."""
+        return self.router_bias or self.bias_update_speed > 0
 
 
 class ModelConfig(
@@ -242,21 +267,12 @@ class ModelConfig(
     def segments(self) -> tuple[Segment, ...]:
         """The layers as repeated patterns, so that compile time does not grow with depth.
 
-        Leading dense layers (`moe.first_k_dense_replace`) and the layers after them each repeat a
-        pattern; layers that do not complete a pattern are a segment of one repeat.
+        Leading dense layers (`moe.first_k_dense_replace`) and the layers after them are divided
+        separately, each by its shortest pattern.
         """
         kinds = tuple(map(LayerKind, self.layer_kinds, self.sparse_layers))
-        is_sparse = True in self.sparse_layers
-        lead = min(self.moe.first_k_dense_replace, len(kinds)) if is_sparse else 0
-        types = len(self.layer_types)
-        period = math.lcm(types, self.moe.decoder_sparse_step if is_sparse else 1)
-        segments = []
-        for part, length in ((kinds[:lead], types), (kinds[lead:], period)):
-            repeats = len(part) // length
-            segments += [Segment(part[:length], repeats)] if repeats else []
-            rest = part[repeats * length :]
-            segments += [Segment(rest, 1)] if rest else []
-        return tuple(segments)
+        lead = self.moe.first_k_dense_replace if True in self.sparse_layers else 0
+        return (*_segments(kinds[:lead]), *_segments(kinds[lead:]))
 
     def _matmul_parameters(self, experts: int) -> int:
         """Return the parameters in matmuls, counting `experts` experts per sparse layer."""
@@ -282,7 +298,7 @@ class ModelConfig(
         if self.qk_norm:
             norms += 2 * self.num_hidden_layers * self.head_size
         sinks = self.num_hidden_layers * self.num_attention_heads if self.attention_sinks else 0
-        biases = sum(self.sparse_layers) * self.moe.num_experts * (self.moe.bias_update_speed > 0)
+        biases = sum(self.sparse_layers) * self.moe.num_experts * self.moe.has_router_bias
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         kernels = self._matmul_parameters(self.moe.num_experts)
         return kernels + embedding + norms + sinks + biases

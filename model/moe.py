@@ -7,10 +7,10 @@ Letters: B batch, L length, T tokens of a device, D embed, E experts, F intermed
 layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from model.config import ModelConfig
+from model.config import ModelConfig, MoEConfig
 from model.layers import SwiGLU, gated_silu, truncated_normal
 from model.load_balancing import (
     RoutingStats,
@@ -28,9 +28,8 @@ from model.load_balancing import (
     update_router_bias,
 )
 from model.plan import ExecutionPlan
-from model.router import ROUTERS, RouterSpec, route
+from model.router import ROUTERS, check_router, route
 from parallel.experts.expert import (
-    EXPERT_AXES,
     ExpertColumnParallelLinear,
     ExpertKernels,
     ExpertLayerSpec,
@@ -38,11 +37,11 @@ from parallel.experts.expert import (
 )
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
 from parallel.linear.config import TensorParallelConfig
-from parallel.linear.linear import named_rngs
-from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
+from parallel.linear.linear import Initializer, ParallelLinear, named_rngs
+from parallel.linear.sharded_matmul import gather_kernel
 from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, GateBias, GateKernel
 from parallel.sharding.partition import PartitionManager
-from parallel.sharding.specs import FEATURES, SplitDim, mesh_axes_of, split_dim
+from parallel.sharding.specs import SplitDim, mesh_axes_of, split_dim
 
 
 @jax.tree_util.register_dataclass
@@ -57,31 +56,54 @@ class MoEReport:
     dropped: jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _MoEParams:
-    """Parameters of a layer, or their PartitionSpecs, for the body of its shard_map."""
+class _RouterInputs(NamedTuple):
+    """What the body of a layer routes by; or the PartitionSpecs."""
 
-    router_DE: Any
+    logits_BLE: Any
+    valid_BL: Any
     bias_E: Any
-    column: Any
-    row: Any
 
 
-class Router(nnx.Module):
-    """Parameters of the router: a replicated float32 kernel (D, E), and a bias on the choice.
+class Router(ParallelLinear):
+    """Replicated float32 linear from tokens to the logits of the router, `... D` -> `... E`.
 
-    The bias exists only with `bias_update_speed`. It has no gradient; `with_updated_bias` moves it.
+    Its bias (E,) moves the choice of experts, not the logits: `route` adds it. It has no gradient;
+    `with_updated_bias` changes it.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
-        shape = (config.hidden_size, config.moe.num_experts)
-        init, spec = truncated_normal(config.initializer_range), tp.manager.resolve(GateKernel)
-        kernel = init(rngs.params(), shape, jnp.dtype("float32"), out_sharding=spec)
-        self.kernel = nnx.Param(kernel, semantic_axes=GateKernel)
-        if config.moe.bias_update_speed:
-            bias = jnp.zeros(shape[1:], jnp.float32, out_sharding=tp.manager.resolve(GateBias))
-            self.bias = nnx.Param(bias, semantic_axes=GateBias)
+        super().__init__(
+            config.hidden_size,
+            config.moe.num_experts,
+            use_bias=config.moe.has_router_bias,
+            dtype=jnp.float32,
+            precision=lax.Precision.HIGHEST,
+            kernel_init=truncated_normal(config.initializer_range),
+            parallel_config=tp,
+            rngs=rngs,
+        )
+
+    def _parameter(self, shape: tuple[int, ...], axes: Any, init: Initializer) -> nnx.Param:
+        return super()._parameter(shape, GateKernel if len(shape) == 2 else GateBias, init)
+
+    def _finish(self, outputs: Sequence[jax.Array]) -> jax.Array:
+        return outputs[0]
+
+    def __call__(self, x_BLD: jax.Array, out_spec: P | None = None) -> jax.Array:
+        """Return the logits `B L E` of tokens in any residual layout; L stays split as it was.
+
+        Communication: an all-reduce of the logits if the features of x_BLD are split.
+        """
+        x = self.cast_input(x_BLD)
+        rows, features = jax.typeof(x).sharding.spec[:-1], jax.typeof(x).sharding.spec[-1]
+        kernel = jax.sharding.reshard(self.kernel[...], P(features, None))
+        return jnp.einsum(
+            "...d,de->...e",
+            x,
+            kernel,
+            precision=self.precision,
+            out_sharding=out_spec or P(*rows, None),
+        )
 
 
 class MoE(nnx.Module):
@@ -89,6 +111,7 @@ class MoE(nnx.Module):
 
     def __init__(self, plan: ExecutionPlan, *, rngs: nnx.Rngs):
         config, tp, moe = plan.model, plan.tp, plan.model.moe
+        check_router(moe)
         self.plan, self.config, self.tp = plan, config, tp
         self.router = Router(config, tp, rngs=named_rngs(rngs, "router"))
         sizes: dict[str, Any] = {
@@ -144,28 +167,31 @@ class MoE(nnx.Module):
         rows = P(*spec[:2])
         if valid_BL is None:
             valid_BL = jnp.ones(x_BLD.shape[:2], bool, out_sharding=rows)
-        column_axes, row_axes = EXPERT_AXES[moe.expert_rule]
-        column_spec, column = params_for_shard_map(
-            self.gate_up.kernels(), manager.resolve(column_axes), x_BLD, axis
-        )
-        row_spec, (row,) = params_for_shard_map(
-            self.down.kernels(), manager.resolve(row_axes), x_BLD, axis
-        )
-        bias_E = self.router.bias[...] if moe.bias_update_speed else None
-        params = _MoEParams(self.router.kernel[...], bias_E, column, row)
-        specs = _MoEParams(P(), P(), column_spec, row_spec)
+        column_spec, column = self.gate_up.kernels_for(x_BLD)
+        row_spec, (row,) = self.down.kernels_for(x_BLD)
+        specs = ExpertKernels((column_spec,) * len(column), row_spec, gated_silu)
         body = partial(
             _moe_body,
-            router=router_spec(self.config),
+            moe=moe,
             layer=self._plan(column_spec, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
             specs=specs,
             row_axes=(mesh_axes_of(spec[0]), mesh_axes_of(spec[1])),
         )
         island = jax.shard_map(
-            body, mesh=manager.mesh, in_specs=(spec, rows, specs), out_specs=(spec, P())
+            body,
+            mesh=manager.mesh,
+            in_specs=(spec, _RouterInputs(rows, rows, P()), specs),
+            out_specs=(spec, P()),
         )
+        bias_E = self.router.bias[...] if moe.has_router_bias else None
         with jax.named_scope("experts"):
-            y_BLD, report = island(x_BLD, jax.sharding.reshard(valid_BL, rows), params)
+            with jax.named_scope("router"):
+                logits_BLE = self.router(x_BLD)
+            y_BLD, report = island(
+                x_BLD,
+                _RouterInputs(logits_BLE, jax.sharding.reshard(valid_BL, rows), bias_E),
+                ExpertKernels(tuple(column), row, gated_silu),
+            )
         if moe.num_shared_experts:
             y_BLD += self.shared(x_BLD)
         return y_BLD, report
@@ -192,32 +218,18 @@ class MoE(nnx.Module):
         )
 
 
-def router_spec(config: ModelConfig) -> RouterSpec:
-    """Return the router of this model. Raises: ValueError for one that cannot route its experts."""
-    moe = config.moe
-    return RouterSpec(
-        name=moe.router,
-        num_experts=moe.num_experts,
-        top_k=moe.num_experts_per_tok,
-        normalise=moe.norm_topk_prob,
-        num_groups=moe.n_group,
-        top_groups=moe.topk_group,
-        scaling=moe.routed_scaling_factor,
-    )
-
-
 def _platform(manager: PartitionManager) -> str:
     return str(manager.mesh.devices.flat[0].platform)
 
 
 def _moe_body(
     x_BLD: jax.Array,
-    valid_BL: jax.Array,
-    params: _MoEParams,
+    inputs: _RouterInputs,
+    kernels: ExpertKernels,
     *,
-    router: RouterSpec,
+    moe: MoEConfig,
     layer: ExpertLayerSpec,
-    specs: _MoEParams,
+    specs: ExpertKernels,
     row_axes: tuple[tuple[str, ...], tuple[str, ...]],
 ) -> tuple[jax.Array, MoEReport]:
     """Apply a layer to local blocks: `B L/tp D`, `B L D/tp` or `B L D` -> the same.
@@ -226,38 +238,25 @@ def _moe_body(
     """
     B, L, D = x_BLD.shape
     axis, token_axes = layer.axis_name, (*row_axes[0], *row_axes[1])
-    x_TD, valid_T = x_BLD.reshape(B * L, D), valid_BL.reshape(B * L)
+    logits_TE, valid_T = inputs.logits_BLE.reshape(B * L, -1), inputs.valid_BL.reshape(B * L)
     with jax.named_scope("router"):
-        logits_TE = _router_logits(x_TD, params.router_DE, layer)
         routing = route(
             logits_TE,
-            router,
-            bias_E=params.bias_E,
+            moe,
+            bias_E=inputs.bias_E,
             valid_T=valid_T,
             row_length=L,
             length_axes=row_axes[1],
         )
         stats = routing_stats(routing, logits_TE, valid_T=valid_T, token_axes=token_axes)
-    gather = partial(gather_kernel, keep=(axis, *layer.axes), dtype=x_BLD.dtype, like=x_BLD)
+    x_TD = x_BLD.reshape(B * L, D)
     tokens = RoutedTokens(x_TD, routing.experts_TK, routing.weights_TK, routing.max_assignments)
-    column = tuple(gather(w, specs.column) for w in params.column)
-    kernels = ExpertKernels(column, gather(params.row, specs.row), gated_silu)
-    y_TD, dropped = apply_experts(tokens, kernels, layer)
+    gather = partial(gather_kernel, keep=(axis, *layer.axes), dtype=x_BLD.dtype, like=x_BLD)
+    y_TD, dropped = apply_experts(tokens, jax.tree.map(gather, kernels, specs), layer)
     # tp devices that hold the same tokens all counted the same drops.
     repeats = 1 if axis in token_axes else lax.axis_size(axis)
     dropped = lax.psum(dropped, tuple(dict.fromkeys((*token_axes, axis)))) / repeats
     return y_TD.reshape(B, L, D), MoEReport(stats, dropped)
-
-
-def _router_logits(x_TD: jax.Array, router_DE: jax.Array, layer: ExpertLayerSpec) -> jax.Array:
-    """Return logits `T E` of tokens `T D` or `T D/tp`, in float32, as near ties are common."""
-    hidden = layer.split_dim == FEATURES
-    if hidden:
-        width = x_TD.shape[1]
-        start = lax.axis_index(layer.axis_name) * width
-        router_DE = lax.dynamic_slice_in_dim(router_DE, start, width)
-    logits = jnp.matmul(x_TD.astype(jnp.float32), router_DE, precision=lax.Precision.HIGHEST)
-    return lax.psum(logits, layer.axis_name) if hidden else logits
 
 
 def auxiliary_loss(report: MoEReport, config: ModelConfig) -> jax.Array:
@@ -272,7 +271,7 @@ def auxiliary_loss(report: MoEReport, config: ModelConfig) -> jax.Array:
     return jnp.sum(per_layer(report.stats))
 
 
-def expert_metrics(report: MoEReport, params: Any) -> dict[str, jax.Array]:
+def report_arrays(report: MoEReport, params: Any) -> dict[str, jax.Array]:
     """Return the arrays of all sparse layers `N ...` that `training/health.py` reads.
 
     The losses are those of all tokens of a step; gradients average them over microbatches.

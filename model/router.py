@@ -16,59 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from model.config import MoEConfig
 from parallel.linear.ring import all_gather
 from registry import Registry
 
 # Logarithm of what DeepSeek's code adds to the sum that it divides weights by.
 _LOG_FLOOR = math.log(1e-20)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterSpec:
-    """Static description of a router. Raises: ValueError for values that it cannot route by."""
-
-    name: str
-    num_experts: int
-    top_k: int
-    """Experts per token; for expert_choice on average."""
-    normalise: bool
-    """softmax, sigmoid: the weights of a token sum to `scaling`."""
-    num_groups: int = 1
-    """sigmoid: number of groups of neighbouring experts."""
-    top_groups: int = 1
-    """sigmoid: number of groups that the experts of a token may come from."""
-    scaling: float = 1.0
-    """Factor of all weights."""
-
-    def __post_init__(self) -> None:
-        E, k, groups, top = self.num_experts, self.top_k, self.num_groups, self.top_groups
-        impl = ROUTERS[self.name]
-        if not 1 <= k <= E:
-            raise ValueError(
-                f"num_experts_per_tok={k}: there are {E} experts; use a number from 1 to {E}"
-            )
-        if impl.single_expert and k != 1:
-            raise ValueError(
-                f"num_experts_per_tok={k}: the {self.name} router chooses one expert per token; "
-                "use 1"
-            )
-        if not impl.uses_groups and (groups, top) != (1, 1):
-            raise ValueError(
-                f"n_group={groups}, topk_group={top}: the {self.name} router has no groups of "
-                "experts; use 1 and 1, or the sigmoid router"
-            )
-        if groups < 1 or E % groups:
-            divisors = ", ".join(str(n) for n in range(1, E + 1) if E % n == 0)
-            raise ValueError(f"n_group={groups} does not divide {E} experts; use {divisors}")
-        if not 1 <= top <= groups:
-            raise ValueError(
-                f"topk_group={top}: there are {groups} groups; use a number from 1 to {groups}"
-            )
-        if k > (reach := top * E // groups):
-            raise ValueError(
-                f"num_experts_per_tok={k}: the topk_group={top} best groups hold {reach} experts; "
-                f"use at most {reach}, or more topk_group"
-            )
 
 
 @jax.tree_util.register_dataclass
@@ -119,9 +72,40 @@ def register_router(name: str, **supports: bool) -> Callable[[RouteFunction], Ro
     return register
 
 
+def check_router(moe: MoEConfig) -> None:
+    """Check the routing of a configuration. Raises: ValueError if its router cannot do that."""
+    E, k, groups, top = moe.num_experts, moe.num_experts_per_tok, moe.n_group, moe.topk_group
+    router = ROUTERS[moe.router]
+    if not 1 <= k <= E:
+        raise ValueError(
+            f"num_experts_per_tok={k}: there are {E} experts; use a number from 1 to {E}"
+        )
+    if router.single_expert and k != 1:
+        raise ValueError(
+            f"num_experts_per_tok={k}: the {moe.router} router chooses one expert per token; use 1"
+        )
+    if not router.uses_groups and (groups, top) != (1, 1):
+        raise ValueError(
+            f"n_group={groups}, topk_group={top}: the {moe.router} router has no groups of "
+            "experts; use 1 and 1, or the sigmoid router"
+        )
+    if E % groups:
+        divisors = ", ".join(str(n) for n in range(1, E + 1) if E % n == 0)
+        raise ValueError(f"n_group={groups} does not divide {E} experts; use {divisors}")
+    if top > groups:
+        raise ValueError(
+            f"topk_group={top}: there are {groups} groups; use a number from 1 to {groups}"
+        )
+    if k > (reach := top * E // groups):
+        raise ValueError(
+            f"num_experts_per_tok={k}: the topk_group={top} best groups hold {reach} experts; "
+            f"use at most {reach}, or more topk_group"
+        )
+
+
 def route(
     logits_TE: jax.Array,
-    spec: RouterSpec,
+    moe: MoEConfig,
     *,
     bias_E: jax.Array | None = None,
     valid_T: jax.Array | None = None,
@@ -140,14 +124,14 @@ def route(
     """
     assert logits_TE.dtype == jnp.float32, logits_TE.dtype
     options = {"row_length": row_length, "length_axes": length_axes}
-    function = ROUTERS[spec.name].function
-    return function(logits_TE, spec, bias_E=bias_E, valid_T=valid_T, **options)
+    function = ROUTERS[moe.router].function
+    return function(logits_TE, moe, bias_E=bias_E, valid_T=valid_T, **options)
 
 
-TokenChoice = Callable[
-    [jax.Array, RouterSpec, jax.Array | None], tuple[jax.Array, jax.Array, jax.Array]
-]
-"""(logits_TE, spec, bias_E) -> (experts_TK, weights_TK before scaling, probs_TE)."""
+Choice = tuple[jax.Array, jax.Array, jax.Array]
+"""experts_TK, weights_TK before scaling, probs_TE."""
+TokenChoice = Callable[[jax.Array, MoEConfig, jax.Array | None], Choice]
+"""(logits_TE, moe, bias_E) -> the choice of every token."""
 
 
 def token_choice(choose: TokenChoice) -> RouteFunction:
@@ -156,7 +140,7 @@ def token_choice(choose: TokenChoice) -> RouteFunction:
     @wraps(choose)
     def function(
         logits_TE: jax.Array,
-        spec: RouterSpec,
+        moe: MoEConfig,
         *,
         bias_E: jax.Array | None,
         valid_T: jax.Array | None,
@@ -164,8 +148,8 @@ def token_choice(choose: TokenChoice) -> RouteFunction:
     ) -> Routing:
         if valid_T is not None:
             logits_TE = mask_logits(logits_TE, valid_T)
-        experts_TK, weights_TK, probs_TE = choose(logits_TE, spec, bias_E)
-        weights_TK = spec.scaling * weights_TK
+        experts_TK, weights_TK, probs_TE = choose(logits_TE, moe, bias_E)
+        weights_TK = moe.routed_scaling_factor * weights_TK
         if valid_T is not None:
             valid_T1 = valid_T[:, None]
             experts_TK = jnp.where(valid_T1, experts_TK, -1)
@@ -182,13 +166,11 @@ def token_choice(choose: TokenChoice) -> RouteFunction:
 
 @register_router("softmax", uses_normalise=True)
 @token_choice
-def _softmax(
-    logits_TE: jax.Array, spec: RouterSpec, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _softmax(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the top k of softmax(logits); weights are these probabilities, or their shares."""
     probs_TE = jax.nn.softmax(logits_TE)
-    experts_TK = _top_k(probs_TE, spec, bias_E)
-    if spec.normalise:
+    experts_TK = _top_k(probs_TE, moe, bias_E)
+    if moe.norm_topk_prob:
         # Shares of a sum as a softmax of logarithms: a quotient of tiny probabilities, and its
         # gradient, is NaN in float32 where the sum is near 1e-20.
         return experts_TK, jax.nn.softmax(_at(logits_TE, experts_TK)), probs_TE
@@ -197,20 +179,16 @@ def _softmax(
 
 @register_router("topk_softmax")
 @token_choice
-def _topk_softmax(
-    logits_TE: jax.Array, spec: RouterSpec, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _topk_softmax(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the top k logits (with a bias: of softmax(logits) + bias); weights are their softmax."""
     probs_TE = jax.nn.softmax(logits_TE)
-    experts_TK = _top_k(logits_TE if bias_E is None else probs_TE, spec, bias_E)
+    experts_TK = _top_k(logits_TE if bias_E is None else probs_TE, moe, bias_E)
     return experts_TK, jax.nn.softmax(_at(logits_TE, experts_TK)), probs_TE
 
 
 @register_router("sigmoid", uses_normalise=True, uses_groups=True)
 @token_choice
-def _sigmoid(
-    logits_TE: jax.Array, spec: RouterSpec, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sigmoid(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the top k of s + bias in the best groups, s = sigmoid(logits), as DeepSeek-V3 does.
 
     A group is as good as the sum of its two best s + bias. Weights: s, or s / (their sum + 1e-20).
@@ -219,25 +197,23 @@ def _sigmoid(
     logs_TE = jax.nn.log_sigmoid(logits_TE)
     # s / sum(s) as a softmax of log s: 0 / 0 cannot happen, however low all logits are.
     probs_TE = jax.nn.softmax(logs_TE)
-    experts_TK = _top_k(jax.nn.sigmoid(logits_TE), spec, bias_E)
-    if not spec.normalise:
+    experts_TK = _top_k(jax.nn.sigmoid(logits_TE), moe, bias_E)
+    if not moe.norm_topk_prob:
         return experts_TK, jax.nn.sigmoid(_at(logits_TE, experts_TK)), probs_TE
     logs_TK = jnp.pad(_at(logs_TE, experts_TK), ((0, 0), (0, 1)), constant_values=_LOG_FLOOR)
-    return experts_TK, jax.nn.softmax(logs_TK)[:, : spec.top_k], probs_TE
+    return experts_TK, jax.nn.softmax(logs_TK)[:, : moe.num_experts_per_tok], probs_TE
 
 
 @register_router("switch", single_expert=True)
 @token_choice
-def _switch(
-    logits_TE: jax.Array, spec: RouterSpec, bias_E: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _switch(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
     """Take the best expert; its weight is its softmax probability.
 
     A normalised weight would be constant 1 and have no gradient.
     Source: arXiv 2101.03961, section 2.1.
     """
     probs_TE = jax.nn.softmax(logits_TE)
-    experts_TK = _top_k(probs_TE, spec, bias_E)
+    experts_TK = _top_k(probs_TE, moe, bias_E)
     return experts_TK, _at(probs_TE, experts_TK), probs_TE
 
 
@@ -246,26 +222,26 @@ def mask_logits(logits: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid[..., None], logits, 0.0)
 
 
-def _top_k(scores_TE: jax.Array, spec: RouterSpec, bias_E: jax.Array | None) -> jax.Array:
+def _top_k(scores_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> jax.Array:
     """Return the experts with the highest score + bias, `T K` int32."""
     if bias_E is not None:
         scores_TE = scores_TE + bias_E
     scores_TE = lax.stop_gradient(scores_TE)
-    if spec.top_groups < spec.num_groups:
-        scores_TE = _mask_groups(scores_TE, spec)
-    return lax.top_k(scores_TE, spec.top_k)[1]
+    if moe.topk_group < moe.n_group:
+        scores_TE = _mask_groups(scores_TE, moe)
+    return lax.top_k(scores_TE, moe.num_experts_per_tok)[1]
 
 
-def _mask_groups(scores_TE: jax.Array, spec: RouterSpec) -> jax.Array:
+def _mask_groups(scores_TE: jax.Array, moe: MoEConfig) -> jax.Array:
     """Set the scores outside of the best groups to -inf: with a bias, scores may be negative."""
     T, E = scores_TE.shape
-    G = spec.num_groups
+    G = moe.n_group
     scores_TGM = scores_TE.reshape(T, G, E // G)
     merits_TG = jnp.max(scores_TGM, axis=2)
     if G < E:  # the second best without lax.top_k, which on a TPU pads M experts to 128
         first_TGM = jnp.arange(E // G) == jnp.argmax(scores_TGM, axis=2, keepdims=True)
         merits_TG += jnp.max(jnp.where(first_TGM, -jnp.inf, scores_TGM), axis=2)
-    groups_Tg = lax.top_k(merits_TG, spec.top_groups)[1]
+    groups_Tg = lax.top_k(merits_TG, moe.topk_group)[1]
     kept_TG = jnp.any(groups_Tg[:, :, None] == jnp.arange(G), axis=1)
     return jnp.where(kept_TG[:, :, None], scores_TGM, -jnp.inf).reshape(T, E)
 
@@ -284,7 +260,7 @@ def _at(values_TE: jax.Array, experts_TK: jax.Array) -> jax.Array:
 @register_router("expert_choice", uses_bias=False, is_causal=False)
 def _expert_choice(
     logits_TE: jax.Array,
-    spec: RouterSpec,
+    moe: MoEConfig,
     *,
     bias_E: jax.Array | None,
     valid_T: jax.Array | None,
@@ -306,12 +282,12 @@ def _expert_choice(
     scores_BLE = jnp.where(valid_BL1, lax.stop_gradient(probs_BLE), -jnp.inf)
     scores_BSE = all_gather(scores_BLE, length_axes, 1)
     S = scores_BSE.shape[1]
-    capacity = min(-(-S * spec.top_k // E), S)
+    capacity = min(-(-S * moe.num_experts_per_tok // E), S)
     start = lax.axis_index(length_axes) * L if length_axes else 0
     taken_BSE = _best_tokens(scores_BSE, capacity)
     taken_BLE = lax.dynamic_slice_in_dim(taken_BSE, start, L, axis=1) & valid_BL1
     experts_BLE = jnp.where(taken_BLE, jnp.arange(E, dtype=jnp.int32), -1)
-    weights_BLE = spec.scaling * jnp.where(taken_BLE, probs_BLE, 0.0)
+    weights_BLE = moe.routed_scaling_factor * jnp.where(taken_BLE, probs_BLE, 0.0)
     return Routing(
         experts_TK=experts_BLE.reshape(-1, E),
         weights_TK=weights_BLE.reshape(-1, E),

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.loss import cross_entropy_sum
-from model.moe import MoEReport, auxiliary_loss, expert_metrics, with_updated_bias
+from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bias
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
@@ -94,7 +94,9 @@ class Program:
     def init(self) -> TrainState:
         """Return a fresh state, initialised sharded; bit-equal on every mesh."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.jit(self._init, out_shardings=shardings)()
+        # Random bits are exact at every level, and LLVM took longer for them than for a train step.
+        options = {"xla_backend_optimization_level": 0} if self._on_cpu else None
+        return jax.jit(self._init, out_shardings=shardings, compiler_options=options)()
 
     @cached_property
     def batch_sharding(self) -> jax.sharding.NamedSharding:
@@ -149,8 +151,11 @@ class Program:
     @property
     def _precision(self) -> str | None:
         """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
-        on_cpu = self.tp.manager.mesh.devices.flat[0].platform == "cpu"
-        return "highest" if self.config.dtype == "float32" and not on_cpu else None
+        return "highest" if self.config.dtype == "float32" and not self._on_cpu else None
+
+    @property
+    def _on_cpu(self) -> bool:
+        return bool(self.tp.manager.mesh.devices.flat[0].platform == "cpu")
 
     def gradients(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
@@ -204,7 +209,7 @@ class Program:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
         A step that `judge` rejects changes only `step` and the counters of the guard. The metrics
-        are scalars, and `experts` with the arrays of `expert_metrics` if there are sparse layers.
+        are scalars, and `experts` with the arrays of `report_arrays` if there are sparse layers.
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
@@ -225,7 +230,7 @@ class Program:
                 **verdict,
             }
             if report is not None:
-                metrics["experts"] = expert_metrics(report, state.params)
+                metrics["experts"] = report_arrays(report, state.params)
                 params = with_updated_bias(params, report.stats.load_E, self.config)
             params, ema = tree_where(is_good, params, state.params), state.ema
             if self.ema_decay is not None:

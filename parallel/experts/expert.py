@@ -1,14 +1,15 @@
-"""Experts: their kernels, sharded by rule, and the MLP of rows that are sorted by expert.
+"""Column- and row-parallel linears of experts, for rows that are sorted by expert.
 
-`ExpertColumnParallelLinear` and `ExpertRowParallelLinear` own the kernels of all experts.
-`expert_mlp` runs inside `jax.shard_map` on local kernels; rows or features that are sharded over tp
-travel around the tp ring as in a dense MLP.
+`ExpertColumnParallelLinear` and `ExpertRowParallelLinear` own the kernels of all experts, sharded
+by rule. Their calls are shard_maps of `column_products` and `row_product`; an expert layer runs
+the same functions in its own shard_map, through `expert_mlp`. Rows or features that are sharded
+over tp travel around the tp ring as in a dense MLP.
 
 Letters: R rows, E experts, e experts of this device, D embed, F intermediate.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from parallel.experts.exchange import num_devices
 from parallel.experts.grouped_matmul import GROUPED_MATMULS, grouped_matmul
@@ -27,6 +29,7 @@ from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import Initializer, named_rngs
 from parallel.linear.ring import Ring, all_gather, reduce_scatter
+from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
 from parallel.sharding.axes import (
     ExpertColumnWise,
     ExpertColumnWiseAlt,
@@ -35,7 +38,7 @@ from parallel.sharding.axes import (
     UnifiedExpertColumnWise,
     UnifiedExpertRowWise,
 )
-from parallel.sharding.specs import FEATURES, SplitDim
+from parallel.sharding.specs import ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
 
 EXPERT_AXES: Mapping[ExpertRule, tuple[Any, Any]] = {
     "split": (ExpertColumnWise, ExpertRowWise),
@@ -50,7 +53,7 @@ exchange."""
 
 
 class _ExpertLinear(nnx.Module):
-    """One kernel `E in out` per output. Owns the kernels; `expert_mlp` multiplies by them.
+    """Kernels `E in out` of all experts, one per output.
 
     out_features: as in `ParallelLinear`, a width or a mapping from name to width.
     """
@@ -71,7 +74,7 @@ class _ExpertLinear(nnx.Module):
     ):
         axes = EXPERT_AXES[rule][0 if self.is_column else 1]
         widths = {"": out_features} if isinstance(out_features, int) else dict(out_features)
-        self.axes = axes
+        self.axes, self.parallel_config = axes, parallel_config
         self.output_names = tuple(widths)
         kernels = {}
         for name, width in widths.items():
@@ -88,11 +91,52 @@ class _ExpertLinear(nnx.Module):
             return [self.kernel[...]]
         return [self.kernel[name][...] for name in self.output_names]
 
+    def kernels_for(self, x: jax.Array) -> tuple[P, list[jax.Array]]:
+        """Return the kernels, and their spec, as they enter a shard_map together with `x`."""
+        spec, config = self.parallel_config.manager.resolve(self.axes), self.parallel_config
+        return params_for_shard_map(self.kernels(), spec, x, config.axis_name)
+
+    def _run(self, x: jax.Array, groups: RowGroups, out_spec: P, impl: str) -> list[jax.Array]:
+        """Multiply local rows in a shard_map; one array laid out as `out_spec` per kernel."""
+        config, spec = self.parallel_config, jax.typeof(x).sharding.spec
+        tokens = spec if self.is_column else out_spec
+        kernel_spec, kernels = self.kernels_for(x)
+        body = partial(
+            _linear_body,
+            kernel_spec=kernel_spec,
+            is_column=self.is_column,
+            spec=ExpertLinearSpec(
+                axis_name=config.axis_name,
+                split_dim=split_dim(tokens, config.axis_name, rank=2),
+                grouped_matmul=impl,
+                overlap=config.overlap,
+            ),
+        )
+        island = jax.shard_map(
+            body,
+            mesh=config.manager.mesh,
+            in_specs=(spec, P(tokens[0]), kernel_spec),
+            out_specs=out_spec,
+        )
+        return island(x, groups, kernels)
+
 
 class ExpertColumnParallelLinear(_ExpertLinear):
     """Expert kernels (E, D, F) with F over tp: `ExpertColumnWise`, or the axes of another rule."""
 
     is_column = True
+
+    def __call__(self, rows_RD: jax.Array, groups: RowGroups, *, impl: str) -> list[jax.Array]:
+        """Multiply every row by the kernels of its expert: `R D` -> `R F` each, F on tp.
+
+        rows_RD: blocks of rows sorted by expert, one for each device that splits R: `R/(ep tp) D`,
+        `R/ep D/tp` or `R/ep D`. groups: layout of one block, and the sizes of the groups of all
+        blocks, split as R. impl: the grouped matmul.
+        Communication: the blocks of rows over tp, and each kernel over the axes that store it.
+        """
+        config = self.parallel_config
+        rows = without_axis(jax.typeof(rows_RD).sharding.spec[0], config.axis_name)
+        return self._run(rows_RD, groups, P(rows, config.axis_name), impl)
 
 
 class ExpertRowParallelLinear(_ExpertLinear):
@@ -100,21 +144,49 @@ class ExpertRowParallelLinear(_ExpertLinear):
 
     is_column = False
 
+    def __call__(
+        self, hidden_RF: jax.Array, groups: RowGroups, out_spec: P, *, impl: str
+    ) -> jax.Array:
+        """Multiply every row by the kernel of its expert: `R/ep F/tp` -> `R D` as `out_spec` says.
+
+        groups: as for the column-parallel linear whose rows have the layout `out_spec`.
+        Communication: a reduce-scatter or all-reduce of the results over tp, and the kernel over
+        the axes that store it.
+        """
+        return self._run(hidden_RF, groups, out_spec, impl)[0]
+
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertLayerSpec:
+class ExpertLinearSpec:
+    """Static description of the linears of experts on one mesh."""
+
+    axis_name: str
+    """Mesh axis of tensor parallelism."""
+    split_dim: SplitDim | None
+    """Dim of the tokens that `axis_name` splits: rows, features, or none."""
+    grouped_matmul: str
+    overlap: Overlap
+
+    @property
+    def is_uniform(self) -> bool:
+        """The grouped matmul needs the same number of rows for every expert."""
+        return GROUPED_MATMULS[self.grouped_matmul].is_uniform
+
+    def ring(self) -> Ring | None:
+        """Return the ring that tokens travel; None: one collective, blocks in natural order."""
+        if self.overlap == "none" or lax.axis_size(self.axis_name) == 1:
+            return None
+        return Ring(self.axis_name, self.overlap)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayerSpec(ExpertLinearSpec):
     """Static description of an expert layer on one mesh."""
 
     num_experts: int
     axes: tuple[str, ...]
     """Mesh axes that share the experts, outermost first."""
-    axis_name: str
-    """Mesh axis of tensor parallelism."""
-    split_dim: SplitDim | None
-    """Dim of the tokens that `axis_name` splits: rows, features, or none."""
     exchange: ExchangeMethod
-    grouped_matmul: str
-    overlap: Overlap
     top_k: int
     """Experts per token, for the expert capacity."""
     capacity_factor: float | None = None
@@ -127,11 +199,6 @@ class ExpertLayerSpec:
     """Use `lax.ragged_all_to_all`."""
     block: int = 128
     """Rows of a block in the `blocks` layout."""
-
-    @property
-    def is_uniform(self) -> bool:
-        """The grouped matmul needs the same number of rows for every expert."""
-        return GROUPED_MATMULS[self.grouped_matmul].is_uniform
 
     def capacity(self, tokens: int) -> int:
         """Return the expert capacity: rows of one expert from one device with `tokens` tokens."""
@@ -160,78 +227,137 @@ class ExpertLayerSpec:
 class ExpertKernels:
     """Kernels of this device's experts: `e D F/tp` each for `column`, `e F/tp D` for `row`.
 
+    Outside of shard_map, a tree of their PartitionSpecs.
     activation: elementwise, from the products with `column` to the input of `row`.
     """
 
-    column: tuple[jax.Array, ...]
-    row: jax.Array
+    column: tuple[Any, ...]
+    row: Any
     activation: Callable[..., jax.Array] = field(metadata={"static": True})
 
 
+def _linear_body(
+    x: jax.Array,
+    groups: RowGroups,
+    kernels: list[jax.Array],
+    *,
+    kernel_spec: P,
+    is_column: bool,
+    spec: ExpertLinearSpec,
+) -> list[jax.Array]:
+    """Apply a linear to local rows `R D` or `R F/tp` and kernels `E/ep in out`, split over fsdp."""
+    keep = (spec.axis_name, *mesh_axes_of(kernel_spec[0]))
+    whole = [gather_kernel(w, kernel_spec, keep=keep, dtype=x.dtype, like=x) for w in kernels]
+    if is_column:
+        return column_products(x, groups, whole, spec)
+    y = row_product(x, groups, whole[0], spec)
+    return [lax.psum(y, spec.axis_name) if spec.split_dim is None else y]
+
+
 def expert_mlp(
-    rows: jax.Array, groups: RowGroups, kernels: ExpertKernels, spec: ExpertLayerSpec
+    rows: jax.Array, groups: RowGroups, kernels: ExpertKernels, spec: ExpertLinearSpec
 ) -> jax.Array:
     """Return row(activation(column(rows))) with the kernels of each row's group.
 
-    rows: `R/tp D`, `R D/tp` or `R D`, by `spec.split_dim`; the result has the same layout. Of
-    split rows every device of the ring has its own group sizes.
+    rows: `R/tp D`, `R D/tp` or `R D`, by `spec.split_dim`; the result has the same layout, `R D`
+    without the sum over tp. Of split rows every device of the ring has its own group sizes.
     Communication: over tp, what `gather_matmul_scatter` sends for these rows.
     """
-    product = partial(grouped_matmul, impl=spec.grouped_matmul)
-    axis, n = spec.axis_name, lax.axis_size(spec.axis_name)
-    # None: one collective each way, and blocks in natural order.
-    ring = Ring(axis, spec.overlap) if spec.overlap != "none" and n > 1 else None
-    if spec.split_dim == FEATURES:
-        return _split_features_mlp(rows, groups, kernels, spec, ring)
+    ring = spec.ring()
+    if ring is None or spec.split_dim != ROWS:
+        hidden = _activated(column_products(rows, groups, kernels.column, spec), kernels)
+        return row_product(hidden, groups, kernels.row, spec)
+    # Blocks stay in the order of arrival, and both rings run at the same time.
+    groups_n = _groups_of_blocks(groups, ring, spec)
 
-    def up(block: jax.Array, groups: RowGroups) -> jax.Array:
-        return _activated([product(block, w, groups) for w in kernels.column], kernels)
+    def work(position: int, block: jax.Array) -> tuple[jax.Array, RowGroups]:
+        own = groups_n[position]
+        return _activated(_products(block, own, kernels.column, spec), kernels), own
 
-    def down(hidden: tuple[jax.Array, RowGroups]) -> jax.Array:
-        return product(hidden[0], kernels.row, hidden[1])
+    def term(hidden: tuple[jax.Array, RowGroups]) -> jax.Array:
+        return _products(hidden[0], hidden[1], [kernels.row], spec)[0]
 
-    if spec.split_dim is None or n == 1:
-        return down((up(rows, groups), groups))
-    sizes_nE = all_gather(groups.sizes_E[None], axis, 0)
-    if ring is None:
-        blocks = all_gather(rows[None], axis, 0)
-        groups_n = [RowGroups(groups.layout, sizes_nE[i]) for i in range(n)]
-        parts = [down((up(blocks[i], groups_n[i]), groups_n[i])) for i in range(n)]
-        return reduce_scatter(jnp.concatenate(parts), axis, 0)
-
-    def work(position: int, block: jax.Array) -> Any:
-        offset, _ = ring.positions()[position]
-        source = (lax.axis_index(axis) - offset) % n
-        source_groups = RowGroups(groups.layout, sizes_nE[source])
-        return up(block, source_groups), source_groups
-
-    return ring.gather_scatter(rows, work, down, dim=0)[2]
+    return ring.gather_scatter(rows, work, term, dim=0)[2]
 
 
-def _split_features_mlp(
-    rows: jax.Array,
-    groups: RowGroups,
-    kernels: ExpertKernels,
-    spec: ExpertLayerSpec,
-    ring: Ring | None,
+def column_products(
+    rows: jax.Array, groups: RowGroups, kernels: Sequence[jax.Array], spec: ExpertLinearSpec
+) -> list[jax.Array]:
+    """Gather rows over tp and multiply by each kernel: `R/tp D`, `R D/tp` or `R D` -> `R F/tp`."""
+    axis, ring = spec.axis_name, spec.ring()
+    if spec.split_dim == ROWS and lax.axis_size(axis) > 1:
+        groups_n = _groups_of_blocks(groups, ring, spec)
+
+        def products(position: int, block: jax.Array) -> list[jax.Array]:
+            return _products(block, groups_n[position], kernels, spec)
+
+        if ring is not None:
+            parts = ring.gather(rows, products, 0)[1]
+            return [ring.unshard(blocks, 0) for blocks in zip(*parts, strict=True)]
+        blocks = jnp.split(all_gather(rows, axis, 0), len(groups_n))
+        parts = [products(i, block) for i, block in enumerate(blocks)]
+        return [jnp.concatenate(blocks) for blocks in zip(*parts, strict=True)]
+    if spec.split_dim is None or ring is None:
+        whole = rows if spec.split_dim is None else all_gather(rows, axis, -1)
+        return _products(whole, groups, kernels, spec)
+    shards = [ring.shard(w, 1) for w in kernels]
+
+    def terms(position: int, block: jax.Array) -> list[jax.Array]:
+        products = _products(block, groups, [shard(position) for shard in shards], spec)
+        return [y.astype(jnp.float32) for y in products]
+
+    parts = ring.gather(rows, terms, -1)[1]
+    return [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
+
+
+def row_product(
+    hidden: jax.Array, groups: RowGroups, kernel: jax.Array, spec: ExpertLinearSpec
 ) -> jax.Array:
-    """Apply `expert_mlp` to rows `R D/tp`; partial products are summed in float32."""
-    axis = spec.axis_name
-    product = partial(grouped_matmul, groups=groups, impl=spec.grouped_matmul)
+    """Multiply `R F/tp` and reduce-scatter over tp: `R/tp D` or `R D/tp`; or `R D`, not summed."""
+    axis, ring = spec.axis_name, spec.ring()
+
+    def product(block: jax.Array, own: RowGroups, w: jax.Array) -> jax.Array:
+        return _products(block, own, [w], spec)[0]
+
+    if spec.split_dim is None or lax.axis_size(axis) == 1:
+        return product(hidden, groups, kernel)
+    if spec.split_dim == ROWS:
+        groups_n = _groups_of_blocks(groups, ring, spec)
+        if ring is None:
+            blocks = zip(jnp.split(hidden, len(groups_n)), groups_n, strict=True)
+            parts = [product(block, own, kernel) for block, own in blocks]
+            return reduce_scatter(jnp.concatenate(parts), axis, 0)
+        block = ring.shard(hidden, 0)
+        return ring.scatter(
+            lambda position: (block(position), groups_n[position]),
+            lambda pair: product(pair[0], pair[1], kernel),
+            dim=0,
+        )
     if ring is None:
-        whole = all_gather(rows, axis, -1)
-        hidden = _activated([product(whole, w) for w in kernels.column], kernels)
-        return reduce_scatter(product(hidden, kernels.row), axis, -1)
-    column_blocks = [ring.shard(w, 1) for w in kernels.column]
-
-    def work(position: int, block: jax.Array) -> list[jax.Array]:
-        return [product(block, w(position)).astype(jnp.float32) for w in column_blocks]
-
-    parts = ring.gather(rows, work, -1)[1]
-    sums = [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
-    hidden = _activated(sums, kernels)
-    return ring.scatter(ring.shard(kernels.row, 2), lambda w: product(hidden, w), dim=-1)
+        return reduce_scatter(product(hidden, groups, kernel), axis, -1)
+    return ring.scatter(ring.shard(kernel, 2), lambda w: product(hidden, groups, w), dim=-1)
 
 
-def _activated(products: list[jax.Array], kernels: ExpertKernels) -> jax.Array:
+def _products(
+    rows: jax.Array, groups: RowGroups, kernels: Sequence[jax.Array], spec: ExpertLinearSpec
+) -> list[jax.Array]:
+    return [grouped_matmul(rows, w, groups, impl=spec.grouped_matmul) for w in kernels]
+
+
+def _groups_of_blocks(
+    groups: RowGroups, ring: Ring | None, spec: ExpertLinearSpec
+) -> list[RowGroups]:
+    """Return the groups of the block of every tp device, by position in the ring if there is one.
+
+    Communication: an all-gather of the group sizes.
+    """
+    axis, n = spec.axis_name, lax.axis_size(spec.axis_name)
+    sizes_nE = all_gather(groups.sizes_E[None], axis, 0)
+    sources: Sequence[Any] = range(n)
+    if ring is not None:
+        sources = [(lax.axis_index(axis) - offset) % n for offset, _ in ring.positions()]
+    return [RowGroups(groups.layout, sizes_nE[source]) for source in sources]
+
+
+def _activated(products: Sequence[jax.Array], kernels: ExpertKernels) -> jax.Array:
     return kernels.activation(*(checkpoint_name(y, "expert_product") for y in products))

@@ -142,6 +142,9 @@ EXPERT_REFUSALS = {
     "model.moe.bias_update_speed=0.1 model.moe.router=expert_choice": (
         "model.moe.bias_update_speed=0.1 has no effect with model.moe.router=expert_choice"
     ),
+    "model.moe.router_bias=true model.moe.router=expert_choice": (
+        "model.moe.router_bias=True has no effect with model.moe.router=expert_choice"
+    ),
     "model.moe.norm_topk_prob=false model.moe.router=topk_softmax": (
         "model.moe.norm_topk_prob=False has no effect with model.moe.router=topk_softmax"
     ),

@@ -4,10 +4,9 @@ import jax
 import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
-from flax import nnx
-from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, run_model
+from model_runs import ModelRun, assert_equal_runs, batch, model_loss, run_model
 
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig, MoEConfig, Segment
 from model.rope import RopeScaling
 from parallel.sharding.mesh import MeshConfig
 
@@ -76,11 +75,58 @@ def test_chunked_layers_equal_one_device() -> None:
     assert_equal_runs(run(config.model_copy(update={"attention": "ring"}), SP4), want)
 
 
-def test_an_incomplete_period_of_layer_types_equals_the_written_out_list(one_device) -> None:
-    types = (*CONFIG.layer_types, CONFIG.layer_types[0])
-    assert CONFIG.layer_kinds == types
-    config = CONFIG.model_copy(update={"layer_types": types})
-    assert_equal_runs(run(config, ONE_DEVICE), one_device)
+def written_out(types: str, **sparse: int) -> ModelConfig:
+    """Return a model with one letter of s, f for every layer, as in Hugging Face files."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    layers = {"layer_types": tuple(names[t] for t in types), "num_hidden_layers": len(types)}
+    return CONFIG.model_copy(update={**layers, "moe": MoEConfig(**sparse)})
+
+
+@pytest.mark.parametrize(
+    ("types", "sparse", "segments"),
+    [
+        ("sf" * 12, {}, "sf*12"),
+        ("f" * 24, {}, "f*24"),
+        ("sssssf" * 4 + "ss", {}, "sssssf*4 s*2"),
+        ("f" * 20 + "s" * 4, {}, "f*20 s*4"),
+        ("sfssff", {}, "s*1 f*1 s*2 f*2"),
+        ("sfs", {}, "sfs*1"),
+        ("sf" * 6, {"num_experts": 4, "first_k_dense_replace": 3}, "sfs*1 FS*4 F*1"),
+        ("s" * 9, {"num_experts": 4, "first_k_dense_replace": 1}, "s*1 S*8"),
+        ("ssf" * 4, {"num_experts": 4, "decoder_sparse_step": 2}, "sSfSsF*2"),
+    ],
+)
+def test_layers_are_divided_by_their_shortest_pattern(types, sparse, segments) -> None:
+    """A capital letter is a sparse layer."""
+    config = written_out(types, **sparse)
+    found = []
+    for pattern, repeats in config.segments:
+        letters = [k.layer_type[0].upper() if k.is_sparse else k.layer_type[0] for k in pattern]
+        found.append(f"{''.join(letters)}*{repeats}")
+    assert " ".join(found) == segments
+
+
+def test_a_written_out_list_compiles_to_the_program_of_its_pattern(one_device) -> None:
+    config = written_out("sfsfs")
+    programs, tp = [], tensor_parallel(ONE_DEVICE)
+    for types in (CONFIG.layer_types, config.layer_types):
+        config = config.model_copy(update={"layer_types": types})
+        with jax.set_mesh(tp.mesh):
+            loss, params, _ = model_loss(config, tp, batch(B, L))
+            programs.append(jax.jit(jax.value_and_grad(loss)).lower(params).as_text())
+    assert programs[0] == programs[1]
+
+
+def test_runs_of_equal_layers_equal_unrolled_layers(monkeypatch) -> None:
+    config, tp = written_out("ssfsss"), tensor_parallel(ONE_DEVICE)
+    kinds = tuple(LayerKind(kind, False) for kind in config.layer_kinds)
+    segments = config.segments, (Segment(kinds, 1),)
+    assert [repeats for _, repeats in segments[0]] == [2, 1, 3]
+    runs = []
+    for divided in segments:
+        monkeypatch.setattr(ModelConfig, "segments", divided)
+        runs.append(run_model(config, tp, batch(B, L), 0))
+    assert_equal_runs(*runs)
 
 
 @pytest.mark.slow
@@ -91,10 +137,7 @@ def test_dropout_is_a_function_of_its_key_and_off_without_one(one_device) -> Non
     assert run(CONFIG, ONE_DEVICE, None).loss == off.loss != losses[0]
 
 
-def test_parameters_and_visible_keys_are_counted() -> None:
-    model = abstract_model(CONFIG, tensor_parallel(ONE_DEVICE))
-    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
-    assert sum(leaf.size for leaf in leaves) == CONFIG.num_parameters
+def test_visible_keys_are_counted() -> None:
     index = np.arange(20)
     sees = {
         "full_attention": index[:, None] >= index,

@@ -3,15 +3,16 @@
 import jax
 import numpy as np
 
+from model.config import MoEConfig
 from model.load_balancing import load_balancing_loss, routing_stats, update_router_bias
-from model.router import RouterSpec, route
+from model.router import route
 
 T, E = 16, 8
 
 
 def stats_of(logits, name, top_k):
-    spec = RouterSpec(name=name, num_experts=E, top_k=top_k, normalise=False)
-    return routing_stats(route(logits, spec), logits, token_axes=())
+    moe = MoEConfig(num_experts=E, router=name, num_experts_per_tok=top_k, norm_topk_prob=False)
+    return routing_stats(route(logits, moe), logits, token_axes=())
 
 
 def test_the_load_balancing_loss_is_one_if_balanced_and_num_experts_if_collapsed() -> None:

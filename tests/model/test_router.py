@@ -12,31 +12,34 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from model.config import MoEConfig
 from model.load_balancing import (
     load_balancing_loss,
     router_z_loss,
     routing_stats,
 )
-from model.router import ROUTERS, RouterSpec, route
+from model.router import ROUTERS, check_router, register_router, route
 
 T, E = 16, 8
 B, S = 4, 4
 
 
-def spec_of(name="sigmoid", top_k=2, normalise=False, **rest):
-    return RouterSpec(name=name, num_experts=E, top_k=top_k, normalise=normalise, **rest)
+def spec_of(name="sigmoid", top_k=2, normalise=False, **rest) -> MoEConfig:
+    return MoEConfig(
+        num_experts=E, router=name, num_experts_per_tok=top_k, norm_topk_prob=normalise, **rest
+    )
 
 
 SPECS = {
     "softmax": spec_of("softmax", 3, True),
-    "softmax-plain": spec_of("softmax", 3, scaling=2.5),
+    "softmax-plain": spec_of("softmax", 3, routed_scaling_factor=2.5),
     "topk_softmax": spec_of("topk_softmax", 2, True),
-    "sigmoid": spec_of("sigmoid", 3, True, num_groups=4, top_groups=2, scaling=2.5),
+    "sigmoid": spec_of("sigmoid", 3, True, n_group=4, topk_group=2, routed_scaling_factor=2.5),
     "sigmoid-plain": spec_of("sigmoid"),
-    "sigmoid-groups-of-one": spec_of("sigmoid", 2, True, num_groups=8, top_groups=3),
+    "sigmoid-groups-of-one": spec_of("sigmoid", 2, True, n_group=8, topk_group=3),
     "switch": spec_of("switch", 1),
 }
-EXPERT_CHOICE = spec_of("expert_choice", 3, scaling=1.5)
+EXPERT_CHOICE = spec_of("expert_choice", 3, routed_scaling_factor=1.5)
 every_router = pytest.mark.parametrize("name", SPECS)
 rng = np.random.default_rng(0)
 LOGITS = rng.normal(size=(T, E)).astype(np.float32)
@@ -61,33 +64,33 @@ def best(scores, count, among=None):
 
 def token(logits, spec, bias):
     """Route one token in float64: experts, their weights, probabilities of all experts."""
-    if spec.name == "sigmoid":
+    if spec.router == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
         choosing = scores + (0 if bias is None else bias)
-        size = len(logits) // spec.num_groups
-        members = [range(g * size, (g + 1) * size) for g in range(spec.num_groups)]
+        size = len(logits) // spec.n_group
+        members = [range(g * size, (g + 1) * size) for g in range(spec.n_group)]
         merits = [sum(sorted(choosing[list(m)])[-2:]) for m in members]
-        groups = best(merits, spec.top_groups)
+        groups = best(merits, spec.topk_group)
         allowed = [e for e in range(len(logits)) if e // size in groups]
-        experts = best(choosing, spec.top_k, allowed)
+        experts = best(choosing, spec.num_experts_per_tok, allowed)
         weights = scores[experts]
-        if spec.normalise:
+        if spec.norm_topk_prob:
             weights = weights / (weights.sum() + 1e-20)
-        return experts, weights * spec.scaling, scores / scores.sum()
+        return experts, weights * spec.routed_scaling_factor, scores / scores.sum()
     probs = softmax(logits)
-    by_logit = spec.name == "topk_softmax" and bias is None
+    by_logit = spec.router == "topk_softmax" and bias is None
     choosing = logits if by_logit else probs + (0 if bias is None else bias)
-    experts = best(choosing, spec.top_k)
-    weights = softmax(logits[experts]) if spec.name == "topk_softmax" else probs[experts]
-    if spec.name == "softmax" and spec.normalise:
+    experts = best(choosing, spec.num_experts_per_tok)
+    weights = softmax(logits[experts]) if spec.router == "topk_softmax" else probs[experts]
+    if spec.router == "softmax" and spec.norm_topk_prob:
         weights = weights / weights.sum()
-    return experts, weights * spec.scaling, probs
+    return experts, weights * spec.routed_scaling_factor, probs
 
 
 def rows_taken(logits, valid, spec):
     """Route by expert_choice in float64: token `(row, position)` -> its experts."""
     rows, length, num_experts = logits.shape
-    capacity = min(math.ceil(length * spec.top_k / num_experts), length)
+    capacity = min(math.ceil(length * spec.num_experts_per_tok / num_experts), length)
     taken = {(b, i): [] for b in range(rows) for i in range(length)}
     for b in range(rows):
         scores = np.array([softmax(x) for x in logits[b]])
@@ -126,7 +129,7 @@ def rows_by_loops(logits, spec, bias, valid):
     chosen = {}
     for t in np.flatnonzero(valid):
         probs, experts = softmax(logits[t]), taken[t // S, t % S]
-        chosen[t] = experts, spec.scaling * probs[experts], probs
+        chosen[t] = experts, spec.routed_scaling_factor * probs[experts], probs
     return chosen, *objective_of(chosen, logits, valid)
 
 
@@ -174,7 +177,7 @@ def solver(spec):
         return total + losses(aux[1]), aux
 
     def solve(logits, bias, valid):
-        if spec.name == "expert_choice":
+        if spec.router == "expert_choice":
             logits, valid = logits.reshape(B, S, E), valid.reshape(B, S)
         (total, aux), gradient = jax.tree.map(np.asarray, jitted(logits, bias, valid))
         return (total, aux), gradient.reshape(T, E)
@@ -218,7 +221,7 @@ def test_routing_losses_and_gradients_equal_loops_in_float64(name, bias_and_padd
 
 @pytest.mark.parametrize("top_k", [2, 3, 8])
 def test_expert_choice_equals_loops_in_float64(top_k) -> None:
-    spec = spec_of("expert_choice", top_k, scaling=1.5)
+    spec = spec_of("expert_choice", top_k, routed_scaling_factor=1.5)
     got = solver(spec)(LOGITS, None, VALID)
     gradient = differences(rows_by_loops, LOGITS, spec, None, VALID)
     assert_equals_loops(got, rows_by_loops(LOGITS, spec, None, VALID), gradient)
@@ -249,7 +252,7 @@ def on_mesh(spec, tokens, token_axes, length_axes, losses_inside):
 
 
 def assert_equals_one_device(mesh, spec, tokens, token_axes, length_axes=(), inside=True) -> None:
-    shape = (B, S) if spec.name == "expert_choice" else (T,)
+    shape = (B, S) if spec.router == "expert_choice" else (T,)
     arrays = LOGITS.reshape(*shape, E), COTANGENT.reshape(*shape, E), BIAS, VALID.reshape(shape)
     with jax.set_mesh(mesh):
         placed = [
@@ -345,17 +348,21 @@ def inputs(draw):
 def test_every_valid_token_gets_top_k_distinct_experts(name, drawn) -> None:
     spec, (logits, bias, valid) = SPECS[name], drawn
     routing, stats = checked(spec, logits, bias, valid)
-    np.testing.assert_array_equal((routing.experts_TK >= 0).sum(1), spec.top_k * valid)
-    assert stats.load_E.sum() == valid.sum() * spec.top_k
+    np.testing.assert_array_equal(
+        (routing.experts_TK >= 0).sum(1), spec.num_experts_per_tok * valid
+    )
+    assert stats.load_E.sum() == valid.sum() * spec.num_experts_per_tok
     sums = routing.weights_TK[valid].sum(1)
     low = logits.min() < -30  # where the 1e-20 beside the sum of sigmoids counts
-    if spec.name == "topk_softmax" or (spec.normalise and not (spec.name == "sigmoid" and low)):
-        np.testing.assert_allclose(sums, spec.scaling, rtol=1e-6)
-    elif spec.name != "sigmoid" or spec.normalise:
-        assert np.all(sums <= spec.scaling * (1 + 1e-6))
-    if spec.num_groups > 1:
-        groups = routing.experts_TK // (E // spec.num_groups)
-        assert all(len(set(g)) <= spec.top_groups for g in groups[valid].tolist())
+    if spec.router == "topk_softmax" or (
+        spec.norm_topk_prob and not (spec.router == "sigmoid" and low)
+    ):
+        np.testing.assert_allclose(sums, spec.routed_scaling_factor, rtol=1e-6)
+    elif spec.router != "sigmoid" or spec.norm_topk_prob:
+        assert np.all(sums <= spec.routed_scaling_factor * (1 + 1e-6))
+    if spec.n_group > 1:
+        groups = routing.experts_TK // (E // spec.n_group)
+        assert all(len(set(g)) <= spec.topk_group for g in groups[valid].tolist())
 
 
 @settings(max_examples=25, deadline=None)
@@ -371,7 +378,7 @@ def test_every_expert_takes_its_capacity_of_every_row_or_all_valid_tokens(drawn)
 @every_router
 def test_equal_experts_are_chosen_by_lowest_index(name) -> None:
     routing, _ = checked(SPECS[name], np.ones((T, E), np.float32), 0 * BIAS, VALID)
-    assert np.all(routing.experts_TK[VALID] == np.arange(SPECS[name].top_k))
+    assert np.all(routing.experts_TK[VALID] == np.arange(SPECS[name].num_experts_per_tok))
 
 
 def test_equal_tokens_are_taken_by_position() -> None:
@@ -446,15 +453,14 @@ def test_a_bias_changes_the_choice_and_has_no_gradient(name) -> None:
     ("changes", "message"),
     [
         ({"top_k": 9}, "num_experts_per_tok=9: there are 8 experts; use a number from 1 to 8"),
-        ({"top_k": 0}, "num_experts_per_tok=0: there are 8 experts; use a number from 1 to 8"),
         ({"name": "switch"}, "=2: the switch router chooses one expert per token; use 1"),
-        ({"num_groups": 3}, "n_group=3 does not divide 8 experts; use 1, 2, 4, 8"),
-        ({"num_groups": 2, "top_groups": 3}, "topk_group=3: there are 2 groups; use a number from"),
+        ({"n_group": 3}, "n_group=3 does not divide 8 experts; use 1, 2, 4, 8"),
+        ({"n_group": 2, "topk_group": 3}, "topk_group=3: there are 2 groups; use a number from"),
         (
-            {"top_k": 3, "num_groups": 4},
+            {"top_k": 3, "n_group": 4},
             "num_experts_per_tok=3: the topk_group=1 best groups hold 2 experts; use at most 2",
         ),
-        ({"name": "softmax", "num_groups": 2}, "the softmax router has no groups of experts; use"),
+        ({"name": "softmax", "n_group": 2}, "the softmax router has no groups of experts; use"),
         (
             {"name": "best"},
             "unknown router 'best'; use one of softmax, topk_softmax, sigmoid, switch, exp",
@@ -464,8 +470,13 @@ def test_a_bias_changes_the_choice_and_has_no_gradient(name) -> None:
 )
 def test_a_specification_that_cannot_route_is_refused(changes, message) -> None:
     with pytest.raises(ValueError, match=message):
-        spec_of(**changes)
+        check_router(spec_of(**changes))
 
 
-def test_one_router_depends_on_later_tokens() -> None:
-    assert [name for name, router in ROUTERS.items() if not router.is_causal] == ["expert_choice"]
+def test_a_router_is_registered_once() -> None:
+    with pytest.raises(ValueError, match="'switch' is registered twice; use another name"):
+        register_router("switch")(route)
+    routers = {
+        name: ROUTERS[name] for name in (*(s.router for s in SPECS.values()), "expert_choice")
+    }
+    assert [name for name, router in routers.items() if not router.is_causal] == ["expert_choice"]

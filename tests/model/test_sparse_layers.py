@@ -124,9 +124,7 @@ def test_layers_are_dense_or_sparse_as_configured(one_device) -> None:
         assert moved == ("bias" not in jax.tree_util.keystr(path)), "the bias has no gradient"
 
 
-def test_parameters_and_flops_count_the_experts_of_a_token(one_device) -> None:
-    leaves = jax.tree.leaves(one_device[2])
-    assert sum(leaf.size for leaf in leaves) == MODEL.num_parameters
+def test_flops_count_the_experts_of_a_token() -> None:
     idle = 2 * (8 - 2) * 3 * 32 * 24  # experts that a token does not use, in two layers
     norms, biases, embedding = 11 * 32, 2 * 8, 264 * 32
     active = MODEL.num_parameters - idle - norms - biases - embedding
@@ -155,6 +153,27 @@ def test_a_step_returns_expert_metrics_and_updates_the_bias() -> None:
     load = arrays["load_NE"]
     np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load))
     assert (arrays["dropped_N"] == 0).all() and (arrays["balance_N"] >= 0.9).all()
+
+
+def test_a_frozen_bias_takes_part_in_the_choice_and_never_changes() -> None:
+    """Neither by its speed nor by weight decay."""
+    frozen = MOE.model_copy(update={"bias_update_speed": 0.0, "router_bias": True})
+    assert not MOE.model_copy(update={"bias_update_speed": 0.0}).has_router_bias
+    program = program_of(
+        MeshConfig(ep=2), MODEL.model_copy(update={"moe": frozen}), optimizer={"warmup_steps": 0}
+    )
+    with jax.set_mesh(program.tp.manager.mesh):
+        state = program.init()
+        router = state.params["sparse_layers"]["mlp"]["router"]
+        router["bias"] = router["bias"] + jnp.asarray([0, 0, 0, 0, 0, 5.0, 9.0, 0])
+        bias, kernel = np.asarray(router["bias"]), np.asarray(router["kernel"])
+        for _ in range(2):
+            state, metrics = program.train_step(state, batch(program))
+    load_NE = np.asarray(metrics["experts"]["load_NE"])
+    assert (load_NE[:, 5:7] == B * L - 12).all() and load_NE.sum() == 4 * (B * L - 12)
+    router = state.params["sparse_layers"]["mlp"]["router"]
+    np.testing.assert_array_equal(router["bias"], bias)
+    assert not np.array_equal(router["kernel"], kernel)
 
 
 @lru_cache

@@ -10,7 +10,8 @@ from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
 from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, model_loss, run_model
 
-from model.config import ModelConfig
+from model.config import ModelConfig, MoEConfig
+from model.moe import Router
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 
@@ -123,15 +124,6 @@ def test_bfloat16_is_close_to_float32(one_device) -> None:
         assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b)
 
 
-def test_parameter_count_equals_the_model() -> None:
-    for tied in (False, True):
-        config = CONFIG.model_copy(update={"tie_word_embeddings": tied})
-        tp = tensor_parallel(ONE_DEVICE)
-        model = abstract_model(config, tp)
-        leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model)))
-        assert sum(leaf.size for leaf in leaves) == config.num_parameters
-
-
 def test_flops_are_six_per_matmul_parameter_plus_causal_attention() -> None:
     per_token = CONFIG.flops_per_token(L)
     visible = sum(range(1, L + 1)) / L
@@ -152,3 +144,62 @@ def test_compile_time_does_not_grow_with_depth() -> None:
             )
         sizes.append(len(str(jaxpr).splitlines()))
     assert sizes[0] == sizes[1]
+
+
+OWNERS = {
+    "embed/table": "Embedding",
+    "head/kernel": "ColumnParallelLinear",
+    "norm/scale": "RMSNorm",
+    "layers/attention/k_norm/scale": "RMSNorm",
+    "layers/attention/o/kernel": "RowParallelLinear",
+    "layers/attention/q_norm/scale": "RMSNorm",
+    "layers/attention/qkv/kernel/k": "ColumnParallelLinear",
+    "layers/attention/qkv/kernel/q": "ColumnParallelLinear",
+    "layers/attention/qkv/kernel/v": "ColumnParallelLinear",
+    "layers/attention/sinks": "Attention",
+    "layers/attention_norm/scale": "RMSNorm",
+    "layers/mlp/down/kernel": "RowParallelLinear",
+    "layers/mlp/gate_up/kernel/gate": "ColumnParallelLinear",
+    "layers/mlp/gate_up/kernel/up": "ColumnParallelLinear",
+    "layers/mlp_norm/scale": "RMSNorm",
+}
+SPARSE_OWNERS = {
+    "mlp/down/kernel": "ExpertRowParallelLinear",
+    "mlp/gate_up/kernel/gate": "ExpertColumnParallelLinear",
+    "mlp/gate_up/kernel/up": "ExpertColumnParallelLinear",
+    "mlp/router/bias": "ParallelLinear",
+    "mlp/router/kernel": "ParallelLinear",
+    "mlp/shared/down/kernel": "RowParallelLinear",
+    "mlp/shared/gate_up/kernel/gate": "ColumnParallelLinear",
+    "mlp/shared/gate_up/kernel/up": "ColumnParallelLinear",
+}
+
+
+def owner_of(model: nnx.Module, path: tuple[str, ...]) -> str:
+    """Return the class that creates the parameter at this path; a router is a ParallelLinear."""
+    owner = model
+    for key in path:
+        child = getattr(owner, key)
+        if not isinstance(child, nnx.Module) or isinstance(child, nnx.Dict):
+            break
+        owner = child
+    return "ParallelLinear" if isinstance(owner, Router) else type(owner).__name__
+
+
+@pytest.mark.parametrize("moe", [{}, {"num_experts": 4, "first_k_dense_replace": 1}], ids=str)
+def test_every_parameter_belongs_to_a_linear_a_norm_the_embedding_or_the_sinks(moe) -> None:
+    features = {"qk_norm": True, "attention_sinks": True}
+    experts = MoEConfig(num_shared_experts=1, router_bias=True, **moe)
+    config = CONFIG.model_copy(update={**features, "moe": experts})
+    wanted = dict(OWNERS)
+    if moe:
+        shared = {path: owner for path, owner in OWNERS.items() if "layers/mlp/" not in path}
+        shared = {path[7:]: owner for path, owner in shared.items() if path.startswith("layers/")}
+        wanted |= {f"sparse_layers/{path}": o for path, o in (shared | SPARSE_OWNERS).items()}
+    for tied in (True, False):
+        config = config.model_copy(update={"tie_word_embeddings": tied})
+        model = abstract_model(config, tensor_parallel(ONE_DEVICE))
+        flat = dict(nnx.to_flat_state(nnx.state(model)))
+        assert sum(leaf.size for leaf in jax.tree.leaves(flat)) == config.num_parameters
+        owners = {"/".join(path): owner_of(model, path) for path in flat}
+        assert owners | ({"head/kernel": "ColumnParallelLinear"} if tied else {}) == wanted

@@ -1,6 +1,6 @@
 """Expert kernels are sharded by rule; expert capacity and row layouts follow the specification."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ import pytest
 from conftest import ONE_DEVICE, tensor_parallel
 from flax import nnx
 from islands import layer_spec, mesh_of
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from row_groups import starts_of
 
 from model.layers import truncated_normal
 from parallel.experts.expert import (
@@ -17,7 +19,7 @@ from parallel.experts.expert import (
     ExpertColumnParallelLinear,
     ExpertRowParallelLinear,
 )
-from parallel.experts.row_layout import RowLayout
+from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.sharding.mesh import MeshConfig
 
 E, D, F = 8, 8, 12
@@ -30,12 +32,14 @@ SPECS = {
 MESHES = [MeshConfig(ep=2, fsdp=2, tp=2), MeshConfig(ep=2, fsdp=2, sp=2)]
 
 
-def linears(mesh: MeshConfig, rule="split", outputs=("gate", "up"), sizes=(E, D, F), **rest):
+def linears(
+    mesh: MeshConfig, rule="split", outputs=("gate", "up"), sizes=(E, D, F), config=None, **rest
+):
     """Return a column linear with named outputs and a row linear."""
     options = {
         "rule": rule,
         "kernel_init": truncated_normal(0.1),
-        "parallel_config": tensor_parallel(mesh),
+        "parallel_config": config or tensor_parallel(mesh),
     }
     rngs = nnx.Rngs(params=jax.random.key(5))
     experts, embed, width = sizes
@@ -105,22 +109,6 @@ def test_a_dim_that_does_not_divide_is_refused(mesh, sizes, message) -> None:
         linears(mesh, sizes=sizes)
 
 
-def test_kernels_keep_their_order_through_nnx_split_and_merge() -> None:
-    tp = tensor_parallel(ONE_DEVICE)
-    with jax.set_mesh(tp.mesh):
-        linear = ExpertColumnParallelLinear(
-            2,
-            D,
-            {"up": 4, "gate": F},
-            kernel_init=truncated_normal(1.0),
-            parallel_config=tp,
-            rngs=nnx.Rngs(0),
-        )
-        merged = nnx.merge(*nnx.split(linear))
-        assert [w.shape[-1] for w in linear.kernels()] == [4, F]
-        assert [w.shape[-1] for w in merged.kernels()] == [4, F]
-
-
 @pytest.mark.parametrize(
     ("factor", "tokens", "top_k", "rows"),
     [
@@ -166,3 +154,82 @@ def test_rows_are_in_blocks_for_the_blocked_implementation_and_packed_for_others
     assert layer_spec(grouped_matmul="blocked", block=4).layout(10, 3) == RowLayout(
         "blocks", 4, 16, 3
     )
+
+
+# The linears alone: rows of every device, sorted by expert, in a layout of the residual stream.
+
+RUNS = [
+    (mesh, residual, overlap, impl)
+    for mesh in (MeshConfig(ep=2, tp=2), MeshConfig(ep=2, fsdp=2, tp=2), MeshConfig(tp=4))
+    for residual, overlap, impl in (
+        ("sequence", "none", "ragged_dot"),
+        ("sequence", "ring", "blocked"),
+        ("sequence", "bidirectional", "padded"),
+        ("hidden", "none", "ragged_dot"),
+        ("hidden", "bidirectional", "ragged_dot"),
+        ("replicated", "none", "blocked"),
+    )
+]
+KIND = {"ragged_dot": ("packed", 1), "blocked": ("blocks", 4), "padded": ("uniform", 1)}
+
+
+@pytest.mark.parametrize(("mesh", "residual", "overlap", "impl"), RUNS, ids=str)
+def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> None:
+    """Column, then row: values and gradients. nnx.merge keeps the order of the kernels."""
+    tp = tensor_parallel(mesh, residual, overlap)
+    owners, e = mesh.ep, E // mesh.ep
+    blocks = mesh.fsdp * mesh.ep * (mesh.tp if residual == "sequence" else 1)
+    kind, block = KIND[impl]
+    layout = RowLayout(kind, block, 4 * 4 * e, e)
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(0, 5, (blocks, e)).astype(np.int32)
+    sizes[:, 0] = 0
+    used = np.zeros((blocks, layout.rows), int) - 1  # the local expert of a row
+    for s in range(blocks):
+        for g, start in enumerate(starts_of(layout, sizes[s])):
+            used[s, start : start + sizes[s, g]] = g
+    owner_of = np.arange(blocks) // (blocks // (mesh.fsdp * owners)) % owners
+    expert = np.where(used >= 0, used + e * owner_of[:, None], -1).reshape(-1)
+    x, cotangent = rng.standard_normal((2, len(expert), D)).astype(np.float32)
+    x[expert < 0] = 0
+    rows = ("fsdp", "ep", "tp") if residual == "sequence" else ("fsdp", "ep")
+    spec = P(rows, "tp" if residual == "hidden" else None)
+
+    with jax.set_mesh(tp.mesh):
+        definition, params = nnx.split(linears(mesh, outputs=("up", "gate"), config=tp))
+
+        def loss(params, x, cotangent, sizes):
+            column, row = nnx.merge(definition, params)
+            groups = RowGroups(layout, sizes)
+            up, gate = column(x, groups, impl=impl)
+            assert jax.typeof(gate).sharding.spec == P(("fsdp", "ep"), "tp")
+            y = row(gate * up, groups, spec, impl=impl)
+            return jnp.sum(y * cotangent), (gate, y)
+
+        place = partial(jax.device_put, device=NamedSharding(tp.mesh, spec))
+        placed_sizes = jax.device_put(sizes.reshape(-1), NamedSharding(tp.mesh, P(rows)))
+        solve = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        (_, (gate, y)), (dparams, dx) = solve(params, place(x), place(cotangent), placed_sizes)
+        assert y.sharding.spec == spec
+        column, row = linears(mesh, outputs=("up", "gate"), config=tp)
+        w_up, w_gate, w_row = (
+            np.asarray(w, np.float64) for w in (*column.kernels(), *row.kernels())
+        )
+        column, row = nnx.merge(definition, dparams)
+        dup, dgate, drow = (np.asarray(w) for w in (*column.kernels(), *row.kernels()))
+    want = {name: np.zeros(w.shape) for name, w in (("gate", w_gate), ("up", w_up), ("row", w_row))}
+    want_h, want_y, want_dx = np.zeros((len(x), F)), np.zeros_like(x), np.zeros_like(x)
+    for e in range(E):
+        own = expert == e
+        g, u = x[own] @ w_gate[e], x[own] @ w_up[e]
+        dh = cotangent[own] @ w_row[e].T
+        want_h[own], want_y[own] = g, (g * u) @ w_row[e]
+        want["gate"][e], want["up"][e] = x[own].T @ (dh * u), x[own].T @ (dh * g)
+        want["row"][e] = (g * u).T @ cotangent[own]
+        want_dx[own] = (dh * u) @ w_gate[e].T + (dh * g) @ w_up[e].T
+    pairs = [(gate, want_h), (y, want_y), (dx, want_dx)]
+    for got, wanted in pairs:
+        error = np.abs(np.asarray(got) - wanted)[expert >= 0].max()
+        assert error <= 1e-5 * np.abs(wanted).max()
+    for got, wanted in zip((dgate, dup, drow), want.values(), strict=True):
+        np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max(), rtol=0)
