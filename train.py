@@ -77,6 +77,7 @@ def open_session(
         program.plan,
         sampling=SamplingConfig(temperature=config.training.sample_temperature),
         seed=config.training.seed,
+        num_tokens=tokenizer.vocab_size,
     )
 
     def sample(params: Any, prompt: str, tokens: int) -> str:

@@ -95,12 +95,10 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         if kind not in _kinds_of(config):
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        general = config.parallel.overlap  # the head uses it too
         halves_groups = kind == "experts" and named == "split"
         if halves_groups:
             named = "bidirectional"
-        halved = "split" in (named, general) and kind != "experts"
-        if halved and n > 1 and kind in shapes and not shapes[kind].halves:
+        if named == "split" and n > 1 and kind in shapes and not shapes[kind].halves:
             size = "data.sequence_length / (mesh.sp * mesh.tp)"
             if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
                 size = "model.hidden_size / mesh.tp"
@@ -127,7 +125,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
 def _kinds_of(config: Config) -> set[LinearKind]:
     """Return the kinds of linears that this model has."""
     sparse, moe = config.model.sparse_layers, config.model.moe
-    kinds: set[LinearKind] = {"qkv", "o"}
+    kinds: set[LinearKind] = {"qkv", "o", "head"}
     kinds |= {"mlp"} if False in sparse or moe.num_shared_experts else set()
     return kinds | ({"experts"} if True in sparse else set())
 

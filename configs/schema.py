@@ -48,6 +48,8 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """Overlap method of the output projection of attention; null: as overlap."""
     overlap_mlp: OverlapChoice | None = None
     """Overlap method of the gate, up and down projections; null: as overlap."""
+    overlap_head: OverlapChoice | None = None
+    """Overlap method of the output head and its loss; null: as overlap."""
     overlap_experts: OverlapChoice | None = None
     """Overlap method of the experts' projections, except split; null: as overlap."""
     replicate_kv: bool = False
@@ -131,10 +133,14 @@ def _cross_check(config: Config) -> None:
     )
     if False in model.sparse_layers:
         _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
-    padded = -(-model.vocab_size // mesh.tp) * mesh.tp
-    or_pad = f"pad it: model.vocab_size={padded}"
-    _divides("model.vocab_size", model.vocab_size, "mesh.tp", mesh.tp, or_pad)
-    _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+    vocab = "model.vocab_size" + (", padded" if model.pad_vocab_to_multiple_of > 1 else "")
+    or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
+    _divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
+    if model.tie_word_embeddings:
+        axes, parts = "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp
+    else:
+        axes, parts = "mesh.tp * mesh.fsdp * mesh.sp", mesh.tp * mesh.fsdp * mesh.sp
+    _divides("model.hidden_size", model.hidden_size, axes, parts)
     if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
     _check_data(config)

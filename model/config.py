@@ -68,7 +68,7 @@ def _segments(kinds: tuple[LayerKind, ...]) -> list[Segment]:
     return runs if len(runs) < count else [Segment(kinds, 1)]
 
 
-LinearKind = Literal["qkv", "o", "mlp", "experts"]
+LinearKind = Literal["qkv", "o", "mlp", "experts", "head"]
 """Groups of linears that have their own overlap method; mlp is gate, up and down."""
 
 
@@ -160,7 +160,10 @@ class ModelConfig(
     """A decoder-only transformer: RMSNorm, rope, grouped-query attention, SwiGLU."""
 
     vocab_size: PositiveInt = 264
-    """Rows of the embedding table; at least the size of the tokenizer's vocabulary."""
+    """Number of token ids; at least the size of the tokenizer's vocabulary."""
+    pad_vocab_to_multiple_of: PositiveInt = 1
+    """Round the rows of the embedding and the columns of the head up to a multiple of this, so that
+    tp divides them. Loss and sampling leave the added ids out."""
     hidden_size: PositiveInt = 256
     """Width of the residual stream (D)."""
     num_hidden_layers: PositiveInt = 4
@@ -225,6 +228,12 @@ class ModelConfig(
     """Tokens per device in one chunk of the loss; only the logits of a chunk exist at a time."""
 
     @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding and columns of the head."""
+        multiple = self.pad_vocab_to_multiple_of
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
     def head_size(self) -> int:
         """Width of one head: head_dim, or its default."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
@@ -283,7 +292,7 @@ class ModelConfig(
         widths = (self.num_hidden_layers - sparse) * self.intermediate_size + sparse * width
         router = sparse * self.hidden_size * self.moe.num_experts
         mlp = 3 * self.hidden_size * widths
-        head = self.hidden_size * self.vocab_size
+        head = self.hidden_size * self.padded_vocab_size
         return self.num_hidden_layers * attention + mlp + router + head
 
     @property
@@ -299,7 +308,7 @@ class ModelConfig(
             norms += 2 * self.num_hidden_layers * self.head_size
         sinks = self.num_hidden_layers * self.num_attention_heads if self.attention_sinks else 0
         biases = sum(self.sparse_layers) * self.moe.num_experts * self.moe.has_router_bias
-        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        embedding = 0 if self.tie_word_embeddings else self.padded_vocab_size * self.hidden_size
         kernels = self._matmul_parameters(self.moe.num_experts)
         return kernels + embedding + norms + sinks + biases
 

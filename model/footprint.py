@@ -52,7 +52,7 @@ def activation_tensors(
         ("q_BLHh", AttnQSharding, (*rows, heads, config.head_size), dtype, 1),
         ("kv_BLKh", AttnKVSharding, (*rows, kv_heads, config.head_size), dtype, 2),
         ("mlp_BLF", mlp_axes, (*rows, mlp_size), dtype, 2 if mlp_size else 0),
-        ("logits_CV", logit_axes, (chunk, config.vocab_size), jnp.dtype("float32"), 1),
+        ("logits_CV", logit_axes, (chunk, config.padded_vocab_size), jnp.dtype("float32"), 1),
     ]
     return [
         Tensor(name=name, axes=axes, shape=shape, dtype=kind, count=count)
@@ -100,6 +100,12 @@ def ring_shapes(
     shapes: dict[LinearKind, RingShape] = {
         "qkv": dense(gather_columns=heads + 2 * kv_heads),
         "o": dense(scatter_columns=heads),
+        # The loss sends its tokens in chunks.
+        "head": ring(
+            max(min(config.loss_chunk // n, rows), 1),
+            halves=dim == ROWS or halved % 2 == 0,
+            gather_columns=config.padded_vocab_size // n,
+        ),
     }
     if width := _dense_mlp_size(config) // n:
         shapes["mlp"] = dense(gather_columns=2 * width, scatter_columns=width)

@@ -32,18 +32,19 @@ from parallel.linear.linear import (
     RowParallelLinear,
     named_rngs,
 )
-from parallel.linear.ring import reduce_scatter
+from parallel.linear.ring import pcast_varying, reduce_scatter
 from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
 from parallel.sharding.axes import (
     MODE_PREFILL,
     MODE_TRAIN,
     RUNTIME_MODE_TYPES,
+    EmbeddingTable,
     Replicated,
     ResidualSharding,
     RowWise,
     SRowWise,
 )
-from parallel.sharding.specs import SplitDim, split_dim
+from parallel.sharding.specs import FEATURES, ROWS, SplitDim, split_dim
 
 AnyLinear = TypeVar("AnyLinear", bound=ParallelLinear)
 
@@ -105,32 +106,41 @@ class TokenInfo:
 
 
 class Embedding(nnx.Module):
-    """Embedding table (V, D), its rows split over tp: a device looks up the tokens it owns."""
+    """Embedding table (V, D). Its features are split over tp; its rows if the head uses it too.
+
+    Split by features, every device looks up all tokens, and only the features that it does not keep
+    travel. Split by rows, as a tied head needs, devices look up their own tokens, and whole vectors
+    are summed over tp: n times the bytes on n devices.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.hidden_size)
-        spec = tp.manager.resolve(RowWise, shape=shape, name="embedding")
+        self.axes = RowWise if config.tie_word_embeddings else EmbeddingTable
+        shape = (config.padded_vocab_size, config.hidden_size)
+        spec = tp.manager.resolve(self.axes, shape=shape, name="embedding")
         init = truncated_normal(config.initializer_range)
         table = init(rngs.params(), shape, jnp.dtype(config.param_dtype), out_sharding=spec)
-        self.table = nnx.Param(table, semantic_axes=RowWise)
+        self.table = nnx.Param(table, semantic_axes=self.axes)
         self.dtype = jnp.dtype(config.dtype)
         self.tp = tp
 
     def __call__(self, tokens_BL: jax.Array, mode: RUNTIME_MODE_TYPES = MODE_TRAIN) -> jax.Array:
         """Look up tokens `B L` and return x_BLD in the residual layout of this mode.
 
-        Communication: one all-reduce or reduce-scatter over tp of B L D.
+        Communication over tp, of n devices: with features split, an all-to-all of B L D / n if rows
+        are split in the result, none if features are, an all-reduce of B L D otherwise. With rows
+        split, a reduce-scatter or all-reduce of B L D.
         """
         table, tokens_spec = self.table[...], jax.typeof(tokens_BL).sharding.spec
+        axis = self.tp.axis_name
         table_spec, (table,) = params_for_shard_map(
-            [table], self.tp.manager.resolve(RowWise), tokens_BL, self.tp.axis_name, table.dtype
+            [table], self.tp.manager.resolve(self.axes), tokens_BL, axis, table.dtype
         )
         out_spec = self.tp.manager.resolve(ResidualSharding, mode)
         body = partial(
-            _embed_body,
+            _look_up_rows if self.axes is RowWise else _look_up_features,
             table_spec=table_spec,
-            dim=split_dim(out_spec, self.tp.axis_name),
-            axis_name=self.tp.axis_name,
+            dim=split_dim(out_spec, axis),
+            axis_name=axis,
             dtype=self.dtype,
         )
         island = jax.shard_map(
@@ -139,7 +149,32 @@ class Embedding(nnx.Module):
         return island(table, tokens_BL)
 
 
-def _embed_body(
+def _look_up_features(
+    table: jax.Array,
+    tokens_BL: jax.Array,
+    *,
+    table_spec: P,
+    dim: SplitDim | None,
+    axis_name: str,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Look up tokens: `V D/(tp fsdp sp)`, `B L` -> `B L D`; tp splits L or D if dim is -2 or -1."""
+    # The lookup precedes the cast, so that the gradient sums rows of equal tokens in float32.
+    table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
+    x_BLD = table[tokens_BL].astype(dtype)
+    n, width = lax.axis_size(axis_name), table.shape[1]
+    if dim == FEATURES:
+        return x_BLD
+    if dim == ROWS:
+        if n == 1:
+            return x_BLD
+        return lax.all_to_all(x_BLD, axis_name, split_axis=1, concat_axis=2, tiled=True)
+    whole = pcast_varying(jnp.zeros((*tokens_BL.shape, n * width), dtype), (axis_name,))
+    start = lax.axis_index(axis_name) * width
+    return lax.psum(lax.dynamic_update_slice_in_dim(whole, x_BLD, start, 2), axis_name)
+
+
+def _look_up_rows(
     table: jax.Array,
     tokens_BL: jax.Array,
     *,
@@ -149,7 +184,6 @@ def _embed_body(
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Look up tokens: `V/tp D/fsdp`, `B L` -> `B L D`; `dim` -2 or -1 splits L or D over tp."""
-    # The lookup precedes the cast, so that the gradient sums rows of equal tokens in float32.
     table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
     rows = table.shape[0]
     local_BL = tokens_BL - lax.axis_index(axis_name) * rows
@@ -314,15 +348,15 @@ def make_linear(
     in_features: int,
     out_features: int | Mapping[str, int],
     *,
-    kind: LinearKind | None,
+    kind: LinearKind,
     rngs: nnx.Rngs,
     last: bool = False,
 ) -> AnyLinear:
     """Build a linear with this model's dtypes and initialisation.
 
-    kind: the group whose overlap method it uses; None: the general method. last: the linear ends a
-    residual branch, so its weights shrink with depth to keep the sum of 2 * layers branches at the
-    scale of one branch. Source: GPT-2 report (Radford et al. 2019), section 2.3.
+    kind: the group whose overlap method it uses. last: the linear ends a residual branch, so its
+    weights shrink with depth to keep the sum of 2 * layers branches at the scale of one branch.
+    Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     stddev = config.initializer_range / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
     return linear(
@@ -332,6 +366,6 @@ def make_linear(
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=truncated_normal(stddev),
-        parallel_config=tp.for_kind(kind) if kind else tp,
+        parallel_config=tp.for_kind(kind),
         rngs=rngs,
     )

@@ -1,13 +1,20 @@
 """Cross-entropy over a vocabulary split over tp, computed in chunks of tokens.
 
-The logits of the whole batch never exist at once. `_loss_and_dlogits` holds the formula and its
+The logits of the whole batch never exist at once. `_loss_and_gradients` holds the formula and its
 derivative; every term of the loss that reads logits belongs there.
 
-Letters: N tokens of one device, M chunks, C tokens of a chunk, D embed, V vocabulary.
+Where tp splits the hidden states and the head has an overlap method, each chunk travels around the
+tp ring: the logits of a block are computed while the next block arrives, and the gradient of a
+block returns under the matmuls of the others. The hidden states are then never gathered.
+
+Letters: N tokens of one device, n devices of tp, M chunks, C tokens of a chunk, D embed, V
+vocabulary.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +22,12 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
+from parallel.linear.collective_matmul import Overlap, gather_matmul_blocks
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.ring import all_gather, pcast_varying
 from parallel.linear.sharded_matmul import gather_kernel
-from parallel.sharding.axes import ColumnWise
-from parallel.sharding.specs import SplitDim, split_dim
+from parallel.sharding.axes import DEFAULT_MASK_VALUE, ColumnWise
+from parallel.sharding.specs import ROWS, SplitDim, split_dim
 
 
 def cross_entropy_sum(
@@ -33,21 +41,23 @@ def cross_entropy_sum(
 ) -> jax.Array:
     """Return the masked cross-entropy summed over all tokens, float32, in nats.
 
-    The loss of a token is mask * (logsumexp(x @ kernel) - logit of its target). At most
-    `config.loss_chunk` tokens per device have logits at a time, so they take loss_chunk * V / tp
-    floats instead of B * L * V. Gradients are computed in the forward pass, while the logits of a
-    chunk exist, and scaled in the backward pass: three matmuls per chunk in all.
+    The loss of a token is mask * (logsumexp(x @ kernel) - logit of its target), over the first
+    `config.vocab_size` columns: the others are padding. At most `config.loss_chunk` tokens per
+    device have logits at a time, so they take loss_chunk * V / tp floats instead of B * L * V.
+    Gradients are computed in the forward pass, while the logits of a chunk exist, and scaled in the
+    backward pass: three matmuls per chunk in all.
 
     Args:
         x_BLD: hidden states in any residual layout.
         kernel_DV: kernel of the head, sharded ColumnWise.
         targets_BL: token ids.
         mask_BL: weight of every token, float32; 0 leaves a token out.
-        config: read for the chunk size.
-        tp: mesh and axis over which the vocabulary is split.
+        config: read for the size of the vocabulary and of a chunk.
+        tp: mesh, axis over which the vocabulary is split, and overlap method.
 
-    Communication: one all-gather of x over tp; per chunk one all-reduce (max) and two all-reduces
-    (sum) of C floats over tp; one all-reduce of the scalar over the other axes.
+    Communication: x over tp, once around the ring in every chunk, or in one all-gather without an
+    overlap method; its gradient likewise. Per chunk one all-reduce (max) and two all-reduces (sum)
+    of C floats over tp; one all-reduce of the scalar over the other axes.
     """
     spec = jax.typeof(x_BLD).sharding.spec
     token_spec = jax.typeof(targets_BL).sharding.spec
@@ -73,42 +83,119 @@ def _loss_body(
     tp: TensorParallelConfig,
 ) -> jax.Array:
     """Sum the loss of local blocks: x, kernel `D/fsdp V/tp`, tokens `B L` -> scalar."""
-    axes = tp.manager.mesh.axis_names
-    if dim is not None:
-        x = all_gather(x, tp.axis_name, dim)
+    axes, axis = tp.manager.mesh.axis_names, tp.axis_name
+    if tp.overlap == "none" and dim is not None:
+        x, dim = all_gather(x, axis, dim), None
     kernel_spec = tp.manager.resolve(ColumnWise)
-    kernel = gather_kernel(kernel, kernel_spec, keep=tp.axis_name, dtype=x.dtype, like=x)
+    kernel = gather_kernel(kernel, kernel_spec, keep=axis, dtype=x.dtype, like=x)
     # Varying over all axes: the result of a custom derivative must have the type of its input. The
     # transpose of this cast sums the gradients over the axes that hold copies of the input.
     x, kernel = (pcast_varying(y, axes) for y in (x, kernel))
-    tokens_ND = x.reshape(-1, x.shape[-1])
-    rows: tuple[jax.Array, ...] = (tokens_ND, targets.reshape(-1), mask.reshape(-1))
-    chunk = min(config.loss_chunk, tokens_ND.shape[0])
-    if padding := -tokens_ND.shape[0] % chunk:  # masked tokens fill the last chunk
-        rows = tuple(jnp.pad(y, [(0, padding)] + [(0, 0)] * (y.ndim - 1)) for y in rows)
-    x_MCD, targets_MC, mask_MC = (y.reshape(-1, chunk, *y.shape[1:]) for y in rows)
-    total = _sum_chunks(x_MCD, kernel, targets_MC, mask_MC, tp.axis_name)
-    return lax.psum(total, tuple(name for name in axes if name != tp.axis_name))
+    n = lax.axis_size(axis) if dim == ROWS else 1
+    chunks = _Chunks(rows=_rows_per_chunk(config, tp, x.size // x.shape[-1], n), parts=n)
+    settings = _Settings(axis, dim, tp.overlap, config.vocab_size)
+    total = _sum_chunks(
+        chunks.split_rows(x), kernel, chunks.join(targets), chunks.join(mask), settings
+    )
+    return lax.psum(total, tuple(name for name in axes if name != axis))
 
 
-def _loss_and_dlogits(
-    logits_CV: jax.Array, targets_C: jax.Array, mask_C: jax.Array, axis_name: str
-) -> tuple[jax.Array, jax.Array]:
-    """Return the masked losses `C` and their gradient with respect to the logits `C V/tp`.
+class _Settings(NamedTuple):
+    """Static settings of a chunk: the axis and dim that are gathered, how, and the vocabulary."""
 
-    Both are float32. The gradient is softmax(logits) - one_hot(targets), times the mask.
+    axis_name: str
+    dim: SplitDim | None
+    overlap: Overlap
+    vocab_size: int
+
+
+def _rows_per_chunk(config: ModelConfig, tp: TensorParallelConfig, rows: int, n: int) -> int:
+    """Return the rows that one device adds to a chunk; even if an overlap method halves them."""
+    most = min(max(config.loss_chunk // n, 1), rows)
+    return most + most % 2 if tp.overlap == "split" else most
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Cuts the rows of a device into chunks, and the tokens of all devices of tp to match.
+
+    rows: tokens of one device in a chunk. parts: devices that share the tokens of a row; block i of
+    a row belongs to device i. Masked tokens fill the last chunk.
     """
-    columns = logits_CV.shape[1]
+
+    rows: int
+    parts: int
+
+    def split_rows(self, x: jax.Array) -> jax.Array:
+        """Cut the hidden states of this device: `B L D` -> `M rows D`."""
+        tokens_ND = x.reshape(-1, x.shape[-1])
+        padded = jnp.pad(tokens_ND, ((0, -tokens_ND.shape[0] % self.rows), (0, 0)))
+        return padded.reshape(-1, self.rows, x.shape[-1])
+
+    def join(self, y_BL: jax.Array) -> jax.Array:
+        """Return targets or mask by chunk, in the order of gathered rows: `M parts*rows`."""
+        B, L = y_BL.shape
+        y_nN = y_BL.reshape(B, self.parts, L // self.parts).swapaxes(0, 1).reshape(self.parts, -1)
+        y_nN = jnp.pad(y_nN, ((0, 0), (0, -y_nN.shape[1] % self.rows)))
+        return (
+            y_nN.reshape(self.parts, -1, self.rows)
+            .swapaxes(0, 1)
+            .reshape(-1, self.parts * self.rows)
+        )
+
+
+def _loss_and_gradients(
+    x: jax.Array,
+    kernel_DV: jax.Array,
+    targets_C: jax.Array,
+    mask_C: jax.Array,
+    settings: _Settings,
+) -> tuple[jax.Array, Callable[[], tuple[jax.Array, jax.Array]]]:
+    """Return the summed loss of a chunk, and a function that computes its gradients (dx, dkernel).
+
+    The gradient with respect to the logits is softmax(logits) - one_hot(targets), times the mask.
+    Columns that pad the vocabulary have no probability. Lists hold blocks of rows, c of them each.
+    """
+    axis_name, columns = settings.axis_name, kernel_DV.shape[1]
     ids_V = lax.axis_index(axis_name) * columns + jnp.arange(columns)
-    is_target_CV = targets_C[:, None] == ids_V[None, :]
-    max_C = lax.pmax(logits_CV.max(axis=1), axis_name)
-    exp_CV = jnp.exp(logits_CV - max_C[:, None])
-    norm_C = lax.psum(exp_CV.sum(axis=1), axis_name)
-    target_C = lax.psum(jnp.where(is_target_CV, logits_CV, 0).sum(axis=1), axis_name)
-    losses_C = jnp.log(norm_C) + max_C - target_C
-    weight_C = mask_C / norm_C
-    dlogits_CV = exp_CV * weight_C[:, None] - jnp.where(is_target_CV, mask_C[:, None], 0)
-    return losses_C * mask_C, dlogits_CV
+    is_padded = columns * lax.axis_size(axis_name) > settings.vocab_size
+
+    def mask_and_max(logits_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if is_padded:
+            logits_cV = jnp.where(ids_V < settings.vocab_size, logits_cV, DEFAULT_MASK_VALUE)
+        return logits_cV, logits_cV.max(axis=1, keepdims=True)
+
+    product = gather_matmul_blocks(
+        x, kernel_DV, mask_and_max, axis_name=axis_name, dim=settings.dim, overlap=settings.overlap
+    )
+    logits, maxima = zip(*product.results, strict=True)
+    max_C1 = lax.pmax(product.unshard(list(maxima)), axis_name)
+    targets = product.shard(targets_C[:, None])
+
+    def exponentials(logits_cV: jax.Array, max_c1: jax.Array) -> jax.Array:
+        return jnp.exp(logits_cV - max_c1)
+
+    def total(blocks: Iterable[jax.Array]) -> jax.Array:
+        sums = [jnp.sum(block, axis=1, keepdims=True) for block in blocks]
+        return lax.psum(product.unshard(sums), axis_name)
+
+    norm_C1 = total(map(exponentials, logits, product.shard(max_C1)))
+    hits = zip(logits, targets, strict=True)
+    target_C1 = total(jnp.where(target == ids_V, block, 0) for block, target in hits)
+    losses_C1 = jnp.log(norm_C1) + max_C1 - target_C1
+
+    def gradients() -> tuple[jax.Array, jax.Array]:
+        rows = (max_C1, mask_C[:, None] / norm_C1, mask_C[:, None])
+        blocks = zip(logits, targets, *map(product.shard, rows), strict=True)
+        return product.pullback(
+            [
+                exponentials(logits_cV, max_c1) * weight_c1
+                - jnp.where(target_c1 == ids_V, mask_c1, 0)
+                for logits_cV, target_c1, max_c1, weight_c1, mask_c1 in blocks
+            ]
+        )
+
+    return jnp.sum(losses_C1[:, 0] * mask_C), gradients
 
 
 def _scan_chunks(
@@ -117,21 +204,21 @@ def _scan_chunks(
     targets_MC: jax.Array,
     mask_MC: jax.Array,
     *,
-    axis_name: str,
+    settings: _Settings,
     with_gradients: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Return the summed loss, and on request the gradients of x `M C D` and kernel `D V/tp`."""
+    """Return the summed loss, and on request the gradients of x and of the kernel `D V/tp`.
+
+    x: `M C/n D` if its rows are gathered, `M C D/n` if its features are, else `M C D`.
+    """
 
     def body(dkernel_DV: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        x_CD, targets_C, mask_C = chunk
-        logits_CV = jnp.matmul(x_CD, kernel_DV, preferred_element_type=jnp.float32)
-        losses_C, dlogits_CV = _loss_and_dlogits(logits_CV, targets_C, mask_C, axis_name)
+        x, targets_C, mask_C = chunk
+        loss, gradients = _loss_and_gradients(x, kernel_DV, targets_C, mask_C, settings)
         if not with_gradients:
-            return None, (jnp.sum(losses_C), None)
-        dlogits_CV = dlogits_CV.astype(x_CD.dtype)
-        dx_CD = jnp.matmul(dlogits_CV, kernel_DV.T)
-        dkernel_DV += jnp.matmul(x_CD.T, dlogits_CV, preferred_element_type=jnp.float32)
-        return dkernel_DV, (jnp.sum(losses_C), dx_CD)
+            return None, (loss, None)
+        dx, chunk_DV = gradients()
+        return dkernel_DV + chunk_DV, (loss, dx)
 
     zero_DV = None
     if with_gradients:
@@ -149,18 +236,20 @@ def _sum_chunks(
     kernel_DV: jax.Array,
     targets_MC: jax.Array,
     mask_MC: jax.Array,
-    axis_name: str,
+    settings: _Settings,
 ) -> jax.Array:
     chunks = (x_MCD, kernel_DV, targets_MC, mask_MC)
-    return _scan_chunks(*chunks, axis_name=axis_name, with_gradients=False)[0]
+    return _scan_chunks(*chunks, settings=settings, with_gradients=False)[0]
 
 
 def _sum_chunks_forward(*args: Any) -> tuple[jax.Array, Any]:
-    *chunks, axis_name = args
-    return _scan_chunks(*chunks, axis_name=axis_name, with_gradients=True)
+    *chunks, settings = args
+    return _scan_chunks(*chunks, settings=settings, with_gradients=True)
 
 
-def _sum_chunks_backward(axis_name: str, gradients: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+def _sum_chunks_backward(
+    settings: _Settings, gradients: Any, cotangent: jax.Array
+) -> tuple[Any, ...]:
     scale = cotangent.astype(jnp.float32)
     dx_MCD, dkernel_DV = ((y * scale).astype(y.dtype) for y in gradients)
     return dx_MCD, dkernel_DV, None, None

@@ -18,8 +18,9 @@ from model.config import LayerType, LinearKind, ModelConfig
 from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
 from parallel.linear.config import TensorParallelConfig
-from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES
+from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, ResidualSharding
 from parallel.sharding.residual import residual_name
+from parallel.sharding.specs import FEATURES, ROWS, split_dim
 
 AttentionByType = dict[LayerType, AttentionChoice]
 
@@ -90,6 +91,8 @@ class ExecutionPlan:
         for choice in dict.fromkeys(choice for _, choice in self.overlap):
             kinds = ", ".join(kind for kind, other in self.overlap if other == choice)
             yield f"overlap {choice.overlap} for {kinds}: {choice.reason}"
+        if sizes[self.tp.axis_name] > 1:
+            yield self._embedding_line()
         same: dict[tuple[LayerType, str, str], list[tuple[int, AttentionChoice]]] = {}
         for kind, length, attention in sorted(self.attention, key=lambda entry: -entry[1]):
             key = kind, attention.name, attention.backend.name
@@ -126,6 +129,23 @@ class ExecutionPlan:
         if len(lengths) == len({length for _, length, _ in self.attention}):
             return ""
         return f" of {', '.join(map(str, sorted(lengths)))} tokens"
+
+    def _embedding_line(self) -> str:
+        """Describe how the embedding is split over tp, and its communication per token."""
+        axis, model = self.tp.axis_name, self.model
+        size = model.hidden_size * jnp.dtype(model.dtype).itemsize
+        dim = split_dim(self.tp.manager.resolve(ResidualSharding), axis)
+        collective = "all-reduce" if dim is None else "reduce-scatter"
+        if model.tie_word_embeddings:
+            return (
+                f"embedding split by rows, as the tied head needs: one exposed {collective} of "
+                f"{size:,} bytes per token"
+            )
+        if dim == FEATURES:
+            return "embedding split by features, as the residual stream: no communication"
+        if dim == ROWS:
+            size, collective = size // self.tp.manager.mesh.shape[axis], "all-to-all"
+        return f"embedding split by features: one exposed {collective} of {size:,} bytes per token"
 
 
 def make_plan(

@@ -18,12 +18,12 @@ from model.attention.cached import Cache, LayerCache, write_index
 from model.attention.registry import AttentionChoice
 from model.config import LayerKind, LayerType, Segment
 from model.generation.cache import DenseCache
-from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo, make_linear
+from model.head import Head
+from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
-from parallel.linear.linear import ColumnParallelLinear, named_rngs
-from parallel.linear.sharded_matmul import column_parallel
+from parallel.linear.linear import named_rngs
 from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
 
 _STACKS = {False: "layers", True: "sparse_layers"}
@@ -80,16 +80,7 @@ class Transformer(nnx.Module):
                 build = partial(Block, plan, sparse=sparse)
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
-        if not config.tie_word_embeddings:
-            self.head = make_linear(
-                config,
-                tp,
-                ColumnParallelLinear,
-                config.hidden_size,
-                config.vocab_size,
-                kind=None,
-                rngs=named_rngs(rngs, "head"),
-            )
+        self.head = Head(config, tp, rngs=named_rngs(rngs, "head"))
 
     def __call__(
         self,
@@ -208,15 +199,17 @@ class Transformer(nnx.Module):
         parts = {sparse: nnx.split(m) for sparse, m in modules.items() if m is not None}
         return {s: part[0] for s, part in parts.items()}, {s: part[1] for s, part in parts.items()}
 
-    def logits(self, x_BLD: jax.Array) -> jax.Array:
-        """Return the logits `B L V`, V over tp. Training uses `cross_entropy_sum` instead."""
-        return column_parallel(x_BLD, [self.head_kernel()], self.tp)[0]
+    def loss(self, x_BLD: jax.Array, targets_BL: jax.Array, mask_BL: jax.Array) -> jax.Array:
+        """Return the masked cross-entropy of hidden states, summed over all tokens, in nats."""
+        return self.head(x_BLD, targets_BL, mask_BL, w=self._tied_kernel())
 
-    def head_kernel(self) -> jax.Array:
-        """Return the kernel of the head (D, V), ColumnWise; the transposed embedding if tied."""
-        if self.config.tie_word_embeddings:
-            return self.embed.table[...].T
-        return self.head.kernel[...]
+    def logits(self, x_BLD: jax.Array) -> jax.Array:
+        """Return the logits `B L V` of hidden states, V over tp; see `Head.logits`."""
+        return self.head.logits(x_BLD, w=self._tied_kernel())
+
+    def _tied_kernel(self) -> jax.Array | None:
+        """Return the transposed embedding table (D, V) if the head shares it."""
+        return self.embed.table[...].T if self.config.tie_word_embeddings else None
 
 
 def _scan_layers(

@@ -70,6 +70,7 @@ def generate(args: argparse.Namespace) -> None:
             cache=args.cache,
             page_size=args.page_size,
             seed=args.seed,
+            num_tokens=run.tokenizer.vocab_size,
         )
         step, params = run.load_params(args.step, ema=args.ema)
         longest = max(len(run.tokenizer.encode(prompt)) for prompt in args.prompt)

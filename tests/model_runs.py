@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum
 from model.plan import make_plan
 from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
@@ -70,8 +69,7 @@ def model_loss(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_se
         model = nnx.merge(definition, params)
         rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
         x, _ = model(*rows, index_L=index, dropout_key=key)
-        args = x, model.head_kernel(), data["targets"], data["loss_mask"]
-        return cross_entropy_sum(*args, config=config, tp=tp)
+        return model.loss(x, data["targets"], data["loss_mask"])
 
     return loss, params, order
 

@@ -17,7 +17,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum
 from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bias
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
@@ -138,15 +137,7 @@ class Program:
                 dropout_key=dropout_key,
                 dropless=dropless,
             )
-            loss = cross_entropy_sum(
-                hidden,
-                model.head_kernel(),
-                batch["targets"],
-                batch["loss_mask"],
-                config=self.config,
-                tp=self.tp,
-            )
-            return loss, report
+            return model.loss(hidden, batch["targets"], batch["loss_mask"]), report
 
     @property
     def _precision(self) -> str | None:

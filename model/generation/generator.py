@@ -56,6 +56,8 @@ class Generator:
 
     definition: the model without parameters, from `nnx.graphdef`. page_size: slots of a page of a
     paged cache. seed: decides all draws, together with the row number and the position.
+    num_tokens: only ids below this are drawn, as other rows of the vocabulary are no tokens; None:
+    all of `model.vocab_size`.
     """
 
     definition: Any
@@ -64,6 +66,7 @@ class Generator:
     cache: CacheKind = "dense"
     page_size: int = 16
     seed: int = 0
+    num_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -91,7 +94,9 @@ class Generator:
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
         stops = sorted({int(i) for i in stop_ids}) or [-1]
-        settings = _StepSettings(self.definition, self.plan.tp, self.sampling)
+        vocab_size = self.plan.model.vocab_size
+        num_tokens = min(self.num_tokens or vocab_size, vocab_size)
+        settings = _StepSettings(self.definition, self.plan.tp, self.sampling, num_tokens)
         constants = jnp.asarray(stops, jnp.int32), jax.random.key(self.seed), settings
         cache = self._empty_cache(counts, max_new_tokens)
         tokens_BL = self._put(tokens, TokenSharding.axes, MODE_PREFILL)
@@ -196,6 +201,7 @@ class _StepSettings(NamedTuple):
     definition: Any
     tp: TensorParallelConfig
     sampling: SamplingConfig
+    num_tokens: int
 
 
 class _StepResult(NamedTuple):
@@ -237,7 +243,9 @@ def _step(
     logits_BV = jax.sharding.reshard(model.logits(hidden_BLD)[:, 0], P(*batch, None))
     numbers_B = jax.sharding.reshard(jnp.arange(counts_B.shape[0]), batch)
     keys_B = row_keys(key, numbers_B, cache.lengths_B)
-    drawn_B = sample_tokens(logits_BV.astype(jnp.float32), keys_B, settings.sampling)
+    is_token_V = jnp.arange(logits_BV.shape[1]) < settings.num_tokens
+    logits_BV = jnp.where(is_token_V, logits_BV.astype(jnp.float32), -jnp.inf)
+    drawn_B = sample_tokens(logits_BV, keys_B, settings.sampling)
     continues_B = (counts_B > 0) & ~jnp.any(drawn_B[:, None] == stops_S, axis=-1)
     replicated_B = jax.sharding.reshard(drawn_B, P(None))
     return _StepResult(cache, drawn_B, replicated_B, continues_B.astype(jnp.int32))

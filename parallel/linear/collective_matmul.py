@@ -20,6 +20,7 @@ features, F out features.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, Literal, get_args
 
@@ -68,6 +69,85 @@ def gather_matmul(
     x_shard, *w_shards = _same_type(x_shard, *w_shards)
     rule = _gather_rows if dim == ROWS else _gather_features
     return rule(ring, precision, x_shard, tuple(w_shards))
+
+
+@dataclass(frozen=True)
+class BlockedProduct:
+    """A product in blocks of rows, in the order in which a ring computes them, and its pullback.
+
+    Without a ring over rows there is one block, all rows in natural order.
+    """
+
+    results: list[Any]
+    """What the epilogue returned, by block."""
+    pullback: Callable[[list[jax.Array]], tuple[jax.Array, jax.Array]]
+    """Maps dy by block to (dx_shard in the dtype of x, dw_shard in float32)."""
+    ring: Ring | None = None
+
+    def shard(self, y: jax.Array) -> list[jax.Array]:
+        """Cut an array `R ...` in natural order into blocks."""
+        if self.ring is None:
+            return [y]
+        block_at = self.ring.shard(y, ROWS)
+        return [block_at(position) for position in range(len(self.results))]
+
+    def unshard(self, blocks: list[jax.Array]) -> jax.Array:
+        """Return the array `R ...` in natural order from its blocks."""
+        return blocks[0] if self.ring is None else self.ring.unshard(blocks, ROWS)
+
+
+def gather_matmul_blocks(
+    x_shard: jax.Array,
+    w_shard: jax.Array,
+    epilogue: Callable[[jax.Array], Any],
+    *,
+    axis_name: str,
+    dim: SplitDim | None,
+    overlap: Overlap = "none",
+    precision: lax.PrecisionLike = None,
+) -> BlockedProduct:
+    """Compute a float32 `gather_matmul` of x `R D` and one kernel, and apply `epilogue` to blocks.
+
+    For a loss that computes its gradient in the forward pass, while its logits exist. `epilogue`
+    maps rows of y to arrays with as many rows; it is computed under the hop of its block. dim=None:
+    x is whole, and dx_shard is this device's term of the sum over the axis. Equations,
+    communication and errors: `gather_matmul`.
+    """
+    x_shard, w_shard = _same_type(x_shard, w_shard)
+    ring = None if dim is None else _ring(axis_name, overlap, x_shard, dim, dim == ROWS)
+    multiply = partial(_matmul, precision=precision, preferred_element_type=jnp.float32)
+    wgrad = partial(_wgrad, precision=precision, blocks=CHAIN_WGRAD_BLOCKS, dtype=jnp.float32)
+    dtype = x_shard.dtype
+    if ring is not None and dim == ROWS:
+        blocks, results = ring.gather(x_shard, lambda _, x: epilogue(multiply(x, w_shard)), ROWS)
+
+        def rows_pullback(dys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            dys = [dy.astype(dtype) for dy in dys]
+            term = partial(_matmul_t, w=w_shard, precision=precision)
+            dx = ring.scatter(dys.__getitem__, term, dim=ROWS, hide_last_hop=True)
+            return dx, wgrad(blocks, dys)
+
+        return BlockedProduct(results, rows_pullback, ring)
+    if ring is not None:
+        (y,), residuals = _gather_features_forward(
+            ring, precision, x_shard, (w_shard,), jnp.float32
+        )
+
+        def features_pullback(dys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+            dy = (dys[0].astype(dtype),)
+            dx, (dw,) = _gather_features_backward(ring, precision, residuals, dy, jnp.float32)
+            return dx, dw
+
+        return BlockedProduct([epilogue(y)], features_pullback)
+    x = x_shard if dim is None else all_gather(x_shard, axis_name, dim)
+
+    def plain_pullback(dys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        dy = dys[0].astype(dtype)
+        dx = _matmul_t(dy, w_shard, precision)
+        dx = dx if dim is None else reduce_scatter(dx, axis_name, dim)
+        return dx, _t_matmul(x, dy, precision, jnp.float32)
+
+    return BlockedProduct([epilogue(multiply(x, w_shard))], plain_pullback)
 
 
 def matmul_scatter(
@@ -185,10 +265,11 @@ def _matmul_t(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax
     return lax.dot_general(x, w, dims, precision=precision, **options)
 
 
-def _t_matmul(x: jax.Array, dy: jax.Array, precision: Any) -> jax.Array:
+def _t_matmul(x: jax.Array, dy: jax.Array, precision: Any, dtype: Any = None) -> jax.Array:
     """Return x^T @ dy over all rows: `... D`, `... F` -> `D F`."""
     rows = tuple(range(x.ndim - 1))
-    return lax.dot_general(x, dy, ((rows, rows), ((), ())), precision=precision)
+    dims = ((rows, rows), ((), ()))
+    return lax.dot_general(x, dy, dims, precision=precision, preferred_element_type=dtype)
 
 
 def _wgrad(
@@ -196,10 +277,13 @@ def _wgrad(
     dys: Sequence[jax.Array],
     precision: Any,
     blocks: int = WGRAD_BLOCKS,
+    dtype: Any = None,
 ) -> jax.Array:
     """Return the sum over positions of xs[k]^T @ dys[k], several blocks per matmul."""
     groups = (slice(start, start + blocks) for start in range(0, len(xs), blocks))
-    parts = (_t_matmul(jnp.stack(xs[some]), jnp.stack(dys[some]), precision) for some in groups)
+    parts = (
+        _t_matmul(jnp.stack(xs[some]), jnp.stack(dys[some]), precision, dtype) for some in groups
+    )
     return reduce(jnp.add, parts)
 
 
@@ -286,7 +370,7 @@ _scatter_rows.defvjp(_scatter_rows_forward, _scatter_rows_backward)
 
 
 def _gather_and_sum(
-    ring: Ring, x: jax.Array, product: Callable[..., jax.Array]
+    ring: Ring, x: jax.Array, product: Callable[..., jax.Array], dtype: Any = None
 ) -> tuple[list[jax.Array], jax.Array]:
     """Return the feature blocks of x, and the float32 sum of product(position, block)."""
     sums: list[jax.Array] = []
@@ -298,7 +382,7 @@ def _gather_and_sum(
         return sums[-1]
 
     blocks, running = ring.gather(x, add, -1)
-    return blocks, running[-1].astype(x.dtype)
+    return blocks, running[-1].astype(dtype or x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -309,22 +393,24 @@ def _gather_features(
 
 
 def _gather_features_forward(
-    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
+    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any = None
 ) -> tuple[tuple[jax.Array, ...], Any]:
     w_at = ring.shard(_concat_columns(kernels), 0)
 
     def product(position: int, block: jax.Array, **options: Any) -> jax.Array:
         return _matmul(block, w_at(position), precision, **options)
 
-    blocks, y = _gather_and_sum(ring, x, product)
+    blocks, y = _gather_and_sum(ring, x, product, dtype)
     return _split_columns(y, kernels), (blocks, kernels)
 
 
-def _gather_features_backward(ring: Ring, precision: Any, residuals: Any, dys: Any) -> Any:
+def _gather_features_backward(
+    ring: Ring, precision: Any, residuals: Any, dys: Any, dtype: Any = None
+) -> Any:
     blocks, kernels = residuals
     w_at, dy = ring.shard(_concat_columns(kernels), 0), jnp.concatenate(dys, axis=-1)
     dx = ring.scatter(w_at, lambda w: _matmul_t(dy, w, precision), dim=-1, hide_last_hop=True)
-    dw = ring.unshard([_t_matmul(block, dy, precision) for block in blocks], 0)
+    dw = ring.unshard([_t_matmul(block, dy, precision, dtype) for block in blocks], 0)
     return dx, _split_columns(dw, kernels)
 
 

@@ -141,6 +141,13 @@ class RowWise(DynamicShardingAxes):
     mode: ClassVar = MODE_TRAIN
 
 
+class EmbeddingTable(DynamicShardingAxes):
+    """Embedding table (V, D), its features over tp, fsdp and sp. Ours."""
+
+    axes: ClassVar = [EMPTY, [TP, FSDP, SP]]
+    mode: ClassVar = MODE_TRAIN
+
+
 class SColumnWise(DynamicShardingAxes):
     """One-dimensional parameter over fsdp and sp. A column-parallel bias is SRowWise instead."""
 

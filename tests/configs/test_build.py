@@ -89,7 +89,7 @@ def test_every_kind_of_linear_has_its_own_overlap() -> None:
     overrides = "parallel.overlap=bidirectional", "parallel.overlap_qkv=split"
     _, program = build(MeshConfig(tp=4), *overrides, "parallel.overlap_o=auto")
     assert program.tp.overlap == "bidirectional"
-    want = {"qkv": "split", "o": "none", "mlp": "bidirectional"}
+    want = {"qkv": "split", "o": "none", "mlp": "bidirectional", "head": "bidirectional"}
     assert dict(program.tp.kind_overlaps) == want
 
 

@@ -189,6 +189,20 @@ def test_a_row_is_independent_of_the_batch_and_sampling_repeats_with_its_seed() 
     assert write("one", PROMPTS, max_new_tokens=NEW, seed=2, **options) != together
 
 
+def test_only_ids_of_tokens_are_drawn() -> None:
+    options = {"sampling": SamplingConfig(temperature=9.0), "max_new_tokens": NEW}
+    free, limited = (write("one", PROMPTS, num_tokens=n, **options) for n in (None, 9))
+    drawn = [
+        [t for text, p in zip(texts, PROMPTS, strict=True) for t in text[len(p) :]]
+        for texts in (free, limited)
+    ]
+    assert max(drawn[0]) >= 9 > max(drawn[1])
+    padded = CONFIG.model_copy(update={"vocab_size": 61, "pad_vocab_to_multiple_of": 32})
+    assert padded.padded_vocab_size == 64
+    texts = write("tp8", [np.arange(5)] * 8, padded, **options | {"max_new_tokens": 40})
+    assert max(map(max, texts)) < 61
+
+
 def test_rows_end_at_their_stop_tokens() -> None:
     texts = write("one", PROMPTS, max_new_tokens=NEW)
     stop = texts[0][len(PROMPTS[0]) + 1]

@@ -1,0 +1,51 @@
+"""Output head: logits over the vocabulary, and the loss that never materialises all of them."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from model.config import ModelConfig
+from model.layers import truncated_normal
+from model.loss import cross_entropy_sum
+from parallel.linear.config import TensorParallelConfig
+from parallel.linear.linear import ColumnParallelLinear
+from parallel.linear.sharded_matmul import column_parallel
+
+
+class Head(ColumnParallelLinear):
+    """Column-parallel projection (D, V) from hidden states to logits, V over tp.
+
+    With tied embeddings it owns no kernel; callers pass the transposed embedding table as `w`.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
+        super().__init__(
+            config.hidden_size,
+            config.padded_vocab_size,
+            use_bias=False,
+            dtype=jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            kernel_init=truncated_normal(config.initializer_range),
+            parallel_config=tp.for_kind("head"),
+            rngs=rngs,
+        )
+        self.config, self.tp = config, tp.for_kind("head")
+        if config.tie_word_embeddings:
+            self.kernel = None
+
+    def __call__(  # type: ignore[override]  # a linear that also computes its loss
+        self,
+        x_BLD: jax.Array,
+        targets_BL: jax.Array,
+        mask_BL: jax.Array,
+        *,
+        w: jax.Array | None = None,
+    ) -> jax.Array:
+        """Return the cross-entropy summed over all tokens; see `cross_entropy_sum`."""
+        kernel = self.kernel[...] if w is None else w
+        return cross_entropy_sum(x_BLD, kernel, targets_BL, mask_BL, config=self.config, tp=self.tp)
+
+    def logits(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
+        """Return the logits `B L V`, V over tp; columns from `config.vocab_size` on are padding."""
+        kernel = self.kernel[...] if w is None else w
+        return column_parallel(x_BLD, [kernel], self.tp)[0]
