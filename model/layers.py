@@ -1,8 +1,8 @@
-"""Layers of a transformer block: RMSNorm, embedding, attention, SwiGLU.
+"""Layers of the transformer: RMSNorm, embedding, attention, SwiGLU.
 
 Letters: B batch, L length, D embed, H query heads, K kv heads, h head dim, F intermediate, V vocab.
-Activations carry their sharding in their type: heads and F over tp, L over sp, B over (dp, fsdp,
-ep), and the residual stream x_BLD by the residual rule.
+Activations carry their sharding in their type: F over tp, heads over tp if they divide, L over sp
+except in decoding, B over (dp, fsdp, ep), and the residual stream x_BLD by the residual rule.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,6 @@
 """Rings of simulated devices for tests, and what programs on them consist of."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -51,6 +52,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_program):
             if _is_program(inner):
                 yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def collectives(compiled_text: str) -> Counter[str]:
+    """How often each collective occurs in a compiled program."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    return Counter(re.findall(rf" ({names})(?:-start)?\(", compiled_text))
 
 
 def _is_program(value: Any) -> bool:

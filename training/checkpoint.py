@@ -2,9 +2,9 @@
 
 No other file imports orbax. On disk the state is a nested dict of arrays that does not depend on
 the mesh, with a record beside it: a description of the run and a fingerprint of every array. A
-restore verifies each array against its fingerprint. A failed save is logged and retried. A damaged
-checkpoint raises an error that names it; the caller sets it aside. A failed restore never falls
-back to fresh parameters.
+restore verifies each array that it reads against its fingerprint. A failed save is logged and
+retried at a later step; after the last step it is an error. A damaged checkpoint raises an error
+that names it; the caller sets it aside. A failed restore never falls back to fresh parameters.
 """
 
 import contextlib

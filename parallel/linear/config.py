@@ -22,7 +22,12 @@ from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_matmul import Overlap
 from parallel.sharding.mesh import context_mesh, mesh_from_dict, mesh_to_dict
-from parallel.sharding.partition import PartitionAxis, PartitionManager, refuse_unknown_keys
+from parallel.sharding.partition import (
+    PartitionAxis,
+    PartitionManager,
+    refuse_auto_axes,
+    refuse_unknown_keys,
+)
 from parallel.sharding.specs import mesh_axes_of, without_axis
 
 
@@ -42,9 +47,12 @@ def _method(value: str) -> MatrixMultiplyMethod:
     return MatrixMultiplyMethod(value)
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class TensorParallelConfig:
     """Mesh, axis and communication of tensor-parallel linears; hashable, and survives JSON.
+
+    A pytree without leaves, so it can be an argument of a jitted function.
 
     The fields from `partition_axis` on are ours. The reference reads the mesh of the context only
     if `matmul_method` is set; its text also calls that field `matmul_type`.
@@ -83,6 +91,7 @@ class TensorParallelConfig:
                 )
         if self.mesh is not None:
             _check_axis("axis_name", self.axis_name, self.mesh)
+            refuse_auto_axes(self.mesh)
         if not isinstance(self.kind_overlaps, Mapping):
             raise ValueError(
                 f"kind_overlaps={self.kind_overlaps!r} is not a mapping; give one overlap per kind"

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linears; every projection of the model is one of them.
+"""Column- and row-parallel linears, and linears that are not split.
 
 A column-parallel linear splits its outputs over tp, a row-parallel linear its inputs. The
 communication follows from two layouts: that of the input, which its array type carries, and the
@@ -210,8 +210,11 @@ class ParallelLinear(nnx.Module):
         return width**-0.5
 
     def _finish(self, outputs: Sequence[jax.Array]) -> Any:
-        """Scale, add the bias, and return one array, a tuple or a dict as `out_features` was."""
-        outputs = scale_and_add(outputs, self.arrays_of(self.bias), self.scale_factor())
+        biases = self.arrays_of(self.bias)
+        return self.pack(scale_and_add(outputs, biases, self.scale_factor()))
+
+    def pack(self, outputs: Sequence[jax.Array]) -> Any:
+        """Return one array, a tuple or a dict of outputs, as `out_features` was."""
         if self.output_names is not None:
             return dict(zip(self.output_names, outputs, strict=True))
         return outputs[0] if isinstance(self.out_features, int) else tuple(outputs)
@@ -226,8 +229,11 @@ class ParallelLinear(nnx.Module):
                 f"{type(self).__name__}: inputs {inputs.shape} do not end in in_features="
                 f"{self.in_features}; give `... {self.in_features}`"
             )
-        inexact = jnp.issubdtype(inputs.dtype, jnp.inexact)
-        return inputs.astype(self.dtype or (inputs.dtype if inexact else self.param_dtype))
+        return inputs.astype(self.compute_dtype(inputs.dtype))
+
+    def compute_dtype(self, dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
+        """Return the dtype in which inputs of this dtype are multiplied."""
+        return self.dtype or (dtype if jnp.issubdtype(dtype, jnp.inexact) else self.param_dtype)
 
     @_on_config_mesh
     def native_forward(self, inputs: jax.Array, w: jax.Array | None = None) -> Any:

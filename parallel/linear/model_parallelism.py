@@ -15,7 +15,7 @@ from flax.core import FrozenDict
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.tensor_parallel import is_manual, refuse_building_inside, size_in_context
+from parallel.linear.tensor_parallel import is_manual, refuse_building_inside
 
 
 @dataclass(eq=False, repr=False)
@@ -51,11 +51,11 @@ class ModelParallelismWrapper(nnx.Module):
 
     def __post_init__(self, rngs: nnx.Rngs) -> None:
         axis_name, keep = self.model_axis_name, self.mask_except_model_idx
-        n = size_in_context(axis_name)
+        n = jax.sharding.get_abstract_mesh().shape.get(axis_name)
         if n is None:
             raise ValueError(
-                f"ModelParallelismWrapper over {axis_name!r} is built without a mesh in context; "
-                "build it under jax.set_mesh(mesh)"
+                f"ModelParallelismWrapper is built without a mesh in context that has the axis "
+                f"{axis_name!r}; build it under jax.set_mesh(mesh)"
             )
         refuse_building_inside("ModelParallelismWrapper", axis_name)
         if keep is not None and not 0 <= keep < n:

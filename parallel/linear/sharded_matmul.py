@@ -112,6 +112,18 @@ def _check_features(spec: P, config: TensorParallelConfig) -> None:
             )
 
 
+def check_row_input(spec: P, config: TensorParallelConfig) -> None:
+    """Refuse activations whose features are not on tp, or that another axis splits."""
+    axis = config.axis_name
+    if split_dim(spec, axis) != FEATURES and config.manager.mesh.shape[axis] > 1:
+        raise ValueError(
+            f"a row-parallel linear needs the features of its input on {axis}, got {spec}; if a "
+            "ColumnParallelLinear computes the input, give that one a TensorParallelConfig with "
+            "reduce_scatter_output=True; otherwise use jax.sharding.reshard on the input"
+        )
+    _check_features(spec, config)
+
+
 def column_parallel(
     x: jax.Array,
     kernels: Sequence[jax.Array],
@@ -129,12 +141,12 @@ def column_parallel(
     """
     axis, spec = config.axis_name, jax.typeof(x).sharding.spec
     _check_features(spec, config)
-    body = partial(_column_body, dim=split_dim(spec, axis), precision=precision)
+    body = partial(column_block, dim=split_dim(spec, axis), precision=precision)
     out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
     return _shard_map(body, x, kernels, ColumnWise, out_spec, config)
 
 
-def _column_body(
+def column_block(
     x: jax.Array,
     *kernels: jax.Array,
     kernel_spec: P,
@@ -143,7 +155,10 @@ def _column_body(
     overlap: Overlap,
     precision: lax.PrecisionLike,
 ) -> tuple[jax.Array, ...]:
-    """`... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each."""
+    """Compute `column_parallel` of local blocks inside a shard_map over all mesh axes.
+
+    `... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each.
+    """
     whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype, like=x) for w in kernels]
     if dim is None:
         return tuple(jnp.matmul(x, w, precision=precision) for w in whole)
@@ -169,13 +184,7 @@ def row_parallel(
     differently over the other axes.
     """
     axis, spec = config.axis_name, jax.typeof(x).sharding.spec
-    if split_dim(spec, axis) != FEATURES:
-        raise ValueError(
-            f"a row-parallel linear needs the features of its input on {axis}, got {spec}; if a "
-            "ColumnParallelLinear computes the input, give that one a TensorParallelConfig with "
-            "reduce_scatter_output=True; otherwise use jax.sharding.reshard on the input"
-        )
-    _check_features(spec, config)
+    check_row_input(spec, config)
     rows = [mesh_axes_of(entry) for entry in spec[:-1]]
     wanted = [mesh_axes_of(without_axis(entry, axis)) for entry in (*out_spec, *[None] * x.ndim)]
     if wanted[: x.ndim - 1] != rows:
@@ -183,11 +192,11 @@ def row_parallel(
             f"a row-parallel linear cannot turn rows of type {spec} into {out_spec}; only {axis} "
             "may differ, so reshard before or after it"
         )
-    body = partial(_row_body, dim=split_dim(out_spec, axis, rank=x.ndim), precision=precision)
+    body = partial(row_block, dim=split_dim(out_spec, axis, rank=x.ndim), precision=precision)
     return _shard_map(body, x, kernels, RowWise, out_spec, config)
 
 
-def _row_body(
+def row_block(
     x: jax.Array,
     *kernels: jax.Array,
     kernel_spec: P,
@@ -196,7 +205,10 @@ def _row_body(
     overlap: Overlap,
     precision: lax.PrecisionLike,
 ) -> tuple[jax.Array, ...]:
-    """`... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each."""
+    """Compute `row_parallel` of local blocks inside a shard_map over all mesh axes.
+
+    `... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each.
+    """
     outputs = []
     for kernel in kernels:
         w = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype, like=x)

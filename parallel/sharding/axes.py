@@ -72,6 +72,10 @@ class _Empty:
     def __repr__(self) -> str:
         return "<not given>"
 
+    def __reduce__(self) -> Any:
+        # copy and pickle take a string for the name of a global: NOT_GIVEN stays one object.
+        return "NOT_GIVEN" if self is NOT_GIVEN else (_Empty, ())
+
 
 EMPTY_VAL: Final = _Empty
 NOT_GIVEN: Final = _Empty()

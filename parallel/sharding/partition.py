@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding import axes as ax
@@ -77,9 +77,23 @@ def _from_json(value: Any) -> Any:
     return tuple(_from_json(inner) for inner in value) if isinstance(value, list | tuple) else value
 
 
+def refuse_auto_axes(mesh: Mesh) -> None:
+    """Raise a ValueError if an axis of the mesh is Auto; array types do not show such layouts."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    if auto := [name for name, kind in kinds if kind == AxisType.Auto]:
+        raise ValueError(
+            f"mesh axes {', '.join(auto)} are Auto, so array types do not show layouts; build the "
+            f"mesh with axis_types=(AxisType.Explicit,) * {len(mesh.axis_names)}"
+        )
+
+
+@jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class PartitionAxis:
-    """Names of the mesh axes, and the rules; immutable: `register` returns a new table."""
+    """Names of the mesh axes, and the rules; immutable: `register` returns a new table.
+
+    A pytree without leaves.
+    """
 
     data_parallel_axis: str = "dp"
     fully_sharded_data_parallel_axis: str = "fsdp"
@@ -97,6 +111,19 @@ class PartitionAxis:
         # Private copies: the table is a key of jit's caches, so it must not change later.
         for table in ("rules", "generation_rules"):
             object.__setattr__(self, table, MappingProxyType(dict(getattr(self, table))))
+        for rules in (self.rules, {**self.rules, **self.generation_rules}):
+            for name in rules:
+                self._refuse_cycle(rules, name)
+
+    def _refuse_cycle(self, rules: Mapping[str, AxisRule], name: Any, *outer: Any) -> None:
+        if name in outer:
+            raise ValueError(
+                f"the rule of semantic axis {name!r} leads back to it: "
+                f"{' -> '.join((*outer, name))}; give one of them mesh axes"
+            )
+        rule = None if name in self.mesh_axes.values() else rules.get(name)
+        for part in (rule,) if isinstance(rule, str) else rule or ():
+            self._refuse_cycle(rules, part, *outer, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # pickle and deepcopy do not support MappingProxyType.
@@ -115,8 +142,12 @@ class PartitionAxis:
 
     @classmethod
     def reference(cls) -> "PartitionAxis":
-        """Return the reference's rules: BATCH on (fsdp, dp); ep ranks repeat the batch."""
-        return cls(rules=MappingProxyType({**_RULES, ax.BATCH: (ax.FSDP, ax.DP)}))
+        """Return the reference's rules: BATCH on (fsdp, dp), LENGTH on sp in decoding too.
+
+        So ep ranks repeat the batch, and a decoded token of LENGTH 1 needs sp = 1.
+        """
+        rules = {**_RULES, ax.BATCH: (ax.FSDP, ax.DP)}
+        return cls(rules=rules, generation_rules={ax.QUERY_LENGTH: None})
 
     def to_dict(self) -> dict[str, Any]:
         """Return axis names and both tables as JSON values."""
@@ -149,7 +180,8 @@ class PartitionAxis:
 
         generation_axis_rule: Rule in GENERATION_MODES, if it differs.
 
-        Raises: ValueError if the name is a mesh axis, or is registered and `override` is false.
+        Raises: ValueError if the name is a mesh axis, is registered and `override` is false, or
+        its rule leads back to it.
         """
         if semantic_axis in {*self.mesh_axes, *self.mesh_axes.values()}:
             raise ValueError(
@@ -229,19 +261,21 @@ def _without(entry: Any, names: frozenset[str]) -> Any:
     return tuple(_without(part, names) for part in entry)
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True)
 class PartitionManager:
-    """Resolves semantic axes to PartitionSpecs on one mesh."""
+    """Resolves semantic axes to PartitionSpecs on one mesh; a pytree without leaves."""
 
     partition_axis: PartitionAxis
     mesh: Mesh
-    """The mesh; axes of the rules that it does not have count as size 1."""
+    """The Explicit mesh; axes of the rules that it does not have count as size 1."""
     replicate: frozenset[str] = frozenset()
     """Semantic axes that may stay unsharded. Where a shape is given and a dim does not divide, they
     are removed from its entry, and the rest must divide. The sharding table shows the cost
     (parallel/planning/sharding_table.py)."""
 
     def __post_init__(self) -> None:
+        refuse_auto_axes(self.mesh)
         rules = self.partition_axis
         known = [
             *(rules.data_parallel_axis, rules.fully_sharded_data_parallel_axis),
@@ -301,7 +335,12 @@ class PartitionManager:
 
     def constrain(self, x: jax.Array, axes: Any, mode: Any = ax.NOT_GIVEN) -> jax.Array:
         """Reshard `x` to the layout of the rules; no-op if its type already has that layout."""
-        return jax.sharding.reshard(x, self.resolve(axes, mode, x.shape))
+        sharding = self.sharding(axes, mode, x.shape)
+        if jax.typeof(x).sharding.mesh.empty and isinstance(self.mesh, Mesh):
+            return jax.device_put(x, sharding)  # an array that is on no mesh yet, traced or not
+        return jax.sharding.reshard(x, sharding)
+
+    shard = constrain  # its name in the reference's source
 
     def _divided(
         self, name: str, entries: Sequence[Any], mode: str, shape: Sequence[int]

@@ -1,7 +1,8 @@
 """Ring matmuls equal their plain twins and numpy, in values, gradients and structure."""
 
 import math
-from functools import partial
+from collections import Counter
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from rings import equations, place, primitives, ring
+from rings import collectives, equations, place, primitives, ring
 
 from parallel.linear.collective_matmul import (
     CHAIN_WGRAD_BLOCKS,
@@ -35,37 +36,33 @@ def activations(dim: int, rank: int = 3) -> P:
     return P(*entries)
 
 
-def gathered(mesh: Mesh, dim: int, overlap: str, *, rank: int = 3, kernels: int = 1, **options):
-    """gather_matmul as an island: the specs of its arguments and the function."""
-    specs = (activations(dim, rank), *(COLUMNS for _ in range(kernels)))
-
-    def body(x, *kernels):
-        return gather_matmul(x, kernels, axis_name="ring", dim=dim, overlap=overlap, **options)
-
-    outs = tuple(activations(-1, rank) for _ in range(kernels))
+def island_of(
+    kind: str, mesh: Mesh, overlap: str, *, rank: int = 3, kernels: int = 2, extras: int = 1, **opts
+):
+    """One of KINDS as an island: the specs of its arguments, and the function."""
+    verb, _, dim = kind.partition("_")
+    options = {"axis_name": "ring", "overlap": overlap, **opts}
+    columns = (COLUMNS,) * kernels
+    if verb == "scatter":
+        specs, outs = (activations(-1, rank), ROWS), activations(DIMS[dim], rank)
+        body = partial(matmul_scatter, dim=DIMS[dim], **options)
+    elif verb == "gather":
+        specs, outs = (activations(DIMS[dim], rank), *columns), (activations(-1, rank),) * kernels
+        body = partial(_gather, dim=DIMS[dim], **options)
+    else:
+        outs = activations(-2, rank)
+        specs = (outs, *columns, *[VECTOR] * extras, ROWS)
+        body = partial(_chain, kernels=kernels, **options)
     return specs, jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=outs)
 
 
-def scattered(mesh: Mesh, dim: int, overlap: str, *, rank: int = 3, **options):
-    """matmul_scatter likewise."""
-    specs = (activations(-1, rank), ROWS)
-    body = partial(matmul_scatter, axis_name="ring", dim=dim, overlap=overlap, **options)
-    out = activations(dim, rank)
-    return specs, jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out)
+def _gather(x, *kernels, **options):
+    return gather_matmul(x, kernels, **options)
 
 
-def chained(mesh: Mesh, overlap: str, *, rank: int = 3, kernels: int = 1, extras: int = 0, **opts):
-    """gather_matmul_scatter likewise: x, kernels, extras, then the row kernel."""
-    columns = tuple(COLUMNS for _ in range(kernels))
-    vectors = tuple(VECTOR for _ in range(extras))
-    specs = (activations(-2, rank), *columns, *vectors, ROWS)
-
-    def body(x, *arrays):
-        *more, last = arrays
-        ring = {"function": mix, "axis_name": "ring", "overlap": overlap, **opts}
-        return gather_matmul_scatter(x, more[:kernels], more[kernels:], last, **ring)
-
-    return specs, jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[0])
+def _chain(x, *arrays, kernels, **options):
+    columns, extras, last = arrays[:kernels], arrays[kernels:-1], arrays[-1]
+    return gather_matmul_scatter(x, columns, extras, last, function=mix, **options)
 
 
 def mix(first: jax.Array, *others: jax.Array) -> jax.Array:
@@ -74,16 +71,6 @@ def mix(first: jax.Array, *others: jax.Array) -> jax.Array:
     for index, other in enumerate(others):
         y = y * (1.5 + jnp.sin(other + index))
     return y
-
-
-def island_of(kind: str, mesh: Mesh, overlap: str, **options):
-    """One of gather_rows, gather_features, scatter_rows, scatter_features, chain."""
-    verb, _, dim = kind.partition("_")
-    if verb == "chain":
-        return chained(mesh, overlap, kernels=2, extras=1, **options)
-    if verb == "scatter":
-        return scattered(mesh, DIMS[dim], overlap, **options)
-    return gathered(mesh, DIMS[dim], overlap, kernels=2, **options)
 
 
 KINDS = ("gather_rows", "gather_features", "scatter_rows", "scatter_features", "chain")
@@ -108,101 +95,75 @@ def close(got: jax.Array, want: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
 
 
-def outer(x: np.ndarray, g: np.ndarray) -> np.ndarray:
-    return x.reshape(-1, x.shape[-1]).T @ g.reshape(-1, g.shape[-1])
-
-
-def units(overlap: str, kind: str, lead: tuple[int, ...]) -> tuple[int, int]:
+def unit(overlap: str, kind: str, lead: tuple[int, ...]) -> tuple[int, int]:
     """By what rows and features of a device must divide: split halves an even batch, or those."""
     if overlap != "split":
         return 1, 1
     halves_batch = bool(lead) and lead[0] % 2 == 0
-    return (1 if halves_batch else 2, 1) if kind == "rows" else (1, 2)
+    return (1, 2) if kind.endswith("features") else (1 if halves_batch else 2, 1)
 
 
-CASE = {
-    "size": st.integers(1, 8),
-    "lead": st.lists(st.integers(1, 3), max_size=2).map(tuple),
-    "rows": st.integers(1, 3),
-    "features": st.integers(1, 3),
-    "widths": st.lists(st.integers(1, 3), min_size=1, max_size=3),
-    "seed": st.integers(0, 2**16),
-}
-
-
-@pytest.mark.parametrize("kind", DIMS)
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@settings(deadline=None, max_examples=6, derandomize=True)
-@given(**CASE)
-@example(size=3, lead=(2,), rows=1, features=1, widths=[1, 3, 1], seed=0)
-def test_gather_matmul_equals_matmul(
-    overlap, kind, size, lead, rows, features, widths, seed
-) -> None:
-    rng, mesh = np.random.default_rng(seed), ring(size)
-    row_unit, feature_unit = units(overlap, kind, lead)
-    R, D = rows * row_unit * size, features * feature_unit * size
-    x = rng.normal(size=(*lead, R, D)).astype(np.float32)
-    kernels = [rng.normal(size=(D, width * size)).astype(np.float32) for width in widths]
-    gs = tuple(rng.normal(size=(*lead, R, w.shape[1])).astype(np.float32) for w in kernels)
-    specs, island = gathered(mesh, DIMS[kind], overlap, rank=x.ndim, kernels=len(kernels))
-    outs, grads = both(mesh, specs, island, [x, *kernels], gs)
-    for out, w in zip(outs, kernels, strict=True):
-        close(out, x @ w)
-    close(grads[0], sum(g @ w.T for g, w in zip(gs, kernels, strict=True)))
-    for grad, g in zip(grads[1:], gs, strict=True):
-        close(grad, outer(x, g))
-
-
-@pytest.mark.parametrize("kind", DIMS)
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@settings(deadline=None, max_examples=6, derandomize=True)
-@given(**CASE)
-def test_matmul_scatter_equals_matmul(
-    overlap, kind, size, lead, rows, features, widths, seed
-) -> None:
-    rng, mesh = np.random.default_rng(seed), ring(size)
-    row_unit, feature_unit = units(overlap, kind, lead)
-    R, F, D = rows * row_unit * size, features * size, widths[0] * feature_unit * size
-    x = rng.normal(size=(*lead, R, F)).astype(np.float32)
-    kernel = rng.normal(size=(F, D)).astype(np.float32)
-    g = rng.normal(size=(*lead, R, D)).astype(np.float32)
-    specs, island = scattered(mesh, DIMS[kind], overlap, rank=x.ndim)
-    out, (dx, dkernel) = both(mesh, specs, island, [x, kernel], g)
-    close(out, x @ kernel)
-    close(dx, g @ kernel.T)
-    close(dkernel, outer(x, g))
+def plain(kind: str, kernels: int = 2):
+    """`island_of` on one device."""
+    if kind == "chain":
+        return partial(plain_chain, kernels=kernels)
+    if kind.startswith("gather"):
+        return lambda x, *kernels: tuple(jnp.matmul(x, w) for w in kernels)
+    return jnp.matmul
 
 
 def plain_chain(*arrays: jax.Array, kernels: int) -> jax.Array:
-    """What gather_matmul_scatter computes, on one device."""
     x, *more, last = arrays
     products = [jnp.matmul(x, w) for w in more[:kernels]]
     return jnp.matmul(mix(*products, *more[kernels:]), last)
 
 
+def shapes_of(
+    kind: str, lead: tuple[int, ...], R: int, D: int, widths: list[int], extras: int
+) -> list[tuple[int, ...]]:
+    if kind.startswith("scatter"):
+        return [(*lead, R, widths[0]), (widths[0], D)]
+    if kind.startswith("gather"):
+        return [(*lead, R, D), *((D, width) for width in widths)]
+    F = widths[0]
+    return [(*lead, R, D), *((D, F) for _ in widths), *((F,) for _ in range(extras)), (F, D)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overlap", OVERLAPS)
-@settings(deadline=None, max_examples=8, derandomize=True)
+@settings(deadline=None, max_examples=6, derandomize=True)
 @given(
-    **{**CASE, "widths": st.integers(1, 2)},
-    counts=st.tuples(st.integers(1, 3), st.integers(0, 2)),
+    size=st.integers(1, 8),
+    lead=st.lists(st.integers(1, 3), max_size=2).map(tuple),
+    rows=st.integers(1, 3),
+    features=st.integers(1, 3),
+    widths=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    extras=st.integers(0, 2),
 )
-def test_gather_matmul_scatter_equals_the_plain_chain(
-    overlap, size, lead, rows, features, widths, seed, counts
+@example(size=3, lead=(2,), rows=1, features=1, widths=[1, 3, 1], extras=0)
+def test_rings_equal_the_matmuls_of_one_device(
+    overlap, kind, size, lead, rows, features, widths, extras
 ) -> None:
-    kernels, extras = counts
-    rng, mesh = np.random.default_rng(seed), ring(size)
-    R, D, F = rows * units(overlap, "rows", lead)[0] * size, features, widths * size
-    shapes = [(*lead, R, D), *[(D, F)] * kernels, *[(F,)] * extras, (F, D)]
-    arrays = [rng.normal(size=shape).astype(np.float32) / 2 for shape in shapes]
-    g = rng.normal(size=(*lead, R, D)).astype(np.float32)
-    specs, island = chained(mesh, overlap, rank=len(lead) + 2, kernels=kernels, extras=extras)
-    got = both(mesh, specs, island, arrays, g)
-    want = jax.jit(partial(pulled, partial(plain_chain, kernels=kernels)))(tuple(arrays), g)
-    jax.tree.map(close, got, want)
-    if overlap == "bidirectional":  # of these sums the last hop differs if no derivative follows
+    rng, mesh, units = np.random.default_rng(size), ring(size), unit(overlap, kind, lead)
+    R, widths = rows * units[0] * size, [width * size for width in widths]
+    D = features if kind == "chain" else features * units[1] * size
+    shapes = shapes_of(kind, lead, R, D, widths, extras)
+    scale = 0.5 if kind == "chain" else 1.0
+    arrays = [rng.normal(scale=scale, size=shape).astype(np.float32) for shape in shapes]
+    specs, island = island_of(
+        kind, mesh, overlap, rank=len(lead) + 2, kernels=len(widths), extras=extras
+    )
+    on_one = jax.jit(partial(pulled, plain(kind, len(widths))))
+    g = jax.tree.map(
+        lambda y: rng.normal(size=y.shape).astype(np.float32),
+        jax.eval_shape(plain(kind, len(widths)), *arrays),
+    )
+    want = on_one(tuple(arrays), g)
+    jax.tree.map(close, both(mesh, specs, island, arrays, g), want)
+    if overlap == "bidirectional":  # the last hop of a sum differs if no derivative follows
         with jax.set_mesh(mesh):
             args = [place(mesh, spec, a) for spec, a in zip(specs, arrays, strict=True)]
-            close(jax.jit(island)(*args), want[0])
+            jax.tree.map(close, jax.jit(island)(*args), want[0])
 
 
 def arguments(kind: str, mesh: Mesh, specs: tuple, seed: int = 0) -> list[np.ndarray]:
@@ -252,24 +213,29 @@ def hops_of(kind: str, size: int, overlap: str) -> int:
     return GATHERS_AND_SCATTERS[kind] * (size - 1) * (2 if overlap == "split" else 1)
 
 
-@pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("overlap", OVERLAPS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_ring_hops_and_its_twin_calls_one_collective(kind, overlap, size) -> None:
+@cache
+def counted(kind: str, size: int, overlap: str) -> tuple[Counter[str], Counter[str]]:
+    """The primitives of the value, and of the gradients."""
     mesh = ring(size)
     specs, island = island_of(kind, mesh, overlap)
     with jax.set_mesh(mesh):
         args = placed(kind, mesh, specs)
-        forward, backward = primitives(island, *args), primitives(partial(gradients, island), args)
-    for passes, counts in ((1, forward), (2, backward)):
-        collectives = {name for name in counts if name in COLLECTIVES}
+        return primitives(island, *args), primitives(partial(gradients, island), args)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ring_hops_and_its_twin_calls_one_collective(kind, overlap, size) -> None:
+    for passes, counts in enumerate(counted(kind, size, overlap), start=1):
+        called = {name for name in counts if name in COLLECTIVES}
         if overlap == "none":
-            calls = sum(counts[name] for name in collectives)
+            calls = sum(counts[name] for name in called)
             assert calls == passes * GATHERS_AND_SCATTERS[kind] and not counts["ppermute"]
-            assert collectives <= {"all_gather", "reduce_scatter"}
+            assert called <= {"all_gather", "reduce_scatter"}
         else:
             assert counts["ppermute"] == passes * hops_of(kind, size, overlap)
-            assert not collectives
+            assert not called
 
 
 @pytest.mark.parametrize("overlap", RINGS)
@@ -280,9 +246,7 @@ def test_the_compiled_program_permutes_and_calls_no_other_collective(kind, overl
     with jax.set_mesh(mesh):
         args = placed(kind, mesh, specs)
         text = jax.jit(partial(gradients, island)).lower(args).compile().as_text()
-    starts = text.count(" collective-permute(") + text.count(" collective-permute-start(")
-    assert starts == 2 * hops_of(kind, 3, overlap)
-    assert not any(f" {name}" in text for name in ("all-gather", "all-reduce", "reduce-scatter"))
+    assert collectives(text) == {"collective-permute": 2 * hops_of(kind, 3, overlap)}
 
 
 @pytest.mark.parametrize("overlap", RINGS)
@@ -316,12 +280,7 @@ def test_gathered_blocks_are_residuals_only_without_remat(kind, overlap) -> None
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("overlap", RINGS)
 def test_a_chain_never_puts_blocks_in_natural_order(overlap, size) -> None:
-    mesh = ring(size)
-    specs, island = island_of("chain", mesh, overlap)
-    with jax.set_mesh(mesh):
-        args = placed("chain", mesh, specs)
-        programs = primitives(island, *args), primitives(partial(gradients, island), args)
-    for passes, counts in enumerate(programs, start=1):
+    for passes, counts in enumerate(counted("chain", size, overlap), start=1):
         # Only natural order depends on a device's position on the ring. It is not requested.
         for name in ("axis_index", "dynamic_slice", "dynamic_update_slice", "gather", "scatter"):
             assert not counts[name], name
@@ -331,18 +290,13 @@ def test_a_chain_never_puts_blocks_in_natural_order(overlap, size) -> None:
 
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize("overlap", RINGS)
-def test_every_gather_is_pinned_hop_by_hop(overlap, size) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_gather_is_pinned_hop_by_hop(kind, overlap, size) -> None:
     rounds = 1 + (size // 2 if overlap == "bidirectional" else size - 1)
-    mesh = ring(size)
-    for kind in KINDS:
-        specs, island = island_of(kind, mesh, overlap)
-        with jax.set_mesh(mesh):
-            args = placed(kind, mesh, specs)
-            forward = primitives(island, *args)
-            backward = primitives(partial(gradients, island), args)
-        # Backwards a scatter gathers: every kind gathers once, and the chain twice.
-        assert forward["optimization_barrier"] == (0 if kind.startswith("scatter") else rounds)
-        assert backward["optimization_barrier"] == GATHERS_AND_SCATTERS[kind] * rounds
+    forward, backward = counted(kind, size, overlap)
+    # Backwards a scatter gathers: every kind gathers once, and the chain twice.
+    assert forward["optimization_barrier"] == (0 if kind.startswith("scatter") else rounds)
+    assert backward["optimization_barrier"] == GATHERS_AND_SCATTERS[kind] * rounds
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -362,7 +316,7 @@ def test_every_matmul_has_the_precision_that_was_asked_for(kind, overlap) -> Non
 @pytest.mark.parametrize("kind", DIMS)
 def test_an_output_that_nobody_uses_leaves_its_kernel_without_gradient(kind, overlap) -> None:
     mesh = ring(4)
-    specs, island = gathered(mesh, DIMS[kind], overlap, kernels=3)
+    specs, island = island_of(f"gather_{kind}", mesh, overlap, kernels=3)
     with jax.set_mesh(mesh):
         x = place(mesh, specs[0], np.ones((2, 8, 8), np.float32))
         kernels = [place(mesh, COLUMNS, np.ones((8, 4), np.float32)) for _ in range(3)]
@@ -423,15 +377,6 @@ def bfloat16_errors(kind: str, mesh: Mesh) -> dict[str, list[float]]:
     return errors
 
 
-def plain(kind: str):
-    """`island_of` on one device."""
-    if kind == "chain":
-        return partial(plain_chain, kernels=2)
-    if kind.startswith("gather"):
-        return lambda x, *kernels: tuple(jnp.matmul(x, w) for w in kernels)
-    return jnp.matmul
-
-
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_partial_sums_over_features_are_added_in_float32(overlap) -> None:
     # 1 + 2**-9 is not a bfloat16: added pairwise in bfloat16 the small parts would be lost.
@@ -442,11 +387,11 @@ def test_partial_sums_over_features_are_added_in_float32(overlap) -> None:
     small[..., :unit] = 1 / unit
     ones = np.ones((size * unit, size * unit), jnp.bfloat16)
     want = np.float32(jnp.bfloat16(1 + 7 * 2.0**-9))
-    specs, island = gathered(mesh, -1, overlap)
+    specs, island = island_of("gather_features", mesh, overlap, kernels=1)
     (out,), _ = both(mesh, specs, island, [small, ones], (small,))
     np.testing.assert_array_equal(np.float32(out), want)
     # The derivative of a scatter gathers.
-    specs, island = scattered(mesh, -1, overlap)
+    specs, island = island_of("scatter_features", mesh, overlap)
     _, (dx, _) = both(mesh, specs, island, [small, ones], small)
     np.testing.assert_array_equal(np.float32(dx), want)
 
@@ -467,7 +412,7 @@ def test_split_refuses_what_has_no_halves(kind) -> None:
 @pytest.mark.parametrize("kind", DIMS)
 def test_a_result_that_does_not_divide_is_refused(kind, overlap) -> None:
     mesh = ring(2)
-    specs, island = scattered(mesh, DIMS[kind], overlap)
+    specs, island = island_of(f"scatter_{kind}", mesh, overlap)
     with jax.set_mesh(mesh):
         x, w = (place(mesh, s, np.ones(a)) for s, a in zip(specs, [(2, 5, 2), (2, 5)], strict=True))
         with pytest.raises(ValueError, match="divisible"):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import MatrixMultiplyMethod, TensorParallelConfig
 from parallel.sharding import axes as ax
-from parallel.sharding.mesh import MeshConfig, build_mesh
+from parallel.sharding.mesh import MeshConfig, build_mesh, mesh_from_dict, mesh_to_dict
 from parallel.sharding.partition import PartitionAxis
 from parallel.sharding.residual import residual_rules
 
@@ -126,6 +126,11 @@ def test_what_a_config_cannot_hold_is_refused() -> None:
         TensorParallelConfig(matmul_method=ALL_GATHER)
     with pytest.raises(ValueError, match=r"'model' is not an axis of the mesh; use one of dp, fsd"):
         TensorParallelConfig(on, "model")
+    auto = Mesh(on.devices, on.axis_names)
+    with pytest.raises(ValueError, match=r"are Auto.* axis_types=\(AxisType.Explicit,\) \* 5$"):
+        TensorParallelConfig(auto)
+    with jax.set_mesh(auto), pytest.raises(ValueError, match="are Auto"):
+        TensorParallelConfig()
     with pytest.raises(ValueError, match=r"matmul_method 'gather'.*use one of all_gather, reduce_"):
         TensorParallelConfig(on, matmul_method="gather")
     with pytest.raises(ValueError, match=r"overlap='rings' is not an overlap; use one of none, ri"):
@@ -191,6 +196,14 @@ def test_equal_configs_share_a_graphdef_and_a_compiled_function() -> None:
     assert len(traces) == 1
 
 
+def test_a_config_is_a_pytree_without_leaves_and_an_argument_of_jit() -> None:
+    config = full_config(mesh(tp=4, sp=2))
+    leaves, tree = jax.tree.flatten({"config": config, "x": 1.0})
+    assert leaves == [1.0] and jax.tree.unflatten(tree, leaves)["config"] == config
+    same, doubled = jax.jit(lambda config, x: (config, 2 * x))(config, 1.0)
+    assert same == config and doubled == 2.0
+
+
 def test_for_kind_gives_each_kind_its_overlap() -> None:
     config = TensorParallelConfig(mesh(tp=2), overlap="ring", kind_overlaps={"qkv": "none"})
     assert config.for_kind("qkv").overlap == "none"
@@ -234,7 +247,7 @@ def test_json_brings_back_tuples_enums_and_read_only_tables() -> None:
 def test_a_mesh_comes_back_with_its_order_and_axis_types() -> None:
     grid = np.array(jax.devices()[::-1]).reshape(2, 4)
     on = Mesh(grid, ("dp", "tp"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    same = TensorParallelConfig.from_json(TensorParallelConfig(on).to_json()).mesh
+    same = mesh_from_dict(json.loads(json.dumps(mesh_to_dict(on))))
     assert same == on
     assert [device.id for device in same.devices.flat] == list(range(7, -1, -1))
     assert same.axis_types == (AxisType.Auto, AxisType.Explicit)

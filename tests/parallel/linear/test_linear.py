@@ -1,6 +1,7 @@
 """Linears equal plain matmuls for every layout, mesh and overlap."""
 
 import copy
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from parallel.linear.linear import (
     get_output_partition_spec,
     get_sharding,
 )
+from parallel.linear.tensor_parallel import TPDense
 from parallel.sharding.axes import (
     BATCH,
     LENGTH,
@@ -375,5 +377,16 @@ def test_linears_need_no_mesh_in_context_if_the_config_has_one(overlap) -> None:
 
 def test_a_row_linear_after_a_gathered_column_linear_names_the_remedy() -> None:
     tp = tensor_parallel(MESHES["tp8"]).replace(reduce_scatter_output=False)
-    with pytest.raises(ValueError, match=r"give that one a .* with reduce_scatter_output=True"):
-        row(tp)(column(tp, F)(ARRAYS["x"]))
+    scatters = ParallelLinear(F, D, parallel_config=tp.replace(matmul_method="reduce_scatter"))
+    dense = TPDense(partial(nnx.Linear, F, D), "tp", "scatter", parallel_config=tp, rngs=rngs())
+    first, last = column(tp, F), row(tp)
+    calls = (last, scatters, dense, lambda y: last(y, P(None, None, "tp")))
+    for call in calls:
+        for run_it in (lambda x, call=call: call(first(x)), lambda x, call=call: call(first(x[0]))):
+            for form in (run_it, jax.jit(run_it)):
+                with pytest.raises(
+                    ValueError, match=r"give that one a .* reduce_scatter_output=Tr"
+                ):
+                    form(ARRAYS["x"])
+    split = column(tp.replace(reduce_scatter_output=True), F)
+    close(last(split(ARRAYS["x"])), last.native_forward(first(ARRAYS["x"])))

@@ -1,5 +1,8 @@
 """The vocabulary equals the published one, to the letter."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -53,4 +56,8 @@ def test_modes_and_mask_value_are_the_documented_ones() -> None:
 
 def test_the_sentinel_is_recognised_by_identity() -> None:
     assert isinstance(ax.NOT_GIVEN, ax.EMPTY_VAL)
+    for same in (copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        assert same(ax.NOT_GIVEN) is ax.NOT_GIVEN
+        assert same([ax.NOT_GIVEN])[0] is ax.NOT_GIVEN
+        assert isinstance(same(ax.EMPTY_VAL()), ax.EMPTY_VAL)
     assert ax.NOT_GIVEN is not ax.EMPTY_VAL()

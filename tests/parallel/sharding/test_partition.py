@@ -5,7 +5,9 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding import axes as ax
@@ -30,10 +32,14 @@ def test_parameters_have_column_and_row_wise_layouts() -> None:
     assert rules.resolve(ax.UnifiedExpertRowWise) == P(("fsdp", "sp", "ep"), "tp", None)
 
 
-def test_the_reference_rules_repeat_the_batch_over_ep() -> None:
+def test_the_reference_rules_repeat_the_batch_over_ep_and_keep_length_on_sp() -> None:
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     rules = PartitionManager(PartitionAxis.reference(), mesh)
     assert rules.resolve(ax.HiddenStateSharding, shape=(4, 8, 16)) == P(("fsdp", "dp"), "sp", "tp")
+    lengths = [ax.LENGTH, ax.QUERY_LENGTH, ax.KV_LENGTH]
+    for mode, query in ((ax.MODE_DECODE, None), (ax.MODE_INSERT, None), (ax.MODE_PREFILL, "sp")):
+        got = [rules.resolve([axis], mode)[0] for axis in lengths]
+        assert got == ["sp", query, "sp"], mode
 
 
 def test_an_integer_mode_looks_at_that_dim() -> None:
@@ -55,6 +61,26 @@ def test_registration_returns_a_new_table_and_leaves_the_old() -> None:
         new.register("__STATE__", "tp")
 
 
+def test_a_rule_that_leads_back_to_itself_is_refused() -> None:
+    table = PartitionAxis().register("__A__", "__B__")
+    assert table.register("__B__", ax.HEAD).resolve_axis("__A__", ax.MODE_TRAIN) == ("tp",)
+    for name, rule, path in (
+        ("__B__", ("sp", "__A__"), "__A__ -> __B__ -> __A__"),
+        ("__C__", "__C__", "__C__ -> __C__"),
+    ):
+        for rules in ((rule,), ("tp", rule)):  # training, and generation only
+            with pytest.raises(ValueError, match=f"leads back to it: {path}; give one of them"):
+                table.register(name, *rules)
+
+
+def test_rules_and_managers_are_pytrees_without_leaves() -> None:
+    rules = manager(tp=2)
+    for value in (rules, rules.partition_axis):
+        leaves, tree = jax.tree.flatten(value)
+        assert leaves == [] and jax.tree.unflatten(tree, leaves) == value
+        assert jax.jit(lambda it: it)(value) == value
+
+
 def test_impossible_layouts_are_refused_by_name() -> None:
     rules = manager(tp=8)
     with pytest.raises(ValueError, match=r"kernel \(16, 20\): dim 1 = 20 is not divisible by tp"):
@@ -71,6 +97,31 @@ def test_constrain_moves_to_the_resolved_layout() -> None:
         x = rules.constrain(jnp.arange(2 * 16 * 4.0).reshape(2, 16, 4), ax.ResidualSharding)
     assert x.sharding.spec == P(("dp", "fsdp", "ep"), ("sp", "tp"), None)
     assert x.addressable_shards[0].data.shape == (2, 2, 4)
+
+
+def test_constrain_needs_no_mesh_in_context() -> None:
+    rules = manager(dp=2, tp=4)
+    on_mesh = jax.device_put(np.ones((4, 2, 8)), rules.sharding([ax.BATCH, None, None]))
+    want = rules.resolve(ax.HiddenStateSharding, shape=on_mesh.shape)
+    for x in (on_mesh, np.ones((4, 2, 8)), jnp.ones((4, 2, 8))):
+        for method in (rules.constrain, rules.shard):
+
+            def move(x, method=method):
+                return method(2 * x, ax.HiddenStateSharding)
+
+            dx = jax.jit(jax.grad(lambda x, move=move: jnp.sum(jnp.sin(move(x)))))(x)
+            np.testing.assert_allclose(dx, 2 * np.cos(2 * np.asarray(x)), rtol=1e-6)
+            for y in (move(x), jax.jit(move)(x)):
+                assert y.sharding.spec == want and np.all(np.asarray(y) == 2)
+
+
+def test_an_auto_mesh_is_refused_with_the_remedy() -> None:
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"))
+    with pytest.raises(ValueError, match=r"dp, tp are Auto.*s=\(AxisType.Explicit,\) \* 2"):
+        PartitionManager(PartitionAxis(), mesh)
+    mixed = Mesh(mesh.devices, ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with pytest.raises(ValueError, match="axes tp are Auto"):
+        PartitionManager(PartitionAxis(), mixed)
 
 
 def test_a_mesh_has_all_five_axes_and_takes_exactly_its_devices() -> None:
