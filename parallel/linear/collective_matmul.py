@@ -5,7 +5,7 @@ What is gathered or scattered is rows (dim -2, tokens) or features (dim -1).
 
 `overlap="none"` is the reference form of each function: one collective, one matmul, derivatives by
 autodiff. The other methods use a `Ring` and have derivative rules: the derivative of a gather ring
-is the mirrored scatter ring, and the reverse. Each kernel gradient multiplies `WGRAD_BLOCKS` blocks
+is the mirrored scatter ring, and the reverse. Each kernel gradient multiplies several blocks
 at a time, which fills the time in which that ring communicates.
 
 Numerics: matmuls accumulate in float32, and a sum that arrives is added in float32. Sums have the
@@ -21,22 +21,28 @@ features, F out features.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from parallel.linear.local_matmul import (
+    CHAIN_WGRAD_BLOCKS,
+    add_in_float32,
+    concat_columns,
+    kernel_gradient,
+    kernel_gradient_of_blocks,
+    matmul,
+    matmul_transposed,
+    split_columns,
+)
 from parallel.linear.ring import Direction, Ring, all_gather, pcast_varying, reduce_scatter
 from parallel.sharding.specs import ROWS, SplitDim
 
 Overlap = Literal["none", Direction]
 """How a linear hides its communication under its matmuls; see `ring.Direction`."""
-
-# Blocks per matmul of a kernel gradient; libtpu reads stacked blocks as separate operands, up to
-# four. Chosen by the compiled schedules of `scripts/bench.py overlap`, November 2026.
-WGRAD_BLOCKS, CHAIN_WGRAD_BLOCKS = 2, 4
 
 
 def gather_matmul(
@@ -115,15 +121,17 @@ def gather_matmul_blocks(
     """
     x_shard, w_shard = _same_type(x_shard, w_shard)
     ring = None if dim is None else _ring(axis_name, overlap, x_shard, dim, dim == ROWS)
-    multiply = partial(_matmul, precision=precision, preferred_element_type=jnp.float32)
-    wgrad = partial(_wgrad, precision=precision, blocks=CHAIN_WGRAD_BLOCKS, dtype=jnp.float32)
+    multiply = partial(matmul, precision=precision, preferred_element_type=jnp.float32)
+    wgrad = partial(
+        kernel_gradient_of_blocks, precision=precision, blocks=CHAIN_WGRAD_BLOCKS, dtype=jnp.float32
+    )
     dtype = x_shard.dtype
     if ring is not None and dim == ROWS:
         blocks, results = ring.gather(x_shard, lambda _, x: epilogue(multiply(x, w_shard)), ROWS)
 
         def rows_pullback(dys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             dys = [dy.astype(dtype) for dy in dys]
-            term = partial(_matmul_t, w=w_shard, precision=precision)
+            term = partial(matmul_transposed, w=w_shard, precision=precision)
             dx = ring.scatter(dys.__getitem__, term, dim=ROWS, hide_last_hop=True)
             return dx, wgrad(blocks, dys)
 
@@ -143,9 +151,9 @@ def gather_matmul_blocks(
 
     def plain_pullback(dys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
         dy = dys[0].astype(dtype)
-        dx = _matmul_t(dy, w_shard, precision)
+        dx = matmul_transposed(dy, w_shard, precision)
         dx = dx if dim is None else reduce_scatter(dx, axis_name, dim)
-        return dx, _t_matmul(x, dy, precision, jnp.float32)
+        return dx, kernel_gradient(x, dy, precision, jnp.float32)
 
     return BlockedProduct([epilogue(multiply(x, w_shard))], plain_pullback)
 
@@ -253,60 +261,6 @@ def _same_type(*arrays: jax.Array) -> list[jax.Array]:
     return [pcast_varying(array, tuple(sorted(axes))) for array in arrays]
 
 
-def _matmul(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax.Array:
-    """Return x @ w: `... D`, `D F` -> `... F`."""
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, w, dims, precision=precision, **options)
-
-
-def _matmul_t(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax.Array:
-    """Return x @ w^T: `... F`, `D F` -> `... D`."""
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, w, dims, precision=precision, **options)
-
-
-def _t_matmul(x: jax.Array, dy: jax.Array, precision: Any, dtype: Any = None) -> jax.Array:
-    """Return x^T @ dy over all rows: `... D`, `... F` -> `D F`."""
-    rows = tuple(range(x.ndim - 1))
-    dims = ((rows, rows), ((), ()))
-    return lax.dot_general(x, dy, dims, precision=precision, preferred_element_type=dtype)
-
-
-def _wgrad(
-    xs: Sequence[jax.Array],
-    dys: Sequence[jax.Array],
-    precision: Any,
-    blocks: int = WGRAD_BLOCKS,
-    dtype: Any = None,
-) -> jax.Array:
-    """Return the sum over positions of xs[k]^T @ dys[k], several blocks per matmul."""
-    groups = (slice(start, start + blocks) for start in range(0, len(xs), blocks))
-    parts = (
-        _t_matmul(jnp.stack(xs[some]), jnp.stack(dys[some]), precision, dtype) for some in groups
-    )
-    return reduce(jnp.add, parts)
-
-
-def _sum(terms: Sequence[jax.Array]) -> jax.Array:
-    """Add in float32 and round once."""
-    if len(terms) == 1:
-        return terms[0]
-    wide = jnp.promote_types(terms[0].dtype, jnp.float32)
-    return reduce(jnp.add, (term.astype(wide) for term in terms)).astype(terms[0].dtype)
-
-
-def _concat_columns(kernels: Sequence[jax.Array]) -> jax.Array:
-    """Return one kernel with the columns of all: one matmul, and one dx."""
-    return kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=1)
-
-
-def _split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Split the last dim into the columns of each kernel; reverses `_concat_columns`."""
-    if len(kernels) == 1:
-        return (y,)
-    return tuple(lax.split(y, [w.shape[1] for w in kernels], axis=y.ndim - 1))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather_rows(
     ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
@@ -322,25 +276,25 @@ def _gather_rows_forward(
     total = sum(w.shape[1] for w in kernels)
     narrow = [i for i, w in enumerate(kernels) if 2 * w.shape[1] < total]
     groups = [*([i] for i in range(len(kernels)) if i not in narrow), *([narrow] if narrow else [])]
-    used = [_concat_columns([kernels[i] for i in group]) for group in groups]
+    used = [concat_columns([kernels[i] for i in group]) for group in groups]
     blocks, products = ring.gather(
-        x, lambda _, block: [_matmul(block, w, precision) for w in used], ROWS
+        x, lambda _, block: [matmul(block, w, precision) for w in used], ROWS
     )
     outs: dict[int, jax.Array] = {}
     for group, ys in zip(groups, zip(*products, strict=True), strict=True):
         y = ring.unshard(ys, ROWS)
-        outs |= zip(group, _split_columns(y, [kernels[i] for i in group]), strict=True)
+        outs |= zip(group, split_columns(y, [kernels[i] for i in group]), strict=True)
     return tuple(outs[i] for i in range(len(kernels))), (blocks, kernels)
 
 
 def _gather_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: Any) -> Any:
     blocks, kernels = residuals
-    w, dy_at = _concat_columns(kernels), ring.shard(jnp.concatenate(dy, axis=-1), ROWS)
+    w, dy_at = concat_columns(kernels), ring.shard(jnp.concatenate(dy, axis=-1), ROWS)
     dys = [dy_at(position) for position in range(len(blocks))]
     dx = ring.scatter(
-        dys.__getitem__, lambda g: _matmul_t(g, w, precision), dim=ROWS, hide_last_hop=True
+        dys.__getitem__, lambda g: matmul_transposed(g, w, precision), dim=ROWS, hide_last_hop=True
     )
-    return dx, _split_columns(_wgrad(blocks, dys, precision), kernels)
+    return dx, split_columns(kernel_gradient_of_blocks(blocks, dys, precision), kernels)
 
 
 _gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
@@ -348,7 +302,7 @@ _gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scatter_rows(ring: Ring, precision: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    return ring.scatter(ring.shard(x, ROWS), lambda rows: _matmul(rows, w, precision), dim=ROWS)
+    return ring.scatter(ring.shard(x, ROWS), lambda rows: matmul(rows, w, precision), dim=ROWS)
 
 
 def _scatter_rows_forward(
@@ -361,9 +315,9 @@ def _scatter_rows_forward(
 def _scatter_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: jax.Array) -> Any:
     x, w = residuals
     x_at = ring.shard(x, ROWS)
-    dys, products = ring.gather(dy, lambda _, block: _matmul_t(block, w, precision), ROWS)
+    dys, products = ring.gather(dy, lambda _, block: matmul_transposed(block, w, precision), ROWS)
     xs = [x_at(position) for position in range(len(dys))]
-    return ring.unshard(products, ROWS), _wgrad(xs, dys, precision)
+    return ring.unshard(products, ROWS), kernel_gradient_of_blocks(xs, dys, precision)
 
 
 _scatter_rows.defvjp(_scatter_rows_forward, _scatter_rows_backward)
@@ -395,23 +349,25 @@ def _gather_features(
 def _gather_features_forward(
     ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any = None
 ) -> tuple[tuple[jax.Array, ...], Any]:
-    w_at = ring.shard(_concat_columns(kernels), 0)
+    w_at = ring.shard(concat_columns(kernels), 0)
 
     def product(position: int, block: jax.Array, **options: Any) -> jax.Array:
-        return _matmul(block, w_at(position), precision, **options)
+        return matmul(block, w_at(position), precision, **options)
 
     blocks, y = _gather_and_sum(ring, x, product, dtype)
-    return _split_columns(y, kernels), (blocks, kernels)
+    return split_columns(y, kernels), (blocks, kernels)
 
 
 def _gather_features_backward(
     ring: Ring, precision: Any, residuals: Any, dys: Any, dtype: Any = None
 ) -> Any:
     blocks, kernels = residuals
-    w_at, dy = ring.shard(_concat_columns(kernels), 0), jnp.concatenate(dys, axis=-1)
-    dx = ring.scatter(w_at, lambda w: _matmul_t(dy, w, precision), dim=-1, hide_last_hop=True)
-    dw = ring.unshard([_t_matmul(block, dy, precision, dtype) for block in blocks], 0)
-    return dx, _split_columns(dw, kernels)
+    w_at, dy = ring.shard(concat_columns(kernels), 0), jnp.concatenate(dys, axis=-1)
+    dx = ring.scatter(
+        w_at, lambda w: matmul_transposed(dy, w, precision), dim=-1, hide_last_hop=True
+    )
+    dw = ring.unshard([kernel_gradient(block, dy, precision, dtype) for block in blocks], 0)
+    return dx, split_columns(dw, kernels)
 
 
 _gather_features.defvjp(_gather_features_forward, _gather_features_backward)
@@ -419,7 +375,7 @@ _gather_features.defvjp(_gather_features_forward, _gather_features_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scatter_features(ring: Ring, precision: Any, x: jax.Array, w: jax.Array) -> jax.Array:
-    return ring.scatter(ring.shard(w, 1), lambda columns: _matmul(x, columns, precision), dim=-1)
+    return ring.scatter(ring.shard(w, 1), lambda columns: matmul(x, columns, precision), dim=-1)
 
 
 def _scatter_features_forward(
@@ -433,10 +389,10 @@ def _scatter_features_backward(ring: Ring, precision: Any, residuals: Any, dy: j
     w_at = ring.shard(w, 1)
 
     def product(position: int, block: jax.Array, **options: Any) -> jax.Array:
-        return _matmul_t(block, w_at(position), precision, **options)
+        return matmul_transposed(block, w_at(position), precision, **options)
 
     dys, dx = _gather_and_sum(ring, dy, product)
-    return dx, ring.unshard([_t_matmul(x, block, precision) for block in dys], 1)
+    return dx, ring.unshard([kernel_gradient(x, block, precision) for block in dys], 1)
 
 
 _scatter_features.defvjp(_scatter_features_forward, _scatter_features_backward)
@@ -465,8 +421,8 @@ def _run_chain(
     x, columns, biases, row = arrays
     blocks, products, y = ring.gather_scatter(
         x,
-        lambda _, block: [_matmul(block, w, precision) for w in columns],
-        lambda a: _matmul(function(*a, *biases), row, precision),
+        lambda _, block: [matmul(block, w, precision) for w in columns],
+        lambda a: matmul(function(*a, *biases), row, precision),
         dim=ROWS,
         hide_last_hop=hide_last_hop,
     )
@@ -485,23 +441,26 @@ def _chain_backward(
     def pull_back(position: int, block: jax.Array) -> tuple[jax.Array, Any]:
         # h is a second output of the fusion that computes it anyway; the barrier keeps it there.
         h, vjp = jax.vjp(function, *products[position], *biases)
-        return h, vjp(_matmul_t(block, row, precision))
+        return h, vjp(matmul_transposed(block, row, precision))
 
     count = len(columns)
     dys, pulled, dx = ring.gather_scatter(
         dy,
         pull_back,
-        lambda result: _sum(
-            [_matmul_t(da, w, precision) for da, w in zip(result[1][:count], columns, strict=True)]
+        lambda result: add_in_float32(
+            [
+                matmul_transposed(da, w, precision)
+                for da, w in zip(result[1][:count], columns, strict=True)
+            ]
         ),
         dim=ROWS,
         hide_last_hop=True,
     )
-    wgrad = partial(_wgrad, precision=precision, blocks=CHAIN_WGRAD_BLOCKS)
+    wgrad = partial(kernel_gradient_of_blocks, precision=precision, blocks=CHAIN_WGRAD_BLOCKS)
     hs = [h for h, _ in pulled]
     cotangents = list(zip(*(c for _, c in pulled), strict=True))
     dcolumns = tuple(wgrad(blocks, das) for das in cotangents[:count])
-    dbiases = tuple(_sum(parts) for parts in cotangents[count:])
+    dbiases = tuple(add_in_float32(parts) for parts in cotangents[count:])
     return dx, dcolumns, dbiases, wgrad(hs, dys)
 
 

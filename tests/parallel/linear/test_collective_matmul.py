@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 from rings import collectives, equations, place, primitives, ring
 
 from parallel.linear.collective_matmul import (
-    CHAIN_WGRAD_BLOCKS,
-    WGRAD_BLOCKS,
     gather_matmul,
     gather_matmul_scatter,
     matmul_scatter,
 )
+from parallel.linear.local_matmul import CHAIN_WGRAD_BLOCKS, WGRAD_BLOCKS
 
 OVERLAPS = ("none", "ring", "bidirectional", "split")
 RINGS = OVERLAPS[1:]

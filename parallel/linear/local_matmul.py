@@ -1,0 +1,71 @@
+"""Matmuls of local blocks, as the collective matmuls use them.
+
+Nothing here communicates. Letters: D in features, F out features.
+"""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Blocks per matmul of a kernel gradient; libtpu reads stacked blocks as separate operands, up to
+# four. Chosen by the compiled schedules of `scripts/bench.py overlap`, November 2026.
+WGRAD_BLOCKS, CHAIN_WGRAD_BLOCKS = 2, 4
+
+
+def matmul(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax.Array:
+    """Return x @ w: `... D`, `D F` -> `... F`."""
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, w, dims, precision=precision, **options)
+
+
+def matmul_transposed(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax.Array:
+    """Return x @ w^T: `... F`, `D F` -> `... D`."""
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, w, dims, precision=precision, **options)
+
+
+def kernel_gradient(x: jax.Array, dy: jax.Array, precision: Any, dtype: Any = None) -> jax.Array:
+    """Return x^T @ dy over all rows: `... D`, `... F` -> `D F`."""
+    rows = tuple(range(x.ndim - 1))
+    dims = ((rows, rows), ((), ()))
+    return lax.dot_general(x, dy, dims, precision=precision, preferred_element_type=dtype)
+
+
+def kernel_gradient_of_blocks(
+    xs: Sequence[jax.Array],
+    dys: Sequence[jax.Array],
+    precision: Any,
+    blocks: int = WGRAD_BLOCKS,
+    dtype: Any = None,
+) -> jax.Array:
+    """Return the sum over positions of xs[k]^T @ dys[k], several blocks per matmul."""
+    groups = (slice(start, start + blocks) for start in range(0, len(xs), blocks))
+    parts = (
+        kernel_gradient(jnp.stack(xs[some]), jnp.stack(dys[some]), precision, dtype)
+        for some in groups
+    )
+    return reduce(jnp.add, parts)
+
+
+def add_in_float32(terms: Sequence[jax.Array]) -> jax.Array:
+    """Add in float32 and round once."""
+    if len(terms) == 1:
+        return terms[0]
+    wide = jnp.promote_types(terms[0].dtype, jnp.float32)
+    return reduce(jnp.add, (term.astype(wide) for term in terms)).astype(terms[0].dtype)
+
+
+def concat_columns(kernels: Sequence[jax.Array]) -> jax.Array:
+    """Return one kernel with the columns of all: one matmul, and one dx."""
+    return kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=1)
+
+
+def split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Split the last dim into the columns of each kernel; reverses `concat_columns`."""
+    if len(kernels) == 1:
+        return (y,)
+    return tuple(lax.split(y, [w.shape[1] for w in kernels], axis=y.ndim - 1))
