@@ -37,4 +37,4 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     seconds = compiled.compile_seconds
     print(f"MFU {mfu:.3f}, HBM {hbm:.1f} GiB per device, compiled in {seconds:.0f} CPU seconds")
     result = {"bench": "model", "config": path, "topology": topology, "mfu": mfu, "hbm_gib": hbm}
-    return {**result, **compiled.figures}
+    return {**result, **compiled.figures, "exposed_by_ms": compiled.exposed_by_ms}

@@ -56,6 +56,11 @@ class Compiled:
         }
 
     @property
+    def exposed_by_ms(self) -> dict[str, float]:
+        """Exposed milliseconds by kind of collective."""
+        return {kind: seconds * 1e3 for kind, seconds in self.prediction.exposed_by.items()}
+
+    @property
     def _milliseconds(self) -> dict[str, float]:
         return {f"{name}_ms": getattr(self.prediction, name) * 1e3 for name in _PARTS}
 
