@@ -136,13 +136,13 @@ def _cross_check(config: Config) -> None:
     vocab = "model.vocab_size" + (", padded" if model.pad_vocab_to_multiple_of > 1 else "")
     or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
     _divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
-    if model.tie_word_embeddings:
-        axes, parts = "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp
-    else:
-        axes, parts = "mesh.tp * mesh.fsdp * mesh.sp", mesh.tp * mesh.fsdp * mesh.sp
-    _divides("model.hidden_size", model.hidden_size, axes, parts)
-    if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
+    _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+    split_by_features = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES
+    if split_by_features or not model.tie_word_embeddings:
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
+    if not model.tie_word_embeddings:
+        axes, parts = "mesh.tp * mesh.fsdp * mesh.sp", mesh.tp * mesh.fsdp * mesh.sp
+        _divides("model.hidden_size (embedding)", model.hidden_size, axes, parts)
     _check_data(config)
     if len(model.layer_types) > model.num_hidden_layers:
         raise ConfigError(

@@ -78,8 +78,8 @@ def tokenize_shards(
             yield window.popleft().result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a worker process died, perhaps for lack of memory; run again with fewer workers to "
-            "continue"
+            "a tokenization worker died, perhaps for lack of memory; run scripts/prepare_data.py "
+            "with a smaller --workers: it continues where this one stopped"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -36,7 +36,8 @@ def check(args: argparse.Namespace, config: DataConfig) -> None:
         raise ValueError(f"--source {args.source} is not in the configuration; use one of {names}")
     if args.held_out and args.step is not None:
         raise ValueError(
-            "--step has no meaning with --held-out, whose rows are of no step; leave it out"
+            "--step has no meaning with --held-out: held-out rows belong to no training step; "
+            "leave it out"
         )
     if args.held_out and not config.eval_fraction:
         raise ValueError(

@@ -55,7 +55,10 @@ class SpikeHandler:
             step,
             metrics["loss"],
             metrics["grad_norm"],
-            f"{z:.1f} standard deviations above the mean" if is_finite else "not finite",
+            f"{metrics['loss_z']:.1f} and {metrics['grad_z']:.1f} standard deviations above their "
+            "means"
+            if is_finite
+            else "not finite",
             "the update was applied (training.guard.on_spike=warn)"
             if is_applied
             else "the update was skipped",

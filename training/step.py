@@ -195,6 +195,32 @@ class Program:
         stream = jax.random.fold_in(jax.random.key(self.seed), 2**31)
         return jax.random.fold_in(stream, step)
 
+    def apply_gradients(
+        self, state: TrainState, loss: jax.Array, report: MoEReport | None, grads: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Return the state after an update with these gradients, and the metrics of the step."""
+        norm = optax.tree.norm(grads)
+        is_good, guard, verdict = judge(state.guard, loss, norm, self.guard)
+        updates, opt_state = self.optimizer.update(
+            grads, state.opt_state, state.params, is_good=is_good, norm=norm
+        )
+        params = optax.apply_updates(state.params, updates)
+        num_updates = state.step - state.guard.skipped_steps
+        rate = self.schedule(num_updates)
+        metrics: dict[str, Any] = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": jnp.asarray(rate, jnp.float32),
+            **verdict,
+        }
+        if report is not None:
+            metrics["experts"] = report_arrays(report, state.params)
+            params = with_updated_bias(params, report.stats.load_E, self.config)
+        params, ema = tree_where(is_good, params, state.params), state.ema
+        if self.ema_decay is not None:
+            ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
+        return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
+
     @cached_property
     def train_step(self) -> Any:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
@@ -205,28 +231,7 @@ class Program:
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
             key = self._dropout_key(state.step)
-            loss, report, grads = self.gradients(state.params, batch, key)
-            norm = optax.tree.norm(grads)
-            is_good, guard, verdict = judge(state.guard, loss, norm, self.guard)
-            updates, opt_state = self.optimizer.update(
-                grads, state.opt_state, state.params, is_good=is_good
-            )
-            params = optax.apply_updates(state.params, updates)
-            num_updates = state.step - state.guard.skipped_steps
-            rate = self.schedule(num_updates)
-            metrics: dict[str, Any] = {
-                "loss": loss,
-                "grad_norm": norm,
-                "learning_rate": jnp.asarray(rate, jnp.float32),
-                **verdict,
-            }
-            if report is not None:
-                metrics["experts"] = report_arrays(report, state.params)
-                params = with_updated_bias(params, report.stats.load_E, self.config)
-            params, ema = tree_where(is_good, params, state.params), state.ema
-            if self.ema_decay is not None:
-                ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
-            return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
+            return self.apply_gradients(state, *self.gradients(state.params, batch, key))
 
         return jax.jit(step, donate_argnums=0)
 

@@ -293,9 +293,9 @@ def _to_chat(
 def missing_field(
     file_range: FileRange, number: int | None, field: str, fields: Iterable[str], texts: list[str]
 ) -> DocumentError:
-    """Return the error of a record without its field.
+    """Return the error of a record that lacks the configured text field `field`.
 
-    fields: names that the record has. texts: those that may hold a text, the likeliest first.
+    fields: names that the record has. texts: those whose values look like text, likeliest first.
     """
     suggested = next((name for name in _USUAL_FIELDS if name in texts), texts[0] if texts else None)
     detail = _no_field(field, fields)

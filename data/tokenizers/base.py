@@ -5,6 +5,7 @@ encodes to ordinary tokens, so that no document can forge a boundary.
 
 A new tokenizer is one file: a class with the members of `Tokenizer`, and a function with
 `@register_tokenizer("name")` that opens `data.tokenizer=name` and `data.tokenizer=name:anything`.
+The `__init__.py` of this folder, or `plugins` of the configuration, must import the file.
 """
 
 import os

@@ -112,7 +112,8 @@ def cudnn(
 ) -> Array:
     """Call cuDNN's flash attention on whole rows in natural order; ignores row indices.
 
-    cuDNN takes documents only as one length per row, so packed rows use the native backend.
+    cuDNN can mask the padding of a row, but not several documents in it, so packed rows use the
+    native backend.
     """
     mask = spec.mask
     window = None

@@ -5,7 +5,8 @@ run on their own. A backend states its `Capabilities`; a `Request` states what a
 choice is the most preferred operation that can serve the request. A request that no operation can
 serve raises ValueError; no feature is dropped silently.
 
-A new operation is one function in a new file, decorated with `register`:
+A new operation is one function in a new file, decorated with `register`. The `__init__.py` of this
+folder, or `plugins` of the configuration, must import the file.
 
     @register("mine", capabilities=Capabilities(features=ALL - {"bias"}, preference=100))
     def mine(q_BLHh, k_BTKh, v_BTKh, inputs, spec): ...

@@ -48,10 +48,10 @@ class PermuteAllToAll:
     axes: tuple[str, ...]
 
     def _distances(self) -> list[int]:
-        """Return the distance of each position, such that neighbours share few links of a torus.
+        """Return how far the block of each position travels, in ranks, in the order of sending.
 
-        For a power of two, the bits of a distance are the torus axes that it takes. Each distance
-        is followed by its complement, and the two travel at the same time.
+        If n is a power of two, the target is rank XOR distance, and each distance is followed by
+        n - 1 - distance: the two blocks travel at the same time, over different links of a torus.
         """
         n = num_devices(self.axes)
         if n & (n - 1):

@@ -56,7 +56,7 @@ def bench_attention(
             }
             rows.append(row)
             print(
-                f"{name:12} {length:6} rows  {row['seconds']:8.4f} s  {row['ratio']:5.2f} of "
+                f"{name:12} {length:6} tokens  {row['seconds']:8.4f} s  {row['ratio']:5.2f} of "
                 f"vanilla  {row['temporary_mib']:8.1f} MiB  {row['memory_ratio']:6.3f} of vanilla",
                 flush=True,
             )

@@ -11,6 +11,7 @@ from flax import nnx
 from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, model_loss, run_model
 
 from model.config import ModelConfig, MoEConfig
+from model.head import Head
 from model.moe import Router
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
@@ -176,14 +177,15 @@ SPARSE_OWNERS = {
 
 
 def owner_of(model: nnx.Module, path: tuple[str, ...]) -> str:
-    """Return the class that creates the parameter at this path; a router is a ParallelLinear."""
+    """Return the class that owns the parameter at this path, or the linear that it extends."""
     owner = model
     for key in path:
         child = getattr(owner, key)
         if not isinstance(child, nnx.Module) or isinstance(child, nnx.Dict):
             break
         owner = child
-    return "ParallelLinear" if isinstance(owner, Router) else type(owner).__name__
+    linear = isinstance(owner, Head | Router)
+    return (type(owner).__base__ if linear else type(owner)).__name__
 
 
 @pytest.mark.parametrize("moe", [{}, {"num_experts": 4, "first_k_dense_replace": 1}], ids=str)

@@ -1,7 +1,8 @@
 """Interface and registry of metrics writers.
 
 A new writer is one file with a subclass of `MetricsWriter` and `@register("name")`; the key
-`training.writers` lists the names that a run uses.
+`training.writers` lists the names that a run uses. The `__init__.py` of this folder, or `plugins`
+of the configuration, must import the file.
 """
 
 import contextlib
