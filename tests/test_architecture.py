@@ -190,7 +190,8 @@ def named_files(page: Path) -> set[str]:
     text = page.read_text()
     code = re.findall(r"`((?:[\w.-]+/)+[\w.-]*|train\.py)[` ]", text)
     code += re.findall(r"python ((?:scripts|tests)/\w+\.py|train\.py)", text)
-    links = re.findall(r"\]\((?!http)([^)#]+)", text)
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    links = re.findall(r"\]\((?!http)([^)#]+)", prose)
     inside = [str((page.parent / link).resolve().relative_to(ROOT)) for link in links]
     rooms = {*LAW, "train.py", "docs", "tests", ".ci", "configs"}
     return {name for name in [*code, *inside] if name.partition("/")[0] in rooms}

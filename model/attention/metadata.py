@@ -36,7 +36,7 @@ _SETTINGS: Mapping[str, tuple[Any, ...]] = {
     "runtime_softmax_dtype": (jnp.float32, "attn_softmax_dtype"),
     "operation_configs": (None,),
     "scan_ring_attention": (False,),
-    "softmax_scale": (None,),
+    "softmax_scale": (None, "softmax_scale", "attention_multiplier"),
     "dropout_prob": (0.0, "attention_dropout", "dropout_prob"),
     "blocksize_q": (None,),
     "blocksize_k": (None,),
@@ -69,7 +69,8 @@ class OperationMetadata:
     _stored_mesh: see `mesh`; set here if it comes from base_config or from the context.
 
     The reference documents the following attributes but does not have them.
-    scan_ring_attention: a ring is a `lax.scan`. softmax_scale: factor of q k^T; None:
+    scan_ring_attention: a ring is a `lax.scan`. softmax_scale: factor of q k^T; base_config.
+    softmax_scale or attention_multiplier, then query_pre_attn_scalar ** -0.5; None:
     1 / sqrt(head_dim). dropout_prob: fraction of the weights that is dropped;
     base_config.attention_dropout, then base_config.dropout_prob. blocksize_q, blocksize_k: tokens
     in a block; None: the operation's default. blocksize_b: sequences in a block; 1 or None, because
@@ -102,6 +103,9 @@ class OperationMetadata:
             for pickup_name in theirs or (name,):
                 self.set_attrs_carefully(name, _UNSET, pickup_name)
             self.set_attrs_carefully(name, default, use_base_config=False)
+        scalar = getattr(self.base_config, "query_pre_attn_scalar", None)
+        if self.softmax_scale is None and scalar is not None:
+            self.softmax_scale = scalar**-0.5
         for name in ("backend", "platform"):
             self.set_attrs_carefully(name, default_platform)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):

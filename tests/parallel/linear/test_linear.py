@@ -191,26 +191,6 @@ def test_kernels_and_biases_are_equal_for_every_direction_mesh_and_overlap() -> 
                 jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_the_attributes_of_the_reference_are_public() -> None:
-    layer = Linear(D, F, precision="highest", dtype=jnp.bfloat16, param_dtype=jnp.float16)
-    assert Linear is ParallelLinear
-    assert (layer.in_features, layer.out_features) == (D, F)
-    assert layer.use_bias and layer.precision == "highest"
-    assert layer.dtype == jnp.bfloat16 and layer.param_dtype == jnp.float16
-    assert layer.kernel_init(jax.random.key(0), (2, 2)).shape == (2, 2)
-    assert layer.bias_init is nnx.initializers.zeros
-    assert layer.parallel_config is None and layer.distributed_matmul is None
-    assert layer.kernel[...].shape == (D, F) and layer.kernel[...].dtype == jnp.float16
-    assert layer.bias[...].shape == (F,) and not layer.bias[...].any()
-    assert Linear(D, F, use_bias=False).bias is None
-    assert layer(jnp.ones((2, D))).dtype == jnp.bfloat16
-
-
-def test_no_rngs_start_from_seed_zero() -> None:
-    default, seeded = ParallelLinear(D, F), ParallelLinear(D, F, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(default.kernel[...], seeded.kernel[...])
-
-
 @pytest.mark.parametrize(
     ("scale", "factor"), [("fan_in", D**-0.5), ("fan_out", (F + 4) ** -0.5), (0.25, 0.25)]
 )
@@ -221,11 +201,6 @@ def test_scale_multiplies_the_output_and_not_the_bias(scale, factor) -> None:
     for index, y in enumerate(outputs):
         kernel, bias = (np.asarray(p[str(index)][...]) for p in (layer.kernel, layer.bias))
         close(y, factor * (ARRAYS["x"] @ kernel) + bias)
-
-
-def test_an_unknown_scale_is_refused() -> None:
-    with pytest.raises(ValueError, match="scale"):
-        ParallelLinear(D, F, scale="fan")
 
 
 def test_without_a_parallel_config_it_is_an_ordinary_linear() -> None:

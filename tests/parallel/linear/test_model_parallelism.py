@@ -1,6 +1,5 @@
 """One copy of a module per device equals the copies one after the other."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -82,12 +81,6 @@ def test_copy_i_depends_on_i_and_not_on_their_number() -> None:
     np.testing.assert_array_equal(kernels[8][5], alone.linear.kernel[...])
 
 
-def test_without_split_rngs_all_copies_start_equal() -> None:
-    with jax.set_mesh(grid(4)):
-        kernel = np.asarray(copies(split_rngs=False).sharded.linear.kernel[...])
-    np.testing.assert_array_equal(kernel, np.broadcast_to(kernel[:1], kernel.shape))
-
-
 def test_random_streams_and_statistics_of_copies_advance() -> None:
     with jax.set_mesh(grid(4, dp=2)):
         wrapper = copies(rate=0.5)
@@ -116,16 +109,6 @@ def test_copies_take_blocks_by_in_specs() -> None:
         x = np.asarray(x).reshape(4, 2, D)
         want = np.einsum("nrd,ndf->nrf", x, params["kernel"]) + params["bias"][:, None]
         close(y, want.reshape(8, 1, 6))
-
-
-def test_fields_have_the_documented_names_order_and_defaults() -> None:
-    fields = dataclasses.fields(ModelParallelismWrapper)
-    assert [field.name for field in fields[:2]] == ["model_axis_name", "module_fn"]
-    assert [(field.name, field.default) for field in fields[2:]] == [
-        ("mask_except_model_idx", None),
-        ("split_rngs", True),
-        ("module_kwargs", {}),
-    ]
 
 
 def test_abstract_copies_carry_their_layout() -> None:

@@ -205,27 +205,6 @@ def test_products_that_cannot_be_laid_out_are_refused() -> None:
         get_output_partition_spec(x, x, ALL_GATHER, "tp")
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "product"),
-    [
-        (P("dp", "sp", None), P(None, "tp"), P("dp", "sp", "tp")),
-        (P("dp", None, "tp"), P("tp", None), P("dp", None, None)),
-        (P(("dp", "fsdp"), "sp", "tp"), P("tp", ("fsdp", "sp")), P(("dp", "fsdp"), "sp", None)),
-        (P("dp", None, None), P("tp", ("dp", "sp")), P("dp", None, "sp")),
-        (P(None, None), P(None, None), P(None, None)),
-        (P("dp"), P(None, "tp"), P("tp")),
-        (P("dp", None), P("tp"), P("dp", None)),
-        (P("dp", None), P(), P("dp", None)),
-        (P(), P(None, "tp"), P()),
-        (None, P("tp"), P()),
-        (P("tp"), None, P()),
-        (None, None, P()),
-    ],
-)
-def test_a_product_has_the_rows_of_x_and_the_columns_of_w(lhs, rhs, product: P) -> None:
-    assert get_matmul_output_sharding(lhs, rhs) == product
-
-
 @st.composite
 def specs(draw, min_rank: int) -> P:
     """A legal spec: no axis twice."""

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding import axes as ax
@@ -21,64 +20,6 @@ def manager(layout="hidden", **sizes: int) -> PartitionManager:
     config = MeshConfig(**sizes)
     mesh = build_mesh(config, jax.devices()[: config.num_devices])
     return PartitionManager(residual_rules(layout), mesh)
-
-
-def test_parameters_have_column_and_row_wise_layouts() -> None:
-    rules = manager(tp=8)
-    assert rules.resolve(ax.ColumnWise) == P(("fsdp", "sp"), "tp")
-    assert rules.resolve(ax.RowWise) == P("tp", ("fsdp", "sp"))
-    assert rules.resolve(ax.SRowWise) == P("tp")
-    assert rules.resolve(ax.Replicated) == P(None)
-    assert rules.resolve(ax.UnifiedExpertRowWise) == P(("fsdp", "sp", "ep"), "tp", None)
-
-
-def test_the_reference_rules_repeat_the_batch_over_ep_and_keep_length_on_sp() -> None:
-    mesh = build_mesh(MeshConfig(), jax.devices()[:1])
-    rules = PartitionManager(PartitionAxis.reference(), mesh)
-    assert rules.resolve(ax.HiddenStateSharding, shape=(4, 8, 16)) == P(("fsdp", "dp"), "sp", "tp")
-    lengths = [ax.LENGTH, ax.QUERY_LENGTH, ax.KV_LENGTH]
-    for mode, query in ((ax.MODE_DECODE, None), (ax.MODE_INSERT, None), (ax.MODE_PREFILL, "sp")):
-        got = [rules.resolve([axis], mode)[0] for axis in lengths]
-        assert got == ["sp", query, "sp"], mode
-
-
-def test_an_integer_mode_looks_at_that_dim() -> None:
-    rules = manager(sp=2)
-    assert rules.resolve(ax.AttnQSharding, shape=(2, 4, 2, 8))[1] == "sp"
-    assert rules.resolve(ax.AttnQSharding, shape=(2, 1, 2, 8))[1] is None
-    with pytest.raises(ValueError, match="pass the shape too"):
-        rules.resolve(ax.AttnQSharding)
-
-
-def test_registration_returns_a_new_table_and_leaves_the_old() -> None:
-    old = PartitionAxis()
-    new = old.register("__STATE__", ("tp", "sp"), "tp")
-    assert new.resolve_axis("__STATE__", ax.MODE_TRAIN) == ("tp", "sp")
-    assert new.resolve_axis("__STATE__", ax.MODE_DECODE) == ("tp",)
-    with pytest.raises(ValueError, match="unknown semantic axis '__STATE__'"):
-        old.resolve_axis("__STATE__", ax.MODE_TRAIN)
-    with pytest.raises(ValueError, match="already registered"):
-        new.register("__STATE__", "tp")
-
-
-def test_a_rule_that_leads_back_to_itself_is_refused() -> None:
-    table = PartitionAxis().register("__A__", "__B__")
-    assert table.register("__B__", ax.HEAD).resolve_axis("__A__", ax.MODE_TRAIN) == ("tp",)
-    for name, rule, path in (
-        ("__B__", ("sp", "__A__"), "__A__ -> __B__ -> __A__"),
-        ("__C__", "__C__", "__C__ -> __C__"),
-    ):
-        for rules in ((rule,), ("tp", rule)):  # training, and generation only
-            with pytest.raises(ValueError, match=f"leads back to it: {path}; give one of them"):
-                table.register(name, *rules)
-
-
-def test_rules_and_managers_are_pytrees_without_leaves() -> None:
-    rules = manager(tp=2)
-    for value in (rules, rules.partition_axis):
-        leaves, tree = jax.tree.flatten(value)
-        assert leaves == [] and jax.tree.unflatten(tree, leaves) == value
-        assert jax.jit(lambda it: it)(value) == value
 
 
 def test_impossible_layouts_are_refused_by_name() -> None:
@@ -113,15 +54,6 @@ def test_constrain_needs_no_mesh_in_context() -> None:
             np.testing.assert_allclose(dx, 2 * np.cos(2 * np.asarray(x)), rtol=1e-6)
             for y in (move(x), jax.jit(move)(x)):
                 assert y.sharding.spec == want and np.all(np.asarray(y) == 2)
-
-
-def test_an_auto_mesh_is_refused_with_the_remedy() -> None:
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"))
-    with pytest.raises(ValueError, match=r"dp, tp are Auto.*s=\(AxisType.Explicit,\) \* 2"):
-        PartitionManager(PartitionAxis(), mesh)
-    mixed = Mesh(mesh.devices, ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Auto))
-    with pytest.raises(ValueError, match="axes tp are Auto"):
-        PartitionManager(PartitionAxis(), mixed)
 
 
 def test_a_mesh_has_all_five_axes_and_takes_exactly_its_devices() -> None:
