@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from parallel.experts.row_layout import RowGroups, RowLayout
 
@@ -91,22 +92,27 @@ def _permute_forward(x_TD: jax.Array, permutation: Permutation) -> tuple[jax.Arr
 def _permute_backward(residuals: Any, g_RD: jax.Array) -> tuple[jax.Array, None]:
     permutation, like_T0 = residuals
     ones_TK = jnp.ones((like_T0.shape[0], _per_token(permutation, like_T0)), jnp.float32)
-    return _weighted_sum(g_RD, ones_TK, permutation).astype(like_T0.dtype), None
+    return _weighted_sum(g_RD, ones_TK, permutation, like_T0.dtype), None
 
 
 permute.defvjp(_permute_forward, _permute_backward)
 
 
-def _weighted_sum(y_RD: jax.Array, weights_TK: jax.Array, permutation: Permutation) -> jax.Array:
+def _weighted_sum(
+    y_RD: jax.Array, weights_TK: jax.Array, permutation: Permutation, dtype: Any
+) -> jax.Array:
     """Sum weight * row over the assignments of each token in float32; dropped ones add nothing."""
     T, K = weights_TK.shape
+    # Without the barriers libtpu moves reshapes between the casts and the sum, and then writes
+    # float32 copies of all rows.
+    y_RD = lax.optimization_barrier(y_RD)
     row_TK, total = permutation.row_A.reshape(T, K), jnp.zeros((), jnp.float32)
     # One k at a time: all at once would write T K D numbers to memory.
     for k in range(K):
         kept_T = row_TK[:, k] < y_RD.shape[0]
         rows_TD = y_RD[jnp.where(kept_T, row_TK[:, k], 0)].astype(jnp.float32)
         total += rows_TD * jnp.where(kept_T, weights_TK[:, k], 0.0)[:, None]
-    return total
+    return lax.optimization_barrier(total.astype(dtype))
 
 
 @jax.custom_vjp
@@ -115,7 +121,7 @@ def unpermute(y_RD: jax.Array, weights_TK: jax.Array, permutation: Permutation) 
 
     The sum is accumulated in float32. Dropped assignments add nothing, whatever their weight.
     """
-    return _weighted_sum(y_RD, weights_TK, permutation).astype(y_RD.dtype)
+    return _weighted_sum(y_RD, weights_TK, permutation, y_RD.dtype)
 
 
 def _unpermute_forward(
@@ -126,13 +132,14 @@ def _unpermute_forward(
 
 def _unpermute_backward(residuals: Any, g_TD: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     y_RD, weights_TK, permutation = residuals
-    g_RD = permute(g_TD, permutation)
+    y_RD, g_RD = lax.optimization_barrier((y_RD, permute(g_TD, permutation)))
     # Row by row first: a dropped assignment has no row to gather.
     dweight_R = jnp.sum(y_RD.astype(jnp.float32) * g_RD.astype(jnp.float32), axis=-1)
     dweights_TK = take_or_zero(dweight_R, permutation.row_A).reshape(weights_TK.shape)
     weight_R = take_or_zero(weights_TK.reshape(-1), permutation.assignment_R)
     dy_RD = g_RD.astype(jnp.float32) * weight_R[:, None]
-    return dy_RD.astype(y_RD.dtype), dweights_TK.astype(weights_TK.dtype), None
+    dy_RD = lax.optimization_barrier(dy_RD.astype(y_RD.dtype))
+    return dy_RD, dweights_TK.astype(weights_TK.dtype), None
 
 
 unpermute.defvjp(_unpermute_forward, _unpermute_backward)
