@@ -410,7 +410,7 @@ class DeadlyTokenizer(ByteTokenizer):
 
 def test_a_worker_that_dies_is_reported_and_not_waited_for(source, tmp_path) -> None:
     with pytest.raises(
-        RuntimeError, match="worker process died, perhaps for lack of memory; run again"
+        RuntimeError, match="tokenization worker died, perhaps for lack of memory; run"
     ):
         make(source, tmp_path, tokenizer=DeadlyTokenizer(), workers=1)
 
