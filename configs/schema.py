@@ -133,7 +133,7 @@ def _cross_check(config: Config) -> None:
     )
     if False in model.sparse_layers:
         _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
-    vocab = "model.vocab_size" + (", padded" if model.pad_vocab_to_multiple_of > 1 else "")
+    vocab = "model.vocab_size" + (" (padded)" if model.pad_vocab_to_multiple_of > 1 else "")
     or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
     _divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)

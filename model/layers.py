@@ -137,8 +137,9 @@ class Embedding(nnx.Module):
         )
         out_spec = self.tp.manager.resolve(ResidualSharding, mode)
         body = partial(
-            _look_up_rows if self.axes is RowWise else _look_up_features,
+            _look_up,
             table_spec=table_spec,
+            by_rows=self.axes is RowWise,
             dim=split_dim(out_spec, axis),
             axis_name=axis,
             dtype=self.dtype,
@@ -149,50 +150,36 @@ class Embedding(nnx.Module):
         return island(table, tokens_BL)
 
 
-def _look_up_features(
+def _look_up(
     table: jax.Array,
     tokens_BL: jax.Array,
     *,
     table_spec: P,
+    by_rows: bool,
     dim: SplitDim | None,
     axis_name: str,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Look up tokens: `V D/(tp fsdp sp)`, `B L` -> `B L D`; tp splits L or D if dim is -2 or -1."""
+    """Look up tokens `B L` in local blocks of the table -> `B L D`; tp splits L or D if `dim` does.
+
+    table: `V/tp D/(fsdp sp)` by rows, else `V D/(tp fsdp sp)`.
+    """
     # The lookup precedes the cast, so that the gradient sums rows of equal tokens in float32.
     table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
+    n, index, (rows, width) = lax.axis_size(axis_name), lax.axis_index(axis_name), table.shape
+    if by_rows:
+        local_BL = tokens_BL - index * rows
+        owned_BL = (local_BL >= 0) & (local_BL < rows)
+        x_BLD = table[jnp.clip(local_BL, 0, rows - 1)].astype(dtype)
+        x_BLD = jnp.where(owned_BL[..., None], x_BLD, 0)
+        return lax.psum(x_BLD, axis_name) if dim is None else reduce_scatter(x_BLD, axis_name, dim)
     x_BLD = table[tokens_BL].astype(dtype)
-    n, width = lax.axis_size(axis_name), table.shape[1]
-    if dim == FEATURES:
+    if dim == FEATURES or (dim == ROWS and n == 1):
         return x_BLD
     if dim == ROWS:
-        if n == 1:
-            return x_BLD
         return lax.all_to_all(x_BLD, axis_name, split_axis=1, concat_axis=2, tiled=True)
     whole = pcast_varying(jnp.zeros((*tokens_BL.shape, n * width), dtype), (axis_name,))
-    start = lax.axis_index(axis_name) * width
-    return lax.psum(lax.dynamic_update_slice_in_dim(whole, x_BLD, start, 2), axis_name)
-
-
-def _look_up_rows(
-    table: jax.Array,
-    tokens_BL: jax.Array,
-    *,
-    table_spec: P,
-    dim: SplitDim | None,
-    axis_name: str,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    """Look up tokens: `V/tp D/fsdp`, `B L` -> `B L D`; `dim` -2 or -1 splits L or D over tp."""
-    table = gather_kernel(table, table_spec, keep=axis_name, dtype=None, like=tokens_BL)
-    rows = table.shape[0]
-    local_BL = tokens_BL - lax.axis_index(axis_name) * rows
-    owned_BL = (local_BL >= 0) & (local_BL < rows)
-    x_BLD = table[jnp.clip(local_BL, 0, rows - 1)].astype(dtype)
-    x_BLD = jnp.where(owned_BL[..., None], x_BLD, 0)
-    if dim is None:
-        return lax.psum(x_BLD, axis_name)
-    return reduce_scatter(x_BLD, axis_name, dim)
+    return lax.psum(lax.dynamic_update_slice_in_dim(whole, x_BLD, index * width, 2), axis_name)
 
 
 class Attention(nnx.Module):

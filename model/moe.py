@@ -57,7 +57,7 @@ class MoEReport:
 
 
 class _RouterInputs(NamedTuple):
-    """What the body of a layer routes by; or the PartitionSpecs."""
+    """Arrays by which a layer routes its tokens, or their PartitionSpecs."""
 
     logits_BLE: Any
     valid_BL: Any
@@ -67,8 +67,8 @@ class _RouterInputs(NamedTuple):
 class Router(ParallelLinear):
     """Replicated float32 linear from tokens to the logits of the router, `... D` -> `... E`.
 
-    Its bias (E,) moves the choice of experts, not the logits: `route` adds it. It has no gradient;
-    `with_updated_bias` changes it.
+    `route` adds its bias (E,) to the scores that choose experts; the logits do not contain it. The
+    bias has no gradient; `with_updated_bias` changes it.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):

@@ -55,7 +55,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def collectives(compiled_text: str) -> Counter[str]:
-    """How often each collective occurs in a compiled program."""
+    """Return the number of occurrences of each collective in a compiled program."""
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     return Counter(re.findall(rf" ({names})(?:-start)?\(", compiled_text))
 

@@ -42,7 +42,7 @@ def test_an_operation_of_the_documents_is_registered(name: str) -> None:
     assert name in OperationRegistry.list_implementations()
 
 
-# What metadata holds if only a mesh is given: attribute, value.
+# Metadata of a mesh alone: attribute, value.
 METADATA_DEFAULTS = [
     ("runtime_dtype", jnp.float32),
     ("runtime_softmax_dtype", jnp.float32),
@@ -70,7 +70,7 @@ def test_a_setting_that_is_not_given_takes_its_default(name, value) -> None:
     assert filled.partition_manager == PartitionManager(PartitionAxis(), on)
 
 
-# What metadata reads from a configuration: attribute there, its value, attribute here, value.
+# Metadata read from a configuration: attribute there, its value, attribute here, value.
 FROM_CONFIG = [
     ("attn_dtype", "bfloat16", "runtime_dtype", jnp.bfloat16),
     ("dtype", "bfloat16", "runtime_dtype", jnp.bfloat16),

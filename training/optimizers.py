@@ -104,7 +104,7 @@ def make_optimizer(
     """Return the configured optimizer behind clipping by global norm.
 
     `update` takes a scalar `is_good`. Where it is false, the state stays as it was and the updates
-    are meaningless. It also takes `norm`, the global norm of the gradients; None computes it.
+    are meaningless.
 
     Raises:
         ValueError: unknown name or options.
@@ -113,29 +113,9 @@ def make_optimizer(
     entry = OPTIMIZERS[config.name]
     optimizer = entry.factory(config, schedule, **config.options)
     # identity keeps the structure of the state the same without clipping.
-    limit = config.clip_norm
-    clip = optax.identity() if limit is None else clip_by_norm(limit)
+    no_clip = config.clip_norm is None
+    clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
     return optax.chain(clip, optimizer if entry.obeys_is_good else keep_if_bad(optimizer))
-
-
-def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.clip_by_global_norm` that takes the norm, which the step needs as a metric too.
-
-    A second computation of the norm would reduce over all devices again.
-    """
-
-    def update(
-        grads: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any
-    ) -> tuple[Any, Any]:
-        norm = optax.tree.norm(grads) if norm is None else norm
-
-        def clip(grad: jax.Array) -> jax.Array:
-            scaled = (grad / norm.astype(grad.dtype)) * limit
-            return jnp.where(norm < limit, grad, scaled)
-
-        return jax.tree.map(clip, grads), state
-
-    return optax.GradientTransformationExtraArgs(optax.clip_by_global_norm(limit).init, update)
 
 
 def keep_if_bad(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

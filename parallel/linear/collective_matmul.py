@@ -85,7 +85,7 @@ class BlockedProduct:
     """
 
     results: list[Any]
-    """What the epilogue returned, by block."""
+    """Results of the epilogue, by block."""
     pullback: Callable[[list[jax.Array]], tuple[jax.Array, jax.Array]]
     """Maps dy by block to (dx_shard in the dtype of x, dw_shard in float32)."""
     ring: Ring | None = None

@@ -1,4 +1,4 @@
-"""How a dense layer of flax multiplies: its parameters, dtype and precision."""
+"""Dense layers of flax: their parameters, and the dtype and precision of their matmul."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -17,6 +17,7 @@ from rings import collectives, equations, place, primitives, ring
 
 from parallel.linear.collective_matmul import (
     gather_matmul,
+    gather_matmul_blocks,
     gather_matmul_scatter,
     matmul_scatter,
 )
@@ -405,6 +406,29 @@ def test_split_refuses_what_has_no_halves(kind) -> None:
         args = [place(mesh, s, np.ones(shapes[s]) if s in shapes else x) for s in specs]
         with pytest.raises(ValueError, match=r"overlap split .* use an even size there"):
             jax.eval_shape(island, *args)
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("kind", DIMS)
+def test_blocks_and_their_pullback_equal_a_matmul(kind, overlap) -> None:
+    x, w, dy = (np.random.default_rng(0).normal(size=s) for s in [(8, 16), (16, 12), (8, 12)])
+    mesh, x_spec = ring(4), activations(DIMS[kind], 2)
+
+    def body(x, w, dy):
+        product = gather_matmul_blocks(
+            x, w, jnp.negative, axis_name="ring", dim=DIMS[kind], overlap=overlap
+        )
+        return product.unshard(product.results), *product.pullback(product.shard(dy))
+
+    specs = (x_spec, COLUMNS, COLUMNS)
+    with jax.set_mesh(mesh):
+        args = [
+            place(mesh, s, y.astype(np.float32)) for s, y in zip(specs, (x, w, dy), strict=True)
+        ]
+        outs = (COLUMNS, x_spec, COLUMNS)
+        got = jax.jit(jax.shard_map(body, in_specs=specs, out_specs=outs))(*args)
+    for y, want in zip(got, (-x @ w, dy @ w.T, x.T @ dy), strict=True):
+        close(y, want)
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
