@@ -2,7 +2,7 @@
 
 from model.families.base import Family, register
 from model.families.rope import Rope
-from model.families.rules import Only, dimensions
+from model.families.rules import Bias, Only, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 LLAMA = register(
@@ -13,8 +13,8 @@ LLAMA = register(
             *dimensions(eps=1e-6),
             Rope(),
             Only("hidden_act", ("silu",)),
-            Only("attention_bias", (False,)),
-            Only("mlp_bias", (False,)),
+            Bias("attention_bias", ("qkv", "o")),
+            Bias("mlp_bias", ("mlp",)),
         ),
         fields={},
         tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),

@@ -12,11 +12,10 @@ PHI3 = register(
         model_type="phi3",
         rules=(
             *dimensions(eps=1e-5),
-            Rope(),
+            Rope(partial=1.0),
             LayerTypes(every_layer, listed=False),
             Only("hidden_act", ("silu",)),
             Only("attention_bias", (False,)),
-            Only("partial_rotary_factor", (1.0,)),
         ),
         fields={},
         tensors=(

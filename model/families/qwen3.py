@@ -3,6 +3,7 @@
 from model.families.base import Family, register
 from model.families.rope import Rope
 from model.families.rules import (
+    Bias,
     DenseLayers,
     Key,
     LayerTypes,
@@ -28,7 +29,7 @@ QWEN3 = register(
                 others=("max_window_layers",),
             ),
             Only("hidden_act", ("silu",)),
-            Only("attention_bias", (False,)),
+            Bias("attention_bias", ("qkv", "o")),
         ),
         fields={"qk_norm": True},
         tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),
@@ -49,7 +50,7 @@ QWEN3_MOE = register(
                 others=("max_window_layers",),
             ),
             Only("hidden_act", ("silu",)),
-            Only("attention_bias", (False,)),
+            Bias("attention_bias", ("qkv", "o")),
             Key("num_experts", "moe.num_experts", 128, other="num_local_experts"),
             Key("num_experts_per_tok", "moe.num_experts_per_tok", 8),
             Key("moe_intermediate_size", "moe.moe_intermediate_size", 768),

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model.config import LayerType, ModelConfig
+from model.config import BiasGroup, ModelConfig
 from model.families.base import FamilyError, Fields, Keys, Rule, get_field
+from model.segments import LayerType
 
 _REQUIRED = object()
 Default = Callable[[Keys], Any]
@@ -105,13 +106,12 @@ class Only:
 class Named:
     """A key whose values have other names in our configuration, such as activations.
 
-    values: (Hugging Face's name, ours); the first of several equal ones is written.
+    values: (Hugging Face's name, ours), the default first; the first of equal ones is written.
     """
 
     name: str
     field: str
     values: tuple[tuple[Any, Any], ...]
-    default: Any
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Named:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set the field to our name. Raises: FamilyError for another value."""
-        value = keys.get(self.name, self.default)
+        value = keys.get(self.name, self.values[0][0])
         for theirs, ours in self.values:
             if value == theirs:
                 fields[self.field] = ours
@@ -207,8 +207,7 @@ class LayerTypes:
                 "config.json: layer_types has sliding_attention, but there is no sliding_window; "
                 f"set it{f' and {self.switch}' if self.switch else ''}"
             )
-        period = next(n for n in range(1, count + 1) if types[n:] == types[: count - n])
-        fields["layer_types"] = types[:period]
+        fields["layer_types"] = types[: _period(types)]
         fields["sliding_window"] = window if has_window else None
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
@@ -218,6 +217,79 @@ class LayerTypes:
             keys["layer_types"] = list(model.layer_kinds)
         if self.switch:
             keys[self.switch] = model.sliding_window is not None
+
+
+@dataclass(frozen=True)
+class Bias:
+    """A key that gives some groups of linears a bias. default: value where it is absent."""
+
+    name: str
+    groups: tuple[BiasGroup, ...]
+    default: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The key."""
+        return (self.name,)
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Add the groups to the biases."""
+        if keys.get(self.name, self.default):
+            fields["biases"] = (*fields.get("biases", ()), *self.groups)
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write whether all groups have a bias."""
+        keys[self.name] = set(self.groups) <= set(model.biases)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Keys that this family does not read."""
+
+    names: tuple[str, ...]
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Do nothing."""
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write nothing."""
+
+
+@dataclass(frozen=True)
+class ScaledEmbedding:
+    """Embeddings times the square root of their width, without a key (Gemma)."""
+
+    names: tuple[str, ...] = ()
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Set the factor."""
+        fields["embedding_multiplier"] = float(fields["hidden_size"]) ** 0.5
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write nothing."""
+
+
+@dataclass(frozen=True)
+class NoRopeLayers:
+    """`no_rope_layers`: 1 for a layer with rope, 0 for one without (SmolLM3)."""
+
+    names: tuple[str, ...] = ("no_rope_layers", "no_rope_layer_interval")
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Set rope_layers."""
+        count, every = keys["num_hidden_layers"], keys.get("no_rope_layer_interval", 4)
+        listed = keys.get("no_rope_layers") or [(n + 1) % every != 0 for n in range(count)]
+        has_rope = tuple(map(bool, listed[:count]))
+        fields["rope_layers"] = has_rope[: _period(has_rope)]
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write the list in full."""
+        keys["no_rope_layers"] = list(map(int, model.has_rope))
+
+
+def _period(values: tuple[Any, ...]) -> int:
+    """Return the length of the shortest start of a list that, repeated, gives the list."""
+    return next(n for n in range(1, len(values) + 1) if values[n:] == values[: len(values) - n])
 
 
 @dataclass(frozen=True)
