@@ -3,11 +3,12 @@
 import hashlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
+import jax
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
@@ -16,7 +17,7 @@ from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
-from training.step import TrainState
+from training.step import TrainState, init_ema
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -58,9 +59,9 @@ class ResumePoint:
         entry = {key: record[key] for key in keys if key in record}
         return cls(
             step,
-            tuple((first, last) for first, last in record["skipped"]),
-            tuple(record["pending"]),
-            (*record["lineage"], entry),
+            tuple((first, last) for first, last in record.get("skipped", ())),
+            tuple(record.get("pending", ())),
+            (*record.get("lineage", ()), entry),
             record.get("goodput", {}),
         )
 
@@ -121,6 +122,20 @@ class Resumer:
                     ) from error
             point = self.find_again()
 
+    def first_state(self, init: Callable[[], TrainState]) -> TrainState:
+        """Return a fresh state; its parameters are those of checkpoint 0, if there is one.
+
+        Raises: CheckpointError if that cannot be read.
+        """
+        state = init()
+        if 0 not in self.checkpoints.steps:
+            return state
+        state = replace(state, params=None)  # frees the memory
+        params = self.checkpoints.restore_params(0, self.abstract_state)
+        return replace(
+            state, params=params, ema=None if state.ema is None else jax.jit(init_ema)(params)
+        )
+
     def _search(self) -> ResumePoint:
         checkpoints = self.checkpoints
         while (step := checkpoints.latest_step) is not None:
@@ -151,6 +166,8 @@ class Resumer:
                 f"training.steps={self.steps}, but the run directory already holds step {step}; "
                 "raise training.steps, or give another run.dir"
             )
+        if not step:  # no batch has been read
+            return
         order = self.dataset.order(batch_number(step, record["skipped"]))
         if record["order"] != order:
             raise ValueError(
@@ -187,6 +204,19 @@ def describe_process(
         "processes": num_processes,
         "versions": library_versions(),
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def first_record(process: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a checkpoint from which training starts; no data has been read."""
+    return {
+        **process,
+        "from_step": 0,
+        "lineage": [],
+        "skipped": [],
+        "pending": [],
+        "order": {"sources": {}},
+        "order_hash": "",
     }
 
 

@@ -168,7 +168,7 @@ class Trainer:
         begin, memory = time.perf_counter(), peak_memory()
         self.group.set_phase("the first state")
         if not self.resume_point.step:
-            state = jax.block_until_ready(self.program.init())
+            state = jax.block_until_ready(self.resumer.first_state(self.program.init))
             log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
         else:
             self.resume_point, state = self.resumer.restore(self.resume_point)

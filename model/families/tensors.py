@@ -93,11 +93,11 @@ def find_pieces(
     table: Sequence[Entry],
     leaves: Mapping[str, Shape],
     config: ModelConfig,
-    exists: Callable[[str], bool] | None = None,
+    exists: Callable[[Piece], bool] | None = None,
 ) -> dict[str, list[Piece]]:
     """Return the pieces of every array, by path; an empty list where the table has no entry.
 
-    leaves: shapes of our arrays by dotted path. exists: whether there is a tensor of this name. If
+    leaves: shapes of our arrays by dotted path. exists: whether there is the tensor of a piece. If
     the table has several spellings of an array, the first one that exists is taken, else the first.
     """
     found: dict[str, list[Piece]] = {}
@@ -110,7 +110,7 @@ def find_pieces(
         ]
         chosen = spellings[:1]
         if exists is not None:
-            chosen = [pieces for pieces in spellings if exists(pieces[0].name)][:1] or chosen
+            chosen = [pieces for pieces in spellings if exists(pieces[0])][:1] or chosen
         found[path] = chosen[0] if chosen else []
     return found
 

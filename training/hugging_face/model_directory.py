@@ -126,7 +126,9 @@ class ModelDirectory:
         Raises:
             FamilyError: tensors that are missing, unknown, or of another shape, by name.
         """
-        found = find_pieces(self.family.tensors, leaves, config, self.names.__contains__)
+        found = find_pieces(
+            self.family.tensors, leaves, config, lambda piece: piece.name in self.names
+        )
         problems = []
         if unnamed := [path for path, pieces in found.items() if not pieces]:
             problems.append(f"{self.family.architecture} has no tensor for {_few(unnamed)}")
