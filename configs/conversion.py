@@ -1,7 +1,7 @@
 """Conversion of Hugging Face model directories into run directories, and back."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,20 +89,20 @@ def import_model(
     group.barrier("empty")
     devices, notice = open_devices(config)
     program = build_program(config, devices)
-    abstract = program.abstract_state.params
-    source = describe_source(directory, config.model, _shapes(abstract))
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(program.tp.manager.mesh))
+        abstract = program.abstract_state.params
+        source = describe_source(directory, config.model, _shapes(abstract))
+        if group.is_primary:
+            num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+            stack.enter_context(locked_run(run, num_bytes, group))
+        params = read_parameters(directory, config.model, abstract, progress)
+        _save(run, config, program, params, group)
+        if group.is_primary:
+            copy_companions(directory, run)
+            source.save(run)
+            replace_text(run / "config.yaml", dump_config(config))
     has_tokenizer = (directory / TOKENIZER_FILE).is_file()
-    if not group.is_primary:
-        params = read_parameters(directory, config.model, abstract, progress)
-        _save(run, config, program, params, group)
-        return Imported(_local_bytes(params), has_tokenizer, notice)
-    with locked_run(run, num_bytes, group):
-        params = read_parameters(directory, config.model, abstract, progress)
-        _save(run, config, program, params, group)
-        copy_companions(directory, run)
-        source.save(run)
-        replace_text(run / "config.yaml", dump_config(config))
     return Imported(_local_bytes(params), has_tokenizer, notice)
 
 
@@ -110,7 +110,8 @@ def _save(run: Path, config: Config, program: Program, params: Any, group: Proce
     """Save the parameters as checkpoint 0, and wait until they are on disk."""
     mesh = program.tp.manager.mesh.shape
     process = describe_process(dump_config(config), mesh, group.num_processes)
-    with closing(Checkpoints(run / "checkpoints", config.checkpoint, group=group)) as checkpoints:
+    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, group=group)
+    with contextlib.closing(checkpoints):
         checkpoints.save({"params": params}, 0, first_record(process))
         checkpoints.finish_last()
 

@@ -51,7 +51,8 @@ class ProgressBar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        if self._is_live:
+            self._bar.stop()
 
     def update(self, done: int, total: int) -> None:
         """Show bytes done and bytes in all."""

@@ -132,6 +132,7 @@ class Resumer:
             return state
         state = replace(state, params=None)  # frees the memory
         params = self.checkpoints.restore_params(0, self.abstract_state)
+        log.info("parameters of checkpoint 0 loaded")
         return replace(
             state, params=params, ema=None if state.ema is None else jax.jit(init_ema)(params)
         )
