@@ -31,14 +31,18 @@ from parallel.linear.linear import Initializer, named_rngs
 from parallel.linear.ring import Ring, all_gather, reduce_scatter
 from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
 from parallel.sharding.axes import (
+    ExpertColumnBias,
     ExpertColumnWise,
     ExpertColumnWiseAlt,
+    ExpertRowBias,
     ExpertRowWise,
     ExpertRowWiseAlt,
+    UnifiedExpertColumnBias,
     UnifiedExpertColumnWise,
+    UnifiedExpertRowBias,
     UnifiedExpertRowWise,
 )
-from parallel.sharding.specs import ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
+from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
 
 EXPERT_AXES: Mapping[ExpertRule, tuple[Any, Any]] = {
     "split": (ExpertColumnWise, ExpertRowWise),
@@ -47,63 +51,90 @@ EXPERT_AXES: Mapping[ExpertRule, tuple[Any, Any]] = {
 }
 """Semantic axes of (column, row) kernels by rule."""
 
+EXPERT_BIAS_AXES: Mapping[ExpertRule, tuple[Any, Any]] = {
+    "split": (ExpertColumnBias, ExpertRowBias),
+    "alt": (ExpertColumnBias, ExpertRowBias),
+    "unified": (UnifiedExpertColumnBias, UnifiedExpertRowBias),
+}
+"""Semantic axes of (column, row) biases by rule."""
+
 SAVED_NAMES = ("expert_rows", "expert_product", "expert_results")
 """`checkpoint_name`s of arrays that remat should save: recomputing them repeats a matmul or an
 exchange."""
 
 
 class _ExpertLinear(nnx.Module):
-    """Kernels `E in out` of all experts, one per output.
+    """Kernels `E in out` of all experts, one per output, and biases `E out`, which start at zero.
 
-    out_features: as in `ParallelLinear`, a width or a mapping from name to width.
+    out_features: as in `ParallelLinear`, a width or a mapping from name to width. use_bias: whether
+    there are biases.
     """
 
     is_column: bool
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # the arguments of ParallelLinear, and those of experts
         self,
         num_experts: int,
         in_features: int,
         out_features: int | Mapping[str, int],
         *,
+        use_bias: bool = False,
         rule: ExpertRule = "split",
         param_dtype: jax.typing.DTypeLike = jnp.float32,
         kernel_init: Initializer,
         parallel_config: TensorParallelConfig,
         rngs: nnx.Rngs,
     ):
-        axes = EXPERT_AXES[rule][0 if self.is_column else 1]
+        side = 0 if self.is_column else 1
+        axes, bias_axes = EXPERT_AXES[rule][side], EXPERT_BIAS_AXES[rule][side]
         widths = {"": out_features} if isinstance(out_features, int) else dict(out_features)
-        self.axes, self.parallel_config = axes, parallel_config
+        self.axes, self.bias_axes, self.parallel_config = axes, bias_axes, parallel_config
         self.output_names = tuple(widths)
-        kernels = {}
+        dtype, resolve = jnp.dtype(param_dtype), parallel_config.manager.resolve
+        kernels, biases = {}, {}
         for name, width in widths.items():
             shape = (num_experts, in_features, width)
-            spec = parallel_config.manager.resolve(axes, shape=shape, name="expert kernel")
+            spec = resolve(axes, shape=shape, name="expert kernel")
             stream = named_rngs(rngs, name) if name else rngs
-            kernel = kernel_init(stream.params(), shape, jnp.dtype(param_dtype), out_sharding=spec)
+            kernel = kernel_init(stream.params(), shape, dtype, out_sharding=spec)
             kernels[name] = nnx.Param(kernel, semantic_axes=axes)
-        self.kernel = kernels[""] if isinstance(out_features, int) else nnx.Dict(kernels)
+            if use_bias:
+                bias = jnp.zeros((num_experts, width), dtype, out_sharding=resolve(bias_axes))
+                biases[name] = nnx.Param(bias, semantic_axes=bias_axes)
+        is_single = isinstance(out_features, int)
+        self.kernel: Any = kernels[""] if is_single else nnx.Dict(kernels)
+        self.bias: Any = None if not biases else biases[""] if is_single else nnx.Dict(biases)
 
     def kernels(self) -> list[jax.Array]:
         """Return one array `E in out` per output, in the order of `out_features`."""
-        if isinstance(self.kernel, nnx.Param):
-            return [self.kernel[...]]
-        return [self.kernel[name][...] for name in self.output_names]
+        return self._arrays_of(self.kernel)
+
+    def _arrays_of(self, parameter: Any) -> list[jax.Array]:
+        if parameter is None:
+            return []
+        if isinstance(parameter, nnx.Param):
+            return [parameter[...]]
+        return [parameter[name][...] for name in self.output_names]
 
     def kernels_for(self, x: jax.Array) -> tuple[P, list[jax.Array]]:
         """Return the kernels, and their spec, as they enter a shard_map together with `x`."""
         spec, config = self.parallel_config.manager.resolve(self.axes), self.parallel_config
         return params_for_shard_map(self.kernels(), spec, x, config.axis_name)
 
+    def biases_for(self, x: jax.Array) -> tuple[P, list[jax.Array]]:
+        """Return the biases, none if there are none, and their spec, as `kernels_for` does."""
+        spec, config = self.parallel_config.manager.resolve(self.bias_axes), self.parallel_config
+        return params_for_shard_map(self._arrays_of(self.bias), spec, x, config.axis_name)
+
     def _run(self, x: jax.Array, groups: RowGroups, out_spec: P, impl: str) -> list[jax.Array]:
         """Multiply local rows in a shard_map; one array laid out as `out_spec` per kernel."""
         config, spec = self.parallel_config, jax.typeof(x).sharding.spec
         tokens = spec if self.is_column else out_spec
         kernel_spec, kernels = self.kernels_for(x)
+        bias_spec, biases = self.biases_for(x)
         body = partial(
             _linear_body,
-            kernel_spec=kernel_spec,
+            specs=(kernel_spec, bias_spec),
             is_column=self.is_column,
             spec=ExpertLinearSpec(
                 axis_name=config.axis_name,
@@ -115,10 +146,10 @@ class _ExpertLinear(nnx.Module):
         island = jax.shard_map(
             body,
             mesh=config.manager.mesh,
-            in_specs=(spec, P(tokens[0]), kernel_spec),
+            in_specs=(spec, P(tokens[0]), kernel_spec, bias_spec),
             out_specs=out_spec,
         )
-        return island(x, groups, kernels)
+        return island(x, groups, kernels, biases)
 
 
 class ExpertColumnParallelLinear(_ExpertLinear):
@@ -228,29 +259,37 @@ class ExpertKernels:
     """Kernels of this device's experts: `e D F/tp` each for `column`, `e F/tp D` for `row`.
 
     Outside of shard_map, a tree of their PartitionSpecs.
-    activation: elementwise, from the products with `column` to the input of `row`.
+    activation: elementwise, from the products with `column` to the input of `row`. column_biases,
+    row_biases: `e F/tp` each and `e D`, or empty.
     """
 
     column: tuple[Any, ...]
     row: Any
     activation: Callable[..., jax.Array] = field(metadata={"static": True})
+    column_biases: tuple[Any, ...] = ()
+    row_biases: tuple[Any, ...] = ()
 
 
 def _linear_body(
     x: jax.Array,
     groups: RowGroups,
     kernels: list[jax.Array],
+    biases: list[jax.Array],
     *,
-    kernel_spec: P,
+    specs: tuple[P, P],
     is_column: bool,
     spec: ExpertLinearSpec,
 ) -> list[jax.Array]:
-    """Apply a linear to local rows `R D` or `R F/tp` and kernels `E/ep in out`, split over fsdp."""
-    keep = (spec.axis_name, *mesh_axes_of(kernel_spec[0]))
-    whole = [gather_kernel(w, kernel_spec, keep=keep, dtype=x.dtype, like=x) for w in kernels]
+    """Apply a linear to local rows `R D` or `R F/tp` and kernels `E/ep in out`, split over fsdp.
+
+    specs: layouts of kernels and of biases.
+    """
+    keep = (spec.axis_name, *mesh_axes_of(specs[0][0]))
+    gather = partial(gather_kernel, keep=keep, dtype=x.dtype, like=x)
+    whole, biases = [gather(w, specs[0]) for w in kernels], [gather(b, specs[1]) for b in biases]
     if is_column:
-        return column_products(x, groups, whole, spec)
-    y = row_product(x, groups, whole[0], spec)
+        return column_products(x, groups, whole, spec, biases)
+    y = row_product(x, groups, whole[0], spec, biases)
     return [lax.psum(y, spec.axis_name) if spec.split_dim is None else y]
 
 
@@ -265,31 +304,42 @@ def expert_mlp(
     """
     ring = spec.ring()
     if ring is None or spec.split_dim != ROWS:
-        hidden = _activated(column_products(rows, groups, kernels.column, spec), kernels)
-        return row_product(hidden, groups, kernels.row, spec)
+        products = column_products(rows, groups, kernels.column, spec, kernels.column_biases)
+        hidden = _activated(products, kernels)
+        return row_product(hidden, groups, kernels.row, spec, kernels.row_biases)
     # Blocks stay in the order of arrival, and both rings run at the same time.
     groups_n = _groups_of_blocks(groups, ring, spec)
 
     def work(position: int, block: jax.Array) -> tuple[jax.Array, RowGroups]:
         own = groups_n[position]
-        return _activated(_products(block, own, kernels.column, spec), kernels), own
+        products = _products(block, own, kernels.column, spec)
+        return _activated(_add_biases(products, kernels.column_biases, own), kernels), own
 
     def term(hidden: tuple[jax.Array, RowGroups]) -> jax.Array:
         return _products(hidden[0], hidden[1], [kernels.row], spec)[0]
 
-    return ring.gather_scatter(rows, work, term, dim=0)[2]
+    y = ring.gather_scatter(rows, work, term, dim=0)[2]
+    return _add_biases([y], kernels.row_biases, groups)[0]
 
 
 def column_products(
-    rows: jax.Array, groups: RowGroups, kernels: Sequence[jax.Array], spec: ExpertLinearSpec
+    rows: jax.Array,
+    groups: RowGroups,
+    kernels: Sequence[jax.Array],
+    spec: ExpertLinearSpec,
+    biases: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
-    """Gather rows over tp and multiply by each kernel: `R/tp D`, `R D/tp` or `R D` -> `R F/tp`."""
+    """Gather rows over tp and multiply by each kernel: `R/tp D`, `R D/tp` or `R D` -> `R F/tp`.
+
+    biases: one `e F/tp` per kernel, or empty.
+    """
     axis, ring = spec.axis_name, spec.ring()
     if spec.split_dim == ROWS and lax.axis_size(axis) > 1:
         groups_n = _groups_of_blocks(groups, ring, spec)
 
         def products(position: int, block: jax.Array) -> list[jax.Array]:
-            return _products(block, groups_n[position], kernels, spec)
+            own = groups_n[position]
+            return _add_biases(_products(block, own, kernels, spec), biases, own)
 
         if ring is not None:
             parts = ring.gather(rows, products, 0)[1]
@@ -299,7 +349,7 @@ def column_products(
         return [jnp.concatenate(blocks) for blocks in zip(*parts, strict=True)]
     if spec.split_dim is None or ring is None:
         whole = rows if spec.split_dim is None else all_gather(rows, axis, -1)
-        return _products(whole, groups, kernels, spec)
+        return _add_biases(_products(whole, groups, kernels, spec), biases, groups)
     shards = [ring.shard(w, 1) for w in kernels]
 
     def terms(position: int, block: jax.Array) -> list[jax.Array]:
@@ -307,13 +357,34 @@ def column_products(
         return [y.astype(jnp.float32) for y in products]
 
     parts = ring.gather(rows, terms, -1)[1]
-    return [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
+    sums = [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
+    return _add_biases(sums, biases, groups)
 
 
 def row_product(
+    hidden: jax.Array,
+    groups: RowGroups,
+    kernel: jax.Array,
+    spec: ExpertLinearSpec,
+    biases: Sequence[jax.Array] = (),
+) -> jax.Array:
+    """Multiply `R F/tp` and reduce-scatter over tp: `R/tp D` or `R D/tp`; or `R D`, not summed.
+
+    biases: one `e D`, or empty. If the result is not summed, only the first device of tp adds it.
+    """
+    y = _row_sums(hidden, groups, kernel, spec)
+    rank, width = lax.axis_index(spec.axis_name), y.shape[-1]
+    if spec.split_dim == FEATURES:
+        biases = [lax.dynamic_slice_in_dim(b, rank * width, width, axis=1) for b in biases]
+    elif spec.split_dim is None:
+        biases = [jnp.where(rank == 0, b, 0) for b in biases]
+    return _add_biases([y], biases, groups)[0]
+
+
+def _row_sums(
     hidden: jax.Array, groups: RowGroups, kernel: jax.Array, spec: ExpertLinearSpec
 ) -> jax.Array:
-    """Multiply `R F/tp` and reduce-scatter over tp: `R/tp D` or `R D/tp`; or `R D`, not summed."""
+    """Compute `row_product` without biases."""
     axis, ring = spec.axis_name, spec.ring()
 
     def product(block: jax.Array, own: RowGroups, w: jax.Array) -> jax.Array:
@@ -342,6 +413,26 @@ def _products(
     rows: jax.Array, groups: RowGroups, kernels: Sequence[jax.Array], spec: ExpertLinearSpec
 ) -> list[jax.Array]:
     return [grouped_matmul(rows, w, groups, impl=spec.grouped_matmul) for w in kernels]
+
+
+def _add_biases(
+    products: Sequence[jax.Array], biases: Sequence[jax.Array], groups: RowGroups
+) -> list[jax.Array]:
+    """Add to each row of each product the bias of the row's group; empty `biases` add none."""
+    if not biases:
+        return list(products)
+    return [y + _bias_of_rows(b, groups, y.dtype) for y, b in zip(products, biases, strict=True)]
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def _bias_of_rows(bias_EF: jax.Array, groups: RowGroups, dtype: jnp.dtype) -> jax.Array:
+    """Return the bias of each row's group, `R F`; 0 for rows of no group.
+
+    A matmul with the one-hot groups: its gradient is one as well, where a gather would scatter. The
+    sum has one term, so it is exact. Recomputed in the backward pass instead of kept.
+    """
+    members_RE = groups.members_RE.astype(dtype)
+    return jnp.matmul(members_RE, bias_EF.astype(dtype), precision=lax.Precision.HIGHEST)
 
 
 def _groups_of_blocks(
