@@ -30,13 +30,9 @@ from model.load_balancing import (
 )
 from model.plan import ExecutionPlan
 from model.router import ROUTERS, check_router, route
-from parallel.experts.expert import (
-    ExpertColumnParallelLinear,
-    ExpertKernels,
-    ExpertLayerSpec,
-    ExpertRowParallelLinear,
-)
+from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
+from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import Initializer, ParallelLinear, named_rngs
 from parallel.linear.sharded_matmul import gather_kernel

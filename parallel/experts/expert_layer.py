@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallel.experts.exchange import PermuteAllToAll, RaggedAllToAll, all_to_all, num_devices
-from parallel.experts.expert import ExpertKernels, ExpertLayerSpec, expert_mlp
+from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec, expert_mlp
 from parallel.experts.permutation import Permutation, permute, sort_by_group, unpermute
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.ring import all_gather, pcast_varying, reduce_scatter
