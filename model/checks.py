@@ -12,7 +12,7 @@ def check_model(model: ModelConfig) -> None:
 
     Raises: ValueError with key path, value, rule and remedy.
     """
-    for message in (*_activation(model), *_biases(model), *_norms(model), *_rope(model)):
+    for message in (*_activation(model), *_linears(model), *_norms(model), *_rope(model)):
         raise ValueError(message)
 
 
@@ -34,8 +34,8 @@ def _activation(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def _biases(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with the groups of linears that have a bias."""
+def _linears(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with linears that are optional: biases and the shared-expert gate."""
     sparse, moe = model.sparse_layers, model.moe
     has_mlp = False in sparse or moe.num_shared_experts > 0
     absent: dict[BiasGroup, bool] = {
@@ -51,6 +51,11 @@ def _biases(model: ModelConfig) -> Iterator[str]:
                 f"model.biases lists {group}, but no layer of this model has such a linear; remove "
                 "it, or change model.moe"
             )
+    if moe.shared_expert_gate and not moe.num_shared_experts:
+        yield (
+            "model.moe.shared_expert_gate=true has no effect with model.moe.num_shared_experts=0; "
+            "set it, or remove shared_expert_gate"
+        )
 
 
 def _norms(model: ModelConfig) -> Iterator[str]:
