@@ -87,20 +87,21 @@ def from_hf(args: argparse.Namespace) -> None:
     except BaseException as error:
         group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], EXIT_FAILED)
         raise
-    if imported.notice:
-        print(imported.notice, file=sys.stderr)
-    if not imported.has_tokenizer:
+    if group.is_primary:
+        if imported.notice:
+            print(imported.notice, file=sys.stderr)
+        if not imported.has_tokenizer:
+            print(
+                f"warning: {directory} has no tokenizer.json; the run has data.tokenizer="
+                f"{config.data.tokenizer}",
+                file=sys.stderr,
+            )
         print(
-            f"warning: {directory} has no tokenizer.json; the run has data.tokenizer="
-            f"{config.data.tokenizer}",
-            file=sys.stderr,
+            f"{config.run.dir}: checkpoint 0 with {config.model.num_parameters:,} parameters in "
+            f"{time.perf_counter() - begin:.1f} s; peak host memory rose by "
+            f"{(peak_memory() - memory) / 1e6:,.0f} MB, of which parameters "
+            f"{imported.num_bytes / 1e6:,.0f} MB"
         )
-    print(
-        f"{config.run.dir}: checkpoint 0 with {config.model.num_parameters:,} parameters in "
-        f"{time.perf_counter() - begin:.1f} s; peak host memory rose by "
-        f"{(peak_memory() - memory) / 1e6:,.0f} MB, of which parameters "
-        f"{imported.num_bytes / 1e6:,.0f} MB"
-    )
     if group.num_processes > 1:
         jax.distributed.shutdown()
         group.close(0)

@@ -1,7 +1,9 @@
 """`scripts/convert.py` and its parts, on model directories made by hand."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from conftest import MESHES, ONE_DEVICE, ROOT, tensor_parallel
 from flax import nnx
 from hf_files import CONFIG, random_tensors, write_file, write_model
 from model_runs import abstract_model
+from process_groups import free_address
 from runs import run as train
 
 from configs.conversion import export_model
 from configs.runs import load_run
 from model.config import ModelConfig
 from model.families.quantization import Fp8Tensor, Mxfp4Tensor
+from training.checkpoint_tools import open_checkpoints
 from training.fingerprint import leaf_name
 from training.hugging_face import read as reading
 from training.hugging_face.model_directory import ModelDirectory
@@ -145,6 +149,29 @@ def test_a_round_trip_over_eight_devices_takes_padding_off(tmp_path) -> None:
     config = load_run(tmp_path / "run").config
     assert config.model.padded_vocab_size == 304
     export_model(tmp_path / "run", tmp_path / "out")
+    assert_bit_equal(tensors_of(tmp_path / "out"), random_tensors())
+
+
+@pytest.mark.slow
+def test_two_processes_import_what_one_does(imported, tmp_path) -> None:
+    source, run = imported
+    command = [sys.executable, str(ROOT / "scripts/convert.py"), "from-hf", str(source)]
+    command += [str(tmp_path / "run"), "mesh.tp=2", "mesh.ep=2", "run.compilation_cache=null"]
+    command += ["--coordinator", free_address(), "--num-processes", "2", "--process-id"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    started = [subprocess.Popen([*command, str(n)], env=environment) for n in range(2)]
+    assert [process.wait(600) for process in started] == [0, 0]
+    records = []
+    for directory in (run, tmp_path / "run"):
+        with open_checkpoints(directory) as checkpoints:
+            records.append(checkpoints.record(0))
+    ours, theirs = (
+        {name: value for name, value in record["fingerprints"].items() if "table" not in name}
+        for record in records
+    )
+    del ours["params.head.kernel"], theirs["params.head.kernel"]  # these have other padding
+    assert ours == theirs and len(ours) > 10
+    assert convert("to-hf", tmp_path / "run", tmp_path / "out") == 0
     assert_bit_equal(tensors_of(tmp_path / "out"), random_tensors())
 
 
