@@ -18,19 +18,17 @@ def check_model(model: ModelConfig) -> None:
 
 def _activation(model: ModelConfig) -> Iterator[str]:
     """Yield what is wrong with the activation of the MLPs."""
-    if model.hidden_act not in ACTIVATIONS:
-        yield (
-            f"model.hidden_act={model.hidden_act}: unknown activation; use one of "
-            f"{', '.join(ACTIVATIONS)}"
-        )
+    try:
+        takes_limit = ACTIVATIONS[model.hidden_act].takes_limit
+    except ValueError as error:
+        yield f"model.hidden_act: {error}"
         return
-    takes_limit = ACTIVATIONS[model.hidden_act].takes_limit
     if takes_limit and model.swiglu_limit is None:
         yield f"model.hidden_act={model.hidden_act} needs model.swiglu_limit; set it, e.g. to 7.0"
     if not takes_limit and model.swiglu_limit is not None:
         yield (
             f"model.swiglu_limit={model.swiglu_limit} has no effect with model.hidden_act="
-            f"{model.hidden_act}; remove it, or use hidden_act=clamped_swiglu"
+            f"{model.hidden_act}; remove it, or use model.hidden_act=clamped_swiglu"
         )
 
 

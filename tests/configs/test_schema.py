@@ -52,7 +52,7 @@ REFUSALS = {
     "model.layer_types=full_attention": "model.layer_types='full_attention': expected a list",
     "model.swiglu_limit=7.0": "model.swiglu_limit=7.0 has no effect with model.hidden_act=silu",
     "model.hidden_act=clamped_swiglu": "model.hidden_act=clamped_swiglu needs model.swiglu_limit",
-    "model.hidden_act=relu": "model.hidden_act=relu: unknown activation; use one of silu, gelu_t",
+    "model.hidden_act=relu": "model.hidden_act: unknown activation 'relu'; use one of silu, g",
     "model.biases=[qkv,qkv]": "model.biases lists qkv twice; remove one",
     "model.biases=[experts]": "model.biases lists experts, but no layer of this model has su",
     "model.biases=qkv": "model.biases='qkv': expected a list",
