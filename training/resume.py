@@ -16,6 +16,8 @@ from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
+from training.optimizers import OptimizerConfig
+from training.schedules import describe_change
 from training.step import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -126,6 +128,11 @@ class Resumer:
         while (step := checkpoints.latest_step) is not None:
             try:
                 record = checkpoints.record(step)
+                if "order" not in record:
+                    raise ValueError(
+                        f"run.dir: checkpoint {step} holds parameters only, and no run that could "
+                        "continue; give another run.dir, and this one as training.init_from"
+                    )
                 self._check(record, step)
                 checkpoints.check(step, self.abstract_state)
                 return ResumePoint.from_record(record, step)
@@ -211,9 +218,10 @@ def make_record(
 
 
 def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
-    """Log the keys whose values differ from the configuration of a checkpoint."""
+    """Log the keys whose values differ from those of a checkpoint, and another learning rate."""
     yaml = YAML(typ="safe", pure=True)
-    before, now = (flatten(yaml.load(text)) for text in (record["config"], resolved_config))
+    trees = [yaml.load(text) for text in (record["config"], resolved_config)]
+    before, now = map(flatten, trees)
     changed = [
         f"{key} {before.get(key)!r} -> {value!r}"
         for key, value in now.items()
@@ -221,6 +229,12 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     ]
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
+    then, here = (
+        (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])
+        for tree in trees
+    )
+    if line := describe_change(then, here, record["step"]):
+        log.info("%s", line)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
