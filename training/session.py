@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from data.pipeline import Dataset
+from data.tokenizers.base import save_tokenizer
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from training.agreement import StepCoordinator
@@ -84,7 +85,7 @@ def open_run(
         start = _find_start(resumer, program, settings, directory)
         if group.is_primary:
             replace_text(directory / "config.yaml", settings.resolved_config)
-            dataset.tokenizer.save(directory / "tokenizer.json")
+            save_tokenizer(dataset.tokenizer, directory)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
