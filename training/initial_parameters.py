@@ -15,11 +15,14 @@ import jax
 from ruamel.yaml import YAML
 
 from model.config import ModelConfig
+from model.families.base import FamilyError
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError, Leaves, read_record
 from training.fingerprint import leaf_name
+from training.hugging_face.model_directory import CONFIG, ModelDirectory
+from training.hugging_face.read import read_parameters
 from training.logs import log
 from training.resume import flatten
 from training.step import Program, TrainState
@@ -46,6 +49,11 @@ SHAPE_KEYS = (
     "moe.decoder_sparse_step",
     "moe.bias_update_speed",
     "moe.router_bias",
+    "moe.shared_expert_gate",
+    "biases",
+    "norm_placement",
+    "qk_norm_across_heads",
+    "rope_layers",
 )
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -112,9 +120,46 @@ class CheckpointParameters:
                 raise CheckpointError(f"{_KEY}: {error}; name another checkpoint") from error
 
 
-def open_initial_parameters(
-    path: str, program: Program, run_directory: Path, group: ProcessGroup
-) -> InitialParameters:
+@dataclass(frozen=True)
+class HuggingFaceParameters:
+    """The parameters of a Hugging Face model directory."""
+
+    source: ModelDirectory
+    config: ModelConfig
+    """The model of this run."""
+
+    @property
+    def description(self) -> str:
+        """The directory."""
+        return str(self.source.path)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The keys that config.json decides. Raises: ValueError for an unsupported model."""
+        return json.loads(json.dumps(self.source.read_fields()))
+
+    def find_problem(self, shapes: Shapes) -> str | None:
+        """Return which tensors are missing, unknown, or of another shape."""
+        try:
+            self.source.find_pieces(self.config, shapes)
+        except FamilyError as error:
+            return str(error)
+        return None
+
+    def read(self, abstract_state: TrainState) -> Any:
+        """Return the parameters in the dtypes of `abstract_state`."""
+        return read_parameters(self.source.path, self.config, abstract_state.params)
+
+
+def check_is_elsewhere(path: str, run_directory: Path) -> None:
+    """Raise ValueError if `training.init_from` names the run itself."""
+    if Path(path).expanduser().resolve().is_relative_to(run_directory.resolve()):
+        raise ValueError(
+            f"{_KEY}={path} is run.dir itself, which the run overwrites; give another run.dir"
+        )
+
+
+def open_initial_parameters(path: str, program: Program, group: ProcessGroup) -> InitialParameters:
     """Find the parameters that `training.init_from` names, and log how their model differs.
 
     No array is read. Communication: process 0 chooses the checkpoint and broadcasts its step.
@@ -123,11 +168,12 @@ def open_initial_parameters(
         ValueError: there are none, they cannot be read, or they do not fit the model of this run.
     """
     folder = Path(path).expanduser()
-    if folder.resolve().is_relative_to(run_directory.resolve()):
-        raise ValueError(
-            f"{_KEY}={path} is run.dir itself, which the run overwrites; give another run.dir"
-        )
-    found = _open_checkpoint(folder, group)
+    is_model = (folder / CONFIG).is_file() and not (folder / "checkpoints").is_dir()
+    found: InitialParameters = (
+        HuggingFaceParameters(ModelDirectory(folder), program.config)
+        if is_model
+        else _open_checkpoint(folder, group)
+    )
     different = _different_keys(found.model, program.config)
     paths = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
     if problem := found.find_problem({leaf_name(path): leaf.shape for path, leaf in paths}):
@@ -176,6 +222,6 @@ def _find_step(path: Path, folder: Path, asked: int | None) -> int:
     if not found or asked not in (None, *found):
         raise ValueError(
             f"{_KEY}={path} holds no checkpoint (found: {', '.join(map(str, found)) or 'none'}); "
-            "give a run directory of train.py, or RUN_DIR/checkpoints/STEP"
+            "give a run directory of train.py, RUN_DIR/checkpoints/STEP, or a Hugging Face model"
         )
     return found[-1] if asked is None else asked

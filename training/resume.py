@@ -60,9 +60,9 @@ class ResumePoint:
         entry = {key: record[key] for key in keys if key in record}
         return cls(
             step,
-            tuple((first, last) for first, last in record["skipped"]),
-            tuple(record["pending"]),
-            (*record["lineage"], entry),
+            tuple((first, last) for first, last in record.get("skipped", ())),
+            tuple(record.get("pending", ())),
+            (*record.get("lineage", ()), entry),
             record.get("goodput", {}),
         )
 
@@ -128,11 +128,6 @@ class Resumer:
         while (step := checkpoints.latest_step) is not None:
             try:
                 record = checkpoints.record(step)
-                if "order" not in record:
-                    raise ValueError(
-                        f"run.dir: checkpoint {step} holds parameters only, and no run that could "
-                        "continue; give another run.dir, and this one as training.init_from"
-                    )
                 self._check(record, step)
                 checkpoints.check(step, self.abstract_state)
                 return ResumePoint.from_record(record, step)
@@ -158,6 +153,8 @@ class Resumer:
                 f"training.steps={self.steps}, but the run directory already holds step {step}; "
                 "raise training.steps, or give another run.dir"
             )
+        if not step:  # no batch has been read
+            return
         order = self.dataset.order(batch_number(step, record["skipped"]))
         if record["order"] != order:
             raise ValueError(
@@ -194,6 +191,19 @@ def describe_process(
         "processes": num_processes,
         "versions": library_versions(),
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def first_record(process: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a checkpoint from which training starts; no data has been read."""
+    return {
+        **process,
+        "from_step": 0,
+        "lineage": [],
+        "skipped": [],
+        "pending": [],
+        "order": {"sources": {}},
+        "order_hash": "",
     }
 
 

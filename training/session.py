@@ -26,7 +26,11 @@ from training.directory import (
 from training.evaluation import Evaluation, GenerateText, Sampling
 from training.goodput import Goodput
 from training.health import ExpertHealth
-from training.initial_parameters import InitialParameters, open_initial_parameters
+from training.initial_parameters import (
+    InitialParameters,
+    check_is_elsewhere,
+    open_initial_parameters,
+)
 from training.logs import log, logging_to, replace_text
 from training.reporter import StepReporter
 from training.resume import (
@@ -173,10 +177,15 @@ def _find_start(
 ) -> tuple[ResumePoint, InitialParameters | None]:
     """Return the checkpoint to resume from, and the parameters to start from if there is none."""
     resume_point, path = resumer.find(), settings.training.init_from
-    if resume_point.step or path is None:
+    if resume_point.step:
         return resume_point, None
-    group = resumer.checkpoints.group
-    return resume_point, open_initial_parameters(path, program, directory, group)
+    if 0 in resumer.checkpoints.steps:  # made by scripts/convert.py; it wins over init_from
+        path = str(directory / "checkpoints" / "0")
+    elif path is not None:
+        check_is_elsewhere(path, directory)
+    if path is None:
+        return resume_point, None
+    return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:

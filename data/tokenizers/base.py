@@ -84,8 +84,8 @@ def open_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
 def save_tokenizer(tokenizer: Tokenizer, run_directory: Path) -> None:
     """Write the tokenizer of a run: tokenizer.json, and a folder if it has settings beside it."""
     tokenizer.save(run_directory / TOKENIZER_FILE)
-    if tokenizer.settings.files:
-        folder = run_directory / TOKENIZER_FOLDER
+    folder = run_directory / TOKENIZER_FOLDER
+    if tokenizer.settings.files and Path(tokenizer.name).expanduser().resolve() != folder.resolve():
         tokenizer.save(folder / TOKENIZER_FILE)
         for name, content in tokenizer.settings.files.items():
             write_atomically(folder / name, content)

@@ -190,16 +190,26 @@ def test_a_resumed_run_does_not_read_its_source_again(first, tmp_path):
     assert "resumed from step 2" in log_of(tmp_path)
 
 
-def test_a_checkpoint_of_parameters_only_is_a_source_but_not_a_run(first, tmp_path, capsys):
+def with_parameters_only(record: dict) -> dict:
+    parts = {key: record[key] for key in ("fingerprints", "config")}
+    leaves = {name: leaf for name, leaf in record["leaves"].items() if name.startswith("params.")}
+    return parts | {"step": 0, "leaves": leaves}
+
+
+def test_checkpoint_0_of_parameters_only_starts_its_own_run_and_others(first, tmp_path):
     shutil.copytree(first / "run", tmp_path / "imported")
     folder = tmp_path / "imported" / "checkpoints"
     shutil.rmtree(folder / "2")
-    parts = ("step", "leaves", "fingerprints", "config")
-    edit_record(folder / "4", lambda record: {key: record[key] for key in parts})
-    config = write_config(tmp_path)
-    error = refusal(capsys, config, f"run.dir={tmp_path}/imported")
-    assert "checkpoint 4 holds parameters only" in error and "training.init_from" in error
+    (folder / "4").rename(folder / "0")
+    edit_record(folder / "0", with_parameters_only)
+    config, wanted = write_config(tmp_path), stored(first / "run", 4)
     assert run(config, f"training.init_from={tmp_path}/imported", *FRESH) == 0
+    assert run(config, f"run.dir={tmp_path}/imported", *FRESH, "training.init_from=/nowhere") == 0
+    for directory in (tmp_path / "run", tmp_path / "imported"):
+        found = stored(directory, 1)
+        assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+        log = (directory / "log.txt").read_text()
+        assert f"initialised parameters from checkpoint 0 of {tmp_path}/imported in" in log
 
 
 def test_the_keys_that_decide_shapes_exist():
