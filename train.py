@@ -25,7 +25,7 @@ from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, dump_config, load_config
 from data.files import DataError
 from data.pipeline import Dataset
-from data.tokenizers.base import open_tokenizer
+from data.tokenizers.base import open_tokenizer, with_bos, without_ends
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
 from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
@@ -81,10 +81,9 @@ def open_session(
     )
 
     def sample(params: Any, prompt: str, tokens: int) -> str:
-        ids = dataset.tokenizer.encode(prompt)
-        stop_ids = [dataset.tokenizer.eos_id]
-        (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
-        return dataset.tokenizer.decode(text)
+        ids = with_bos(tokenizer.encode(prompt), dataset.bos_id)
+        (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=tokenizer.eos_ids)
+        return tokenizer.decode(without_ends(text, dataset.bos_id, tokenizer.eos_ids))
 
     settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
     with (

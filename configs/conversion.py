@@ -52,7 +52,7 @@ def import_config(directory: Path, run: Path, overrides: Sequence[str] = ()) -> 
     source = ModelDirectory(directory)
     data: dict[str, Any] = {}
     if (source.path / TOKENIZER_FILE).is_file():
-        saved = run_directory(str(run)) / TOKENIZER_FOLDER / TOKENIZER_FILE
+        saved = run_directory(str(run)) / TOKENIZER_FOLDER
         data = {"tokenizer": str(saved), "eos_token": end_token(source.path, source.keys)}
     tree = {"run": {"dir": str(run)}, "model": nested(source.read_fields()), "data": data}
     apply_overrides(tree, overrides)

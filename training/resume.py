@@ -3,12 +3,11 @@
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
-import jax
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
@@ -17,7 +16,9 @@ from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
-from training.step import TrainState, init_ema
+from training.optimizers import OptimizerConfig
+from training.schedules import describe_change
+from training.step import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -121,21 +122,6 @@ class Resumer:
                         f"{error}; it was set aside, start all processes again"
                     ) from error
             point = self.find_again()
-
-    def first_state(self, init: Callable[[], TrainState]) -> TrainState:
-        """Return a fresh state; its parameters are those of checkpoint 0, if there is one.
-
-        Raises: CheckpointError if that cannot be read.
-        """
-        state = init()
-        if 0 not in self.checkpoints.steps:
-            return state
-        state = replace(state, params=None)  # frees the memory
-        params = self.checkpoints.restore_params(0, self.abstract_state)
-        log.info("parameters of checkpoint 0 loaded")
-        return replace(
-            state, params=params, ema=None if state.ema is None else jax.jit(init_ema)(params)
-        )
 
     def _search(self) -> ResumePoint:
         checkpoints = self.checkpoints
@@ -242,9 +228,10 @@ def make_record(
 
 
 def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
-    """Log the keys whose values differ from the configuration of a checkpoint."""
+    """Log the keys whose values differ from those of a checkpoint, and another learning rate."""
     yaml = YAML(typ="safe", pure=True)
-    before, now = (flatten(yaml.load(text)) for text in (record["config"], resolved_config))
+    trees = [yaml.load(text) for text in (record["config"], resolved_config)]
+    before, now = map(flatten, trees)
     changed = [
         f"{key} {before.get(key)!r} -> {value!r}"
         for key, value in now.items()
@@ -252,6 +239,12 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     ]
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
+    then, here = (
+        (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])
+        for tree in trees
+    )
+    if line := describe_change(then, here, record["step"]):
+        log.info("%s", line)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -73,7 +73,9 @@ class Program:
         return nnx.graphdef(nnx.eval_shape(self._build))
 
     def _init(self) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(self._build()))
+        return self._start(nnx.to_pure_dict(nnx.state(self._build())))
+
+    def _start(self, params: Any) -> TrainState:
         opt_state = self.optimizer.init(params)
         ema = None if self.ema_decay is None else init_ema(params)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, fresh_guard(), ema)
@@ -97,6 +99,16 @@ class Program:
         # same without optimisation.
         options = {"xla_backend_optimization_level": 0} if self._on_cpu else None
         return jax.jit(self._init, out_shardings=shardings, compiler_options=options)()
+
+    def init_from(self, params: Any) -> TrainState:
+        """Return a fresh state with these parameters, cast to their types; they are donated.
+
+        params: with the shapes and shardings of `abstract_state.params`.
+        """
+        wanted = self.abstract_state
+        params = jax.tree.map(lambda x, want: x.astype(want.dtype), params, wanted.params)
+        shardings = jax.tree.map(lambda x: x.sharding, wanted)
+        return jax.jit(self._start, out_shardings=shardings, donate_argnums=0)(params)
 
     @cached_property
     def batch_sharding(self) -> jax.sharding.NamedSharding:

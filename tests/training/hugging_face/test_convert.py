@@ -188,7 +188,7 @@ def test_training_starts_from_an_imported_run(imported, signals, tmp_path) -> No
     values = ["training.steps=1", "training.sample_tokens=0", f"data.files={tmp_path}/a.txt"]
     values += ["optimizer.learning_rate=1e-30", "optimizer.schedule=constant"]
     assert train(str(run / "config.yaml"), *values) == 0
-    assert "parameters of checkpoint 0" in (run / "log.txt").read_text()
+    assert "initialised parameters from checkpoint 0 of" in (run / "log.txt").read_text()
     before, after = params_of(run, 0), params_of(run, 1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), before, after)
 
