@@ -64,7 +64,7 @@ def import_config(directory: Path, run: Path, overrides: Sequence[str] = ()) -> 
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import did. notice: a line on simulated devices, or None."""
+    """Result of an import. notice: the line about simulated devices, if there are any."""
 
     num_bytes: int
     """Bytes of the parameters on the devices of this process."""

@@ -1,7 +1,7 @@
 """Chat templates: messages to pieces of text, and which of them contribute to the loss.
 
 A new template is one function with `@register_chat_template("name")`; `data.chat_template` names
-it. Templates of Hugging Face tokenizers are in data/chat_jinja.py.
+it. data/chat_jinja.py runs the templates of Hugging Face tokenizers.
 """
 
 from collections.abc import Callable, Iterable, Sequence

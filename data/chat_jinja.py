@@ -1,9 +1,10 @@
 """Chat templates of Hugging Face tokenizers: Jinja in a sandbox, with a mask of assistant tokens.
 
-A template renders a whole conversation. Assistant tokens are those inside of its `generation` tags;
-without tags, those between two renderings of the beginning of the conversation: up to the prompt
-for an answer, and with the answer. A template for which these are not beginnings of the whole
-rendering is refused. Content cannot forge a control token: what spells one stays ordinary text.
+A template renders a whole conversation. Assistant tokens are those inside its `generation` tags. A
+template without tags is rendered twice for each answer: up to the prompt for the answer, and with
+the answer. The text between the two is the assistant's. A template whose partial renderings are not
+prefixes of the whole rendering is refused. Message text that spells a control token stays ordinary
+text.
 """
 
 import datetime
@@ -29,7 +30,7 @@ from data.chat import (
 from data.files import DataError, load_library
 from data.tokenizers.base import Tokenizer, id_dtype
 
-# Noncharacters, which no text contains: around assistant text, and inside of spelled tokens.
+# Unicode noncharacters, which text does not contain: around assistant text, inside spelled tokens.
 _BEGIN, _END, _GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{_BEGIN}{_END}{_GUARD}]")
 _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -161,7 +162,10 @@ class JinjaTemplate(ConversationTemplate):
 
     @cached_property
     def _proven(self) -> bool:
-        """Prove on a conversation that exactly the answers are found. Raises: ChatTemplateError."""
+        """Check on a sample conversation that only the answers are found; always true.
+
+        Raises: ChatTemplateError.
+        """
         try:
             text, spans = self._find_assistant(_PROBE, ())
         except ConversationError as error:
@@ -172,8 +176,8 @@ class JinjaTemplate(ConversationTemplate):
         found = len(learned) == len(answers) and all(map(str.__contains__, learned, answers))
         if not found or any(question in part for part in learned for question in questions):
             raise ChatTemplateError(
-                f"chat template of {self.name}: of the answers {answers} it marks {learned} as "
-                f"written by the assistant; {_REMEDY}"
+                f"chat template of {self.name}: it marks {learned} as assistant text, but the "
+                f"answers are {answers}; {_REMEDY}"
             )
         return True
 
@@ -194,8 +198,8 @@ class JinjaTemplate(ConversationTemplate):
                 if not whole.startswith(part) or not after.startswith(before):
                     raise ConversationError(
                         f"chat template of {self.name}: the conversation up to message {index}, "
-                        f"{what}, is not rendered as the beginning of the whole, so it is unknown "
-                        f"which tokens are the assistant's; {_REMEDY}"
+                        f"{what}, is not a prefix of the whole conversation when rendered, so the "
+                        f"assistant tokens cannot be located; {_REMEDY}"
                     )
             spans.append((len(before), _without_space_after_end(after, len(before), controls)))
         return whole, spans
@@ -266,7 +270,7 @@ def _is_guard(text: str, offsets: np.ndarray) -> np.ndarray:
 
 
 def _environment(library: ModuleType) -> Any:
-    """Return a sandboxed environment with what templates of Hugging Face expect."""
+    """Return a sandboxed environment with the functions that Hugging Face templates call."""
     sandbox, nodes = load_library("jinja2.sandbox"), load_library("jinja2.nodes")
     ext: Any = load_library("jinja2.ext")
 

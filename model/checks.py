@@ -17,7 +17,7 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _activation(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with the activation of the MLPs."""
+    """Yield error messages about the activation of the MLPs."""
     try:
         takes_limit = ACTIVATIONS[model.hidden_act].takes_limit
     except ValueError as error:
@@ -33,7 +33,7 @@ def _activation(model: ModelConfig) -> Iterator[str]:
 
 
 def _linears(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with linears that are optional: biases and the shared-expert gate."""
+    """Yield error messages about optional parameters: biases and the shared-expert gate."""
     sparse, moe = model.sparse_layers, model.moe
     has_mlp = False in sparse or moe.num_shared_experts > 0
     absent: dict[BiasGroup, bool] = {
@@ -57,7 +57,7 @@ def _linears(model: ModelConfig) -> Iterator[str]:
 
 
 def _norms(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with norms."""
+    """Yield error messages about norms."""
     if model.qk_norm_across_heads and not model.qk_norm:
         yield (
             "model.qk_norm_across_heads=true has no effect with model.qk_norm=false; set qk_norm, "
@@ -66,7 +66,7 @@ def _norms(model: ModelConfig) -> Iterator[str]:
 
 
 def _rope(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with rotary embeddings."""
+    """Yield error messages about rotary embeddings."""
     if len(model.rope_layers) > model.num_hidden_layers:
         yield (
             f"model.rope_layers has {len(model.rope_layers)} entries, but model.num_hidden_layers="

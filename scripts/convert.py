@@ -1,4 +1,4 @@
-"""Convert models of Hugging Face: `scripts/convert.py from-hf DIR RUN_DIR` and `to-hf RUN_DIR DIR`.
+"""Convert Hugging Face models: `scripts/convert.py from-hf DIR RUN_DIR` and `to-hf RUN_DIR DIR`.
 
 `from-hf` makes a run directory whose checkpoint 0 holds the parameters; train.py and generate.py
 start from it. `to-hf` writes a checkpoint of a run as a model directory that transformers loads.
@@ -99,8 +99,8 @@ def from_hf(args: argparse.Namespace) -> None:
         print(
             f"{config.run.dir}: checkpoint 0 with {config.model.num_parameters:,} parameters in "
             f"{time.perf_counter() - begin:.1f} s; peak host memory rose by "
-            f"{(peak_memory() - memory) / 1e6:,.0f} MB, of which parameters "
-            f"{imported.num_bytes / 1e6:,.0f} MB"
+            f"{(peak_memory() - memory) / 1e6:,.0f} MB (parameters on the devices of this process: "
+            f"{imported.num_bytes / 1e6:,.0f} MB)"
         )
     if group.num_processes > 1:
         jax.distributed.shutdown()

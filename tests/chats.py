@@ -1,4 +1,4 @@
-"""Small model directories of Hugging Face, made by hand: tokenizers with BOS, EOS and templates."""
+"""Small Hugging Face model directories, made by hand: tokenizers with BOS, EOS and templates."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Initial parameters of a run that come from elsewhere: `training.init_from`.
+"""Initial parameters from another run or a Hugging Face model: `training.init_from`.
 
 Only parameters are read: optimizer, schedule, data and step start anew. They may belong to another
 configuration, as long as every parameter has the same shape.
@@ -59,18 +59,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class InitialParameters(Protocol):
-    """Parameters that exist already."""
+    """Source of initial parameters."""
 
     @property
     def description(self) -> str:
-        """Where they are, for a log line."""
+        """Place of the parameters, for a log line."""
 
     @property
     def model(self) -> Mapping[str, Any]:
         """The keys of the section `model` that they belong to, by dotted path."""
 
     def find_problem(self, shapes: Shapes) -> str | None:
-        """Return why they are not the parameters of these shapes, or None."""
+        """Return how the parameters differ from these shapes, or None if they fit."""
 
     def read(self, abstract_state: TrainState) -> Any:
         """Return them with the shardings of `abstract_state.params`, in any dtype."""
@@ -135,7 +135,7 @@ class HuggingFaceParameters:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """The keys that config.json decides. Raises: ValueError for an unsupported model."""
+        """The keys that the family's rules set. Raises: ValueError for an unsupported model."""
         return json.loads(json.dumps(self.source.read_fields()))
 
     def find_problem(self, shapes: Shapes) -> str | None:

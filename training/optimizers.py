@@ -37,8 +37,9 @@ class OptimizerConfig(
     stable, decay) stays flat and then decays linearly, constant stays flat; and others that are
     registered."""
     schedule_steps: PositiveInt | None = None
-    """Steps over which the schedule is computed, after which the rate stays at its end; null:
-    training.steps. Keep it when a finished run is extended."""
+    """Length of the schedule in steps; afterwards the rate stays at its final value. null:
+    training.steps. To keep the schedule of a finished run that is extended, set it to the old
+    training.steps."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up to the peak."""
     decay_steps: NonNegativeInt = 0

@@ -228,7 +228,7 @@ def make_record(
 
 
 def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
-    """Log the keys whose values differ from those of a checkpoint, and another learning rate."""
+    """Log the keys that differ from those of a checkpoint, and a change of the learning rate."""
     yaml = YAML(typ="safe", pure=True)
     trees = [yaml.load(text) for text in (record["config"], resolved_config)]
     before, now = map(flatten, trees)

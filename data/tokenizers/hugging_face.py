@@ -1,6 +1,6 @@
 """Hugging Face tokenizer.json files, through the `tokenizers` library.
 
-What loses tokens or is random in such a file is switched off: truncation, padding and BPE dropout.
+Truncation, padding and BPE dropout are switched off: they lose tokens or are random.
 Post-processing templates that add tokens around a text are not applied. The settings beside the
 file say whether documents begin with BOS.
 """

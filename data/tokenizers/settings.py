@@ -32,9 +32,9 @@ class TokenizerSettings:
                 found[name] = path.read_text("utf-8")
                 content = json.loads(found[name]) if path.suffix == ".json" else {}
             except (OSError, ValueError) as error:
-                raise DataError(f"{path} cannot be read: {error}; get it again") from error
+                raise DataError(f"{path} cannot be read: {error}; download it again") from error
             if not isinstance(content, dict):
-                raise DataError(f"{path} holds no JSON object; get it again")
+                raise DataError(f"{path} holds no JSON object; download it again")
         return cls(found)
 
     def _json(self, name: str) -> dict[str, Any]:

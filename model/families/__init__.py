@@ -1,4 +1,4 @@
-"""Model families of Hugging Face; importing the package registers them."""
+"""Hugging Face model families; importing the package registers them."""
 
 from model.families import (
     dots1,

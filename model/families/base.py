@@ -1,4 +1,4 @@
-"""Model families of Hugging Face: their registry, and config.json to `ModelConfig` and back.
+"""Hugging Face model families: their registry, and config.json to `ModelConfig` and back.
 
 A family is one file with two tables: rules for the keys of config.json, and entries for tensors.
 Nothing in this package reads or writes a file.
@@ -46,7 +46,7 @@ NOT_MATHEMATICS = frozenset(
 
 
 class FamilyError(ValueError):
-    """A model that Torus cannot read from, or write to, Hugging Face's format; one line."""
+    """Error for a model that cannot be read from or written to Hugging Face's format; one line."""
 
 
 class Rule(Protocol):
@@ -65,11 +65,11 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """A model family: how its config.json and its tensors correspond to ours.
+    """A model family: the correspondence of its config.json and its tensors to ours.
 
     architecture: class name in `architectures`. model_type: its `model_type`.
-    rules: they read config.json. fields: values of `ModelConfig` that all its models share.
-    tensors: the table of tensors.
+    rules: readers and writers of the keys of config.json. tensors: the tensor table.
+    fields: values of `ModelConfig` that all its models share and that have no key.
     """
 
     architecture: str
@@ -165,8 +165,8 @@ def find_family(model: ModelConfig) -> Family:
             return family
     nearest = min(missed, key=lambda name: len(missed[name]))
     raise FamilyError(
-        "no family of Hugging Face can express this model; the nearest is "
-        f"{nearest}, without {', '.join(missed[nearest])}"
+        "no Hugging Face architecture can express this model; the nearest is "
+        f"{nearest}, which lacks {', '.join(missed[nearest])}"
     )
 
 
@@ -196,10 +196,10 @@ def get_field(model: ModelConfig, path: str) -> Any:
 
 
 def mathematics(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that decide what a model computes, written in one way.
+    """Return the fields that decide what a model computes, in a canonical form.
 
-    Two models are equal exactly if these are: defaults that follow from other fields are filled in,
-    and lists that repeat are written in full.
+    Defaults that follow from other fields are filled in, and repeating lists are written in full.
+    Models with equal results of this function compute the same.
     """
     values = model.model_dump()
     moe = values.pop("moe")

@@ -1,4 +1,7 @@
-"""Router and experts of DeepSeek-V3, which dots.1 and GLM-4.5 took over."""
+"""Rules and tensors of DeepSeek-V3's router and experts, which dots.1 and GLM-4.5 share.
+
+DeepSeek models themselves are not supported: they need MLA.
+"""
 
 from model.families.rules import Key
 from model.families.shared import experts, mlp
@@ -12,7 +15,7 @@ ROUTER = (
     Key("topk_group", "moe.topk_group", 1),
     Key("routed_scaling_factor", "moe.routed_scaling_factor", 1.0),
 )
-"""Keys of the router of DeepSeek-V3 and of models that took it over."""
+"""Keys of a router of this kind."""
 EXPERTS = (
     *linear("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router")[:1],
     *vector(

@@ -1,4 +1,4 @@
-"""dots.1: norms on the heads of queries and keys, and DeepSeek-V3's router."""
+"""dots.1: a norm on every query and key head, and DeepSeek-V3's router."""
 
 from model.families.base import Family, register
 from model.families.deepseek import EXPERTS, ROUTER

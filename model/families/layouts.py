@@ -1,4 +1,4 @@
-"""Layouts of tensors on disk: how one tensor of a Hugging Face file holds one or several arrays.
+"""Layouts of tensors on disk: one or several of our arrays in one tensor of a Hugging Face file.
 
 A layout is a view. Reading copies from the view of a tensor, writing copies into it, so one
 definition serves both directions. Shapes and views are those of one layer, or of one expert.
@@ -55,7 +55,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Several arrays of one shape, in turns along their last dim: gate, up, gate, up."""
+    """Several arrays of one shape, interleaved along their last dim: gate, up, gate, up."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the concatenation."""

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts, chosen before the softmax."""
+"""Mixtral: Mistral with experts; the router takes the top k before its softmax."""
 
 from model.families.base import Family, register
 from model.families.rope import Rope

@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP only, and one norm over all heads of queries, or keys."""
+"""OLMo 2: norms only after attention and MLP; one norm spans all query heads, one all key heads."""
 
 from model.families.base import Family, register
 from model.families.rope import Rope

@@ -1,7 +1,7 @@
-"""Weights that a checkpoint stores in few bits, decoded when they are read.
+"""Quantized weights on disk (MXFP4, FP8), decoded when they are read.
 
-A stored weight stands in for the tensor that it encodes: it has its name and shape, and indexing it
-decodes what is asked for. Torus trains and exports the decoded values.
+Each class has the shape of the decoded tensor, and indexing it decodes the requested part. Torus
+trains and exports the decoded values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -92,10 +92,10 @@ def _decode_fp8(tensors: Sequence[np.ndarray], settings: Mapping[str, Any]) -> S
 
 
 class Encoding(NamedTuple):
-    """How a quantization method stores a weight.
+    """Storage of a weight by a quantization method.
 
     suffixes: endings of the names of its tensors. decoded: ending of the decoded weight's name.
-    decode: (these tensors, `quantization_config`) -> the stand-in.
+    decode: (these tensors, `quantization_config`) -> the tensor that decodes when indexed.
     """
 
     suffixes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama with biases on the q, k and v projections."""
 
 from model.families.base import Family, register
 from model.families.rope import Rope

@@ -1,4 +1,4 @@
-"""Qwen3, dense and with experts: norms on the heads of queries and keys."""
+"""Qwen3, dense and with experts: a norm on every query and key head."""
 
 from model.families.base import Family, register
 from model.families.rope import Rope

@@ -21,15 +21,15 @@ _TYPES: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", _ORIGINAL, *_YARN),
     "longrope": ("factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"),
 }
-"""Parameters of every supported type, under the names of both sides."""
+"""Parameters of every supported type; Hugging Face and `RopeScaling` use the same names."""
 
 
 @dataclass(frozen=True)
 class Rope:
     """Base, scaling and rotated share of the heads.
 
-    theta: base where config.json has none. scaling: its parameters there, if not none at all.
-    partial: rotated share there; None: the family always rotates whole heads.
+    theta, scaling, partial: base, `rope_scaling` and rotated share where config.json has none.
+    partial=None: the family always rotates whole heads.
     """
 
     theta: float = 10000.0

@@ -74,7 +74,7 @@ class HeadDim:
 
 @dataclass(frozen=True)
 class Only:
-    """A key of which only some values are supported. The first of them is written.
+    """A key with a few supported values, none of which sets a field. The first one is written.
 
     default: value where the key is absent.
     """
@@ -160,7 +160,7 @@ def after_max_window_layers(keys: Keys, count: int, window: int | None) -> list[
 def full_every(period: int) -> LayerPattern:
     """Return a pattern: every layer whose number, from 1, is a multiple of `period` is full.
 
-    Other periods come from the keys that older configurations have.
+    `sliding_window_pattern`, a key of older configurations, overrides `period`.
     """
 
     def pattern(keys: Keys, count: int, window: int | None) -> list[LayerType]:
@@ -178,7 +178,7 @@ class LayerTypes:
     """Attention types of the layers, and the sliding window.
 
     pattern: types where `layer_types` is absent. listed: the family has the key `layer_types`.
-    window: default of `sliding_window`. switch: key without which there is no window.
+    window: default of `sliding_window`. switch: boolean key; there is no window unless it is true.
     others: keys that the pattern reads.
     """
 
@@ -244,7 +244,7 @@ class Bias:
 
 @dataclass(frozen=True)
 class Unread:
-    """Keys that this family does not read."""
+    """Keys that are accepted and ignored: models of this family do not use them."""
 
     names: tuple[str, ...]
 
@@ -288,7 +288,7 @@ class NoRopeLayers:
 
 
 def _period(values: tuple[Any, ...]) -> int:
-    """Return the length of the shortest start of a list that, repeated, gives the list."""
+    """Return the length of the shortest prefix whose repetition gives the list."""
     return next(n for n in range(1, len(values) + 1) if values[n:] == values[: len(values) - n])
 
 
@@ -316,9 +316,9 @@ class DenseLayers:
 def dimensions(
     *, eps: float = 1e-6, tied: bool = False, head_dim: int | None = None
 ) -> tuple[Rule, ...]:
-    """Return the keys of all families: sizes, epsilon of the norms, tied embeddings.
+    """Return the rules that all families need: sizes, epsilon of the norms, tied embeddings.
 
-    Defaults of Hugging Face that differ between families are arguments.
+    The arguments are Hugging Face's defaults that differ between families.
     """
     return (
         Key("vocab_size"),

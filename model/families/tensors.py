@@ -26,7 +26,7 @@ class Entry:
     name: with {layer}, and with {expert} if every expert has a tensor of its own.
     paths: our arrays; `*.` at the start stands for both stacks of layers.
     stacked: dim 0 on disk are the experts.
-    dtype: type on disk that an export keeps whatever type it is asked for; None: that type.
+    dtype: safetensors type that an export always writes; None: the type of the other tensors.
     """
 
     name: str
@@ -97,8 +97,8 @@ def find_pieces(
 ) -> dict[str, list[Piece]]:
     """Return the pieces of every array, by path; an empty list where the table has no entry.
 
-    leaves: shapes of our arrays by dotted path. exists: whether there is the tensor of a piece. If
-    the table has several spellings of an array, the first one that exists is taken, else the first.
+    leaves: shapes of our arrays by dotted path. exists: whether the tensor of a piece exists. If
+    several entries hold an array, the first one whose tensor exists is used, else the first one.
     """
     found: dict[str, list[Piece]] = {}
     for path in leaves:

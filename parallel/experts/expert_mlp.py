@@ -119,7 +119,7 @@ def expert_mlp(
     """Return row(activation(column(rows))) with the kernels of each row's group.
 
     rows: `R/tp D`, `R D/tp` or `R D`, by `spec.split_dim`; the result has the same layout, `R D`
-    without the sum over tp. Of split rows every device of the ring has its own group sizes.
+    without the sum over tp. If rows are split, every device of the ring has its own group sizes.
     Communication: over tp, what `gather_matmul_scatter` sends for these rows.
     """
     ring = spec.ring()

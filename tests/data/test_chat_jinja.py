@@ -95,7 +95,7 @@ def test_content_cannot_forge_a_control_token(tokenizer, source):
 
 def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_reason(tokenizer):
     with pytest.raises(
-        ChatTemplateError, match="up to message 1, with its answer, is not rendered"
+        ChatTemplateError, match="up to message 1, with its answer, is not a prefix"
     ):
         encode_chat(tokenizer, TALK[:2], jinja(THINKING))
     reversed_ = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
@@ -107,7 +107,7 @@ def test_tags_around_the_wrong_text_are_refused(tokenizer):
     wrong = (
         "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
     )
-    with pytest.raises(ChatTemplateError, match="as written by the assistant"):
+    with pytest.raises(ChatTemplateError, match="as assistant text, but the answers are"):
         encode_chat(tokenizer, TALK, jinja(wrong))
 
 

@@ -132,7 +132,7 @@ def test_a_run_keeps_the_files_beside_the_tokenizer(tmp_path):
 def test_damaged_settings_are_one_line(tmp_path, name, content):
     folder = write_model_directory(tmp_path)
     (tmp_path / name).write_text(content)
-    with pytest.raises(DataError, match=r"config\.json .*; get it again"):
+    with pytest.raises(DataError, match=r"config\.json .*; download it again"):
         open_tokenizer(folder)
 
 

@@ -1,4 +1,4 @@
-"""What other model families need equals a plain formula, on one device and on every mesh."""
+"""Features of other model families equal a plain formula, on one device and on every mesh."""
 
 from functools import cache as once
 

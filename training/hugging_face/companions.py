@@ -1,6 +1,6 @@
 """Files beside the weights: tokenizer, chat template, generation settings, and the source's format.
 
-They come along with imported weights, unchanged, and go back out with an export.
+An import copies them unchanged into the run directory, and an export copies them back.
 """
 
 import json
@@ -47,7 +47,7 @@ class Source:
 
 
 def load_source(run: Path) -> Source | None:
-    """Return the format of the directory that a run was made from; None: of no directory."""
+    """Return the format of the directory that a run was imported from, or None."""
     path = run / SOURCE_FILE
     if not path.is_file():
         return None
@@ -60,7 +60,8 @@ def load_source(run: Path) -> Source | None:
 def copy_companions(directory: Path, run: Path) -> bool:
     """Copy tokenizer and generation files into a run directory; return whether it got a tokenizer.
 
-    They come unchanged into the folder `tokenizer`; tokenizer.json also stands where runs have it.
+    The copies are in the folder `tokenizer`. tokenizer.json is also copied into the run directory
+    itself, where every run has its own.
     """
     folder = run / TOKENIZER_FOLDER
     for path in sorted({path for name in _PATTERNS for path in directory.glob(name)}):
@@ -76,7 +77,7 @@ def copy_companions(directory: Path, run: Path) -> bool:
 def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write tokenizer and generation files of a run into a model directory.
 
-    tokenizer: of a run that has no copied files; None: it has no tokenizer.
+    tokenizer: the tokenizer of a run that was not imported; None: only the copied files.
     """
     folder = run / TOKENIZER_FOLDER
     if folder.is_dir():

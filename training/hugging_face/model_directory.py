@@ -1,4 +1,4 @@
-"""A model directory of Hugging Face: config.json, and the tensors of its safetensors files."""
+"""A Hugging Face model directory: config.json, and the tensors of its safetensors files."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ class ModelDirectory:
     """A model directory, open for reading.
 
     Raises:
-        ValueError: what is damaged, missing or not supported, on one line.
+        ValueError: a file is damaged or missing, or the model is not supported; one line.
     """
 
     def __init__(self, directory: str | Path):
         self.path = Path(directory).expanduser()
         if not self.path.is_dir():
-            raise ValueError(f"{directory} is not a directory; give a model of Hugging Face")
+            raise ValueError(f"{directory} is not a directory; give a Hugging Face model")
         self.keys = self._read_json(CONFIG)
         self.family: Family = family_of(self.keys)
 
@@ -37,11 +37,11 @@ class ModelDirectory:
         try:
             content = json.loads(path.read_text("utf-8"))
         except FileNotFoundError as error:
-            raise ValueError(f"{self.path} has no {name}; give a model of Hugging Face") from error
+            raise ValueError(f"{self.path} has no {name}; give a Hugging Face model") from error
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read: {error}; get it again") from error
+            raise ValueError(f"{path} cannot be read: {error}; download it again") from error
         if not isinstance(content, dict):
-            raise ValueError(f"{path} holds no JSON object; get it again")
+            raise ValueError(f"{path} holds no JSON object; download it again")
         return content
 
     def read_fields(self) -> Fields:
@@ -68,7 +68,7 @@ class ModelDirectory:
             return read_header(self.path / SINGLE)
         where = self._read_json(INDEX).get("weight_map")
         if not isinstance(where, dict) or not where:
-            raise ValueError(f"{self.path / INDEX} has no weight_map; get it again")
+            raise ValueError(f"{self.path / INDEX} has no weight_map; download it again")
         files = sorted(set(where.values()))
         if missing := [name for name in files if not (self.path / name).is_file()]:
             raise ValueError(f"{self.path}: {INDEX} names files that are missing: {_few(missing)}")
@@ -113,7 +113,7 @@ class ModelDirectory:
         return tuple(stored.shape)
 
     def is_encoded(self, name: str) -> bool:
-        """Return whether a weight is stored in few bits."""
+        """Return whether a weight is quantized on disk."""
         return name in self._encoded
 
     def find_pieces(
@@ -150,7 +150,10 @@ class ModelDirectory:
         return found
 
     def _is_unused(self, name: str) -> bool:
-        """Return whether the model does not need a tensor: it follows from others or is extra."""
+        """Return whether a tensor may be left out: it follows from others or predicts more tokens.
+
+        The second kind are the layers of multi-token prediction, after the last layer.
+        """
         if name.endswith("rotary_emb.inv_freq"):
             return True
         if name == "lm_head.weight" and self.family.read(self.keys)["tie_word_embeddings"]:

@@ -1,7 +1,7 @@
 """Parameters of a Hugging Face model directory, read straight onto the mesh.
 
-Every process reads the bytes of its own devices, a few megabytes at a time, into arrays that exist
-on the devices already. Host memory beyond these is bounded by the largest tensor, on any mesh.
+Every process reads the bytes of its own devices into preallocated arrays, about 64 MiB per device
+at a time. Host memory beyond these arrays is bounded by the largest tensor, on any mesh.
 """
 
 import itertools
@@ -80,7 +80,7 @@ def read_parameters(
 
 @dataclass(frozen=True)
 class _ArrayReader:
-    """Reads one of our arrays. Devices fill their shards in step, at the same local offsets.
+    """Reader of one of our arrays: all devices fill their shards at the same local offsets.
 
     A part is a layer, or one expert of a layer, or some rows of it.
     """
@@ -143,7 +143,7 @@ class _ArrayReader:
     def fill(self, array: jax.Array, offset: Shape) -> jax.Array:
         """Return the array with the part at an offset of every block."""
         dims = [*zip(self.leaf.shape, self.shard, self.part, offset, strict=True)]
-        known: dict[Shape, np.ndarray] = {}  # devices may hold the same
+        known: dict[Shape, np.ndarray] = {}  # replicas are read once
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None

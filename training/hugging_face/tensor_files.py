@@ -30,14 +30,14 @@ DTYPES = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-"""Types of the format by name."""
+"""Types of tensors by their safetensors names."""
 _MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is. dtype: name of the format. offset: of its first byte in the file."""
+    """Type and place of a tensor. dtype: a key of `DTYPES`. offset: its first byte in the file."""
 
     path: Path
     dtype: str
@@ -67,7 +67,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"{path} is no complete safetensors file ({size} bytes); get it again")
+            raise ValueError(
+                f"{path} ({size} bytes) is not a complete safetensors file; download it again"
+            )
         try:
             header = json.loads(file.read(length))
             tensors = {
@@ -78,16 +80,18 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 if name != "__metadata__"
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} has a damaged header ({error}); get it again") from error
+            raise ValueError(f"{path} has a damaged header ({error}); download it again") from error
     for name, info in tensors.items():
         if info.dtype not in DTYPES:
             raise ValueError(f"{path}: {name} has the type {info.dtype}, which is not supported")
         if info.offset + info.num_bytes != 8 + length + header[name]["data_offsets"][1]:
-            raise ValueError(f"{path}: the size of {name} does not fit its shape; get it again")
+            raise ValueError(
+                f"{path}: the size of {name} does not fit its shape; download it again"
+            )
         if info.offset + info.num_bytes > size:
             raise ValueError(
                 f"{path} is truncated: {name} ends at byte {info.offset + info.num_bytes}, but the "
-                f"file has {size}; get it again"
+                f"file has {size}; download it again"
             )
     return tensors
 

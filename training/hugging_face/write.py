@@ -1,4 +1,4 @@
-"""Model directories of Hugging Face, written from the arrays of a checkpoint.
+"""Hugging Face model directories, written from the arrays of a checkpoint.
 
 Files are allocated first, and every array is then copied to its places in them, so that memory is
 bounded by the largest array of the checkpoint. config.json comes last: a directory without it is
@@ -39,7 +39,7 @@ _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 def describe_source(directory: Path, config: ModelConfig, leaves: Mapping[str, Shape]) -> Source:
     """Return the format of a model directory, for an export of the same format.
 
-    leaves: shapes of our arrays by dotted path. Weights in few bits will be written as bfloat16.
+    leaves: shapes of our arrays by dotted path. Quantized weights will be written as bfloat16.
     """
     source = ModelDirectory(directory)
     dtypes: dict[str, str] = {}
@@ -55,9 +55,10 @@ def describe_source(directory: Path, config: ModelConfig, leaves: Mapping[str, S
 
 @dataclass(frozen=True)
 class Export:
-    """A model directory before it is written.
+    """Plan of a model directory.
 
-    keys: config.json. pieces: those of every array of ours, by path. dtypes: of every tensor.
+    keys: content of config.json. pieces: pieces of each of our arrays, by its path. dtypes:
+    safetensors type of each tensor, by its name.
     """
 
     keys: dict[str, Any]
@@ -83,7 +84,7 @@ def plan_export(
         others: keys of config.json that do not affect the mathematics.
 
     Raises:
-        FamilyError: no family of Hugging Face, or not that of the source, has this model.
+        FamilyError: no family, or not the family of the source, can express this model.
     """
     family = family_of(source.config) if source is not None else find_family(config)
     keys = _keys(family, config, source, others or {})

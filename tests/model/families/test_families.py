@@ -42,7 +42,7 @@ def read(architecture: str, **changes: Any) -> ModelConfig:
     return model_config(family_of(found).read(found))
 
 
-# Of every family the fields that its defaults give, as its published models have them.
+# Fields that the defaults of each family give.
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LlamaForCausalLM": ({}, {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "biases": ()}),
     "MistralForCausalLM": (
@@ -238,7 +238,7 @@ def test_a_missing_size_is_named() -> None:
 
 def test_a_model_of_no_family_is_refused_with_the_nearest() -> None:
     model = ModelConfig(attention_sinks=True)
-    with pytest.raises(FamilyError, match=r"without model\.attention_sinks=True"):
+    with pytest.raises(FamilyError, match=r"lacks model\.attention_sinks=True"):
         find_family(model)
     with pytest.raises(
         FamilyError, match=r"LlamaForCausalLM cannot express model\.attention_sinks"

@@ -1,4 +1,4 @@
-"""Model directories of Hugging Face made by hand, without transformers or safetensors."""
+"""Hugging Face model directories made by hand, without transformers or safetensors."""
 
 import json
 import math

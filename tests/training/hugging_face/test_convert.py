@@ -277,7 +277,7 @@ def change(**keys):
         (add_tensor, "unknown: model.layers.0.self_attn.q_proj.bias"),
         (change_shape, r"wrong shape: model.norm.weight \(31,\) instead of \(32,\)"),
         (truncate, "model.safetensors is truncated: .* ends at byte"),
-        (cut_header, "is no complete safetensors file"),
+        (cut_header, "is not a complete safetensors file"),
         (garble_header, "has a damaged header"),
         (remove_file, "files that are missing: model-00002-of-00002.safetensors"),
         (index_names_nothing, "tensors that their files do not hold: model.layers.9.weight"),
