@@ -272,8 +272,10 @@ def _gather_rows_forward(
     ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], Any]:
     # A kernel with half of all columns or more gets its own matmul, whose result is written in
-    # place. Narrow kernels share one matmul, because each of their own would read x again.
-    total = sum(w.shape[1] for w in kernels)
+    # place. Narrow kernels share one matmul, because each of their own would read x again. Very
+    # narrow kernels (adapters) do not count, so that they leave the matmuls of the others alone.
+    widest = max(w.shape[1] for w in kernels)
+    total = sum(w.shape[1] for w in kernels if 16 * w.shape[1] > widest)
     narrow = [i for i, w in enumerate(kernels) if 2 * w.shape[1] < total]
     groups = [*([i] for i in range(len(kernels)) if i not in narrow), *([narrow] if narrow else [])]
     used = [concat_columns([kernels[i] for i in group]) for group in groups]
