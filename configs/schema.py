@@ -19,6 +19,7 @@ from data.batch_schedule import BatchSchedule
 from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
+from model.checks import check_model
 from model.config import ModelConfig
 from model.remat import REMAT_POLICIES
 from model.router import ROUTERS, check_router
@@ -161,7 +162,24 @@ def _cross_check(config: Config) -> None:
                 "model.layer_types has none; remove it, or add such a layer"
             )
     _check_experts(config)
+    _check_longrope(config)
+    _require("model", lambda: check_model(model))
     _check_registered(config)
+
+
+def _check_longrope(config: Config) -> None:
+    """Check that the choice between the two lists of factors fits the rows of the data."""
+    scaling, longest = (
+        config.model.rope_scaling,
+        max(values_by_step(config.data.sequence_length).values()),
+    )
+    original = scaling.original_max_position_embeddings or longest
+    if scaling.type == "longrope" and (scaling.row_length or 0) <= original < longest:
+        raise ConfigError(
+            f"data.sequence_length={longest} is longer than model.rope_scaling."
+            f"original_max_position_embeddings={original}, but row_length={scaling.row_length} "
+            f"chooses short_factor; set model.rope_scaling.row_length={longest}"
+        )
 
 
 def _check_registered(config: Config) -> None:

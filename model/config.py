@@ -4,13 +4,13 @@ The configuration is independent of the mesh. MFU, plans and tests read the same
 """
 
 from collections.abc import Mapping
-from itertools import groupby
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     Field,
+    FiniteFloat,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from model.rope import RopeScaling
+from model.segments import LayerKind, LayerType, Segment, divide_layers
 from parallel.experts.names import ExchangeMethod, ExpertRule
 
 
@@ -32,44 +33,12 @@ class BlockSizes(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
 
 
 DTypeName = Literal["bfloat16", "float32"]
-LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
-"""Keys that a query attends to: all earlier ones, a sliding window, or those of its chunk."""
-
-
-class LayerKind(NamedTuple):
-    """Properties of a layer that determine its program."""
-
-    layer_type: LayerType
-    is_sparse: bool
-    """The MLP is a mixture of experts."""
-
-
-class Segment(NamedTuple):
-    """Consecutive layers: a pattern of kinds, repeated. One scan runs over the repeats."""
-
-    pattern: tuple[LayerKind, ...]
-    repeats: int
-
-
-def _segments(kinds: tuple[LayerKind, ...]) -> list[Segment]:
-    """Divide layers by the shortest pattern that they repeat, however `layer_types` is written.
-
-    Layers that do not complete a pattern follow. Layers that repeat no pattern are divided into
-    runs of equal layers, if that leaves fewer layers to compile.
-    """
-    count = len(kinds)
-    if not count:
-        return []
-    period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[: count - n])
-    if period <= count // 2:
-        repeats, rest = divmod(count, period)
-        return [Segment(kinds[:period], repeats), *_segments(kinds[count - rest :])]
-    runs = [Segment((kind,), len([*run])) for kind, run in groupby(kinds)]
-    return runs if len(runs) < count else [Segment(kinds, 1)]
-
-
 LinearKind = Literal["qkv", "o", "mlp", "experts", "head"]
 """Groups of linears that have their own overlap method; mlp is gate, up and down."""
+BiasGroup = Literal["qkv", "o", "mlp", "experts", "router"]
+"""Groups of linears that may have a bias."""
+NormPlacement = Literal["pre", "post", "both"]
+"""Place of the norms of a block: before its attention and MLP, after them, or both."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -105,7 +74,10 @@ class MoEConfig(
     moe_intermediate_size: PositiveInt | None = None
     """Hidden width of one expert; null: intermediate_size."""
     num_shared_experts: NonNegativeInt = 0
-    """Experts that every token passes, computed as one wide SwiGLU."""
+    """Experts that every token passes, computed as one wide gated MLP."""
+    shared_expert_gate: bool = False
+    """Multiply the output of the shared experts by the sigmoid of a trained linear of the token
+    (Qwen2-MoE)."""
     first_k_dense_replace: NonNegativeInt = 0
     """Number of dense layers before the first mixture-of-experts layer."""
     decoder_sparse_step: PositiveInt = 1
@@ -157,7 +129,7 @@ class MoEConfig(
 class ModelConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
-    """A decoder-only transformer: RMSNorm, rope, grouped-query attention, SwiGLU."""
+    """A decoder-only transformer: RMSNorm, rope, grouped-query attention, a gated MLP."""
 
     vocab_size: PositiveInt = 264
     """Number of token ids; at least the size of the tokenizer's vocabulary."""
@@ -175,7 +147,23 @@ class ModelConfig(
     head_dim: PositiveInt | None = None
     """Width of one head; null: hidden_size / num_attention_heads."""
     intermediate_size: PositiveInt = 704
-    """Width of the SwiGLU (F)."""
+    """Width of the gated MLP (F)."""
+    hidden_act: str = "silu"
+    """Activation of the gated MLPs, experts included. silu: silu(gate) * up; gelu_tanh: tanh
+    approximation of GELU(gate) * up (Gemma); clamped_swiglu: (up + 1) * gate * sigmoid(1.702 gate)
+    of clamped gate and up (gpt-oss); or a registered one."""
+    swiglu_limit: PositiveFloat | None = None
+    """clamped_swiglu: gate is at most this, up lies between minus this and this."""
+    biases: Annotated[tuple[BiasGroup, ...], BeforeValidator(_as_tuple)] = ()
+    """Linears with a trained bias: qkv, o, mlp (shared experts included), experts, router (on the
+    logits, unlike moe.router_bias)."""
+    norm_placement: NormPlacement = "pre"
+    """Norms of a block. pre: x + f(norm(x)); post: x + norm(f(x)) (OLMo 2); both:
+    x + norm(f(norm(x))) with two norms (Gemma 2 and 3)."""
+    norm_offset: FiniteFloat = 0.0
+    """Norms multiply by norm_offset + scale, and scale starts at 1 - norm_offset (Gemma: 1)."""
+    embedding_multiplier: PositiveFloat = 1.0
+    """Factor on the embeddings, rounded to dtype first (Gemma: sqrt(hidden_size))."""
     rope_theta: Annotated[float, Field(gt=1)] = 10000.0
     """Base of the rotary frequencies."""
     rope_local_theta: Annotated[float, Field(gt=1)] | None = None
@@ -183,8 +171,19 @@ class ModelConfig(
     rope_scaling, as in full_attention layers."""
     rope_scaling: RopeScaling = RopeScaling()
     """Scaling of rotary frequencies for contexts longer than the original training length."""
+    rope_layers: Annotated[tuple[bool, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
+        True,
+    )
+    """Whether each layer applies rope, from the first; the list repeats to num_hidden_layers
+    (SmolLM3)."""
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head that rope rotates, from its first dimension; the rest stays as it is."""
     qk_norm: bool = False
     """Apply RMSNorm to every head of queries and keys before rope."""
+    qk_norm_across_heads: bool = False
+    """With qk_norm: normalise all query heads together, and all key heads together (OLMo 2)."""
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Attention scores are multiplied by query_pre_attn_scalar ** -0.5; null: head_dim ** -0.5."""
     layer_types: Annotated[
         tuple[LayerType, ...], BeforeValidator(_as_tuple), Field(min_length=1)
     ] = ("full_attention",)
@@ -203,6 +202,8 @@ class ModelConfig(
     """Epsilon of RMSNorm, added to the mean square."""
     tie_word_embeddings: bool = False
     """Use the transposed embedding as the kernel of the head."""
+    final_logit_softcapping: PositiveFloat | None = None
+    """Cap on the logits of the head: cap * tanh(logits / cap); null: none."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of initial weights; output projections of a block use it divided by
     sqrt(2 * layers)."""
@@ -273,15 +274,26 @@ class ModelConfig(
         )
 
     @property
+    def has_rope(self) -> tuple[bool, ...]:
+        """True for every layer that applies rope."""
+        listed = self.rope_layers
+        return tuple(listed[layer % len(listed)] for layer in range(self.num_hidden_layers))
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that rope rotates."""
+        return int(self.head_size * self.partial_rotary_factor)
+
+    @property
     def segments(self) -> tuple[Segment, ...]:
         """The layers as repeated patterns, so that compile time does not grow with depth.
 
         Leading dense layers (`moe.first_k_dense_replace`) and the layers after them are divided
         separately, each by its shortest pattern.
         """
-        kinds = tuple(map(LayerKind, self.layer_kinds, self.sparse_layers))
+        kinds = tuple(map(LayerKind, self.layer_kinds, self.sparse_layers, self.has_rope))
         lead = self.moe.first_k_dense_replace if True in self.sparse_layers else 0
-        return (*_segments(kinds[:lead]), *_segments(kinds[lead:]))
+        return (*divide_layers(kinds[:lead]), *divide_layers(kinds[lead:]))
 
     def _matmul_parameters(self, experts: int) -> int:
         """Return the parameters in matmuls, counting `experts` experts per sparse layer."""
@@ -290,7 +302,7 @@ class ModelConfig(
         sparse = sum(self.sparse_layers)
         width = self.expert_size * (experts + self.moe.num_shared_experts)
         widths = (self.num_hidden_layers - sparse) * self.intermediate_size + sparse * width
-        router = sparse * self.hidden_size * self.moe.num_experts
+        router = sparse * self.hidden_size * (self.moe.num_experts + self.moe.shared_expert_gate)
         mlp = 3 * self.hidden_size * widths
         head = self.hidden_size * self.padded_vocab_size
         return self.num_hidden_layers * attention + mlp + router + head
@@ -303,14 +315,38 @@ class ModelConfig(
     @property
     def num_parameters(self) -> int:
         """All parameters; a tied head counts once."""
-        norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
-        if self.qk_norm:
-            norms += 2 * self.num_hidden_layers * self.head_size
         sinks = self.num_hidden_layers * self.num_attention_heads if self.attention_sinks else 0
-        biases = sum(self.sparse_layers) * self.moe.num_experts * self.moe.has_router_bias
         embedding = 0 if self.tie_word_embeddings else self.padded_vocab_size * self.hidden_size
         kernels = self._matmul_parameters(self.moe.num_experts)
-        return kernels + embedding + norms + sinks + biases
+        return kernels + embedding + self._norm_parameters + sinks + self._bias_parameters
+
+    @property
+    def _norm_parameters(self) -> int:
+        """Parameters of all norms."""
+        per_layer = (4 if self.norm_placement == "both" else 2) * self.hidden_size
+        if self.qk_norm_across_heads:
+            heads = self.num_attention_heads + self.num_key_value_heads
+        else:
+            heads = 2
+        per_layer += heads * self.head_size if self.qk_norm else 0
+        return self.num_hidden_layers * per_layer + self.hidden_size
+
+    @property
+    def _bias_parameters(self) -> int:
+        """Parameters of all biases, those on the choice of experts included."""
+        moe, layers, sparse = self.moe, self.num_hidden_layers, sum(self.sparse_layers)
+        qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_size
+        shared = moe.num_shared_experts * self.expert_size
+        mlps = [self.intermediate_size] * (layers - sparse) + [shared] * (sparse if shared else 0)
+        counts: dict[BiasGroup, int] = {
+            "qkv": layers * qkv,
+            "o": layers * self.hidden_size,
+            "mlp": sum(2 * width + self.hidden_size for width in mlps),
+            "experts": sparse * moe.num_experts * (2 * self.expert_size + self.hidden_size),
+            "router": sparse * moe.num_experts,
+        }
+        choice = sparse * moe.num_experts * moe.has_router_bias
+        return sum(counts[group] for group in self.biases) + choice
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the training FLOPs per token: 6 per matmul parameter, plus causal attention.

@@ -1,4 +1,4 @@
-"""Layers of the transformer: RMSNorm, embedding, attention, SwiGLU.
+"""Layers of the transformer: RMSNorm, embedding, attention, gated MLP.
 
 Letters: B batch, L length, D embed, H query heads, K kv heads, h head dim, F intermediate, V vocab.
 Activations carry their sharding in their type: F over tp, heads over tp if they divide, L over sp
@@ -16,13 +16,14 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from model.activations import gated_activation
 from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
 from model.attention.mask import AttentionInputs, chunk_ids
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
-from model.rope import RopeScaling, rope, rope_frequencies
+from model.rope import RopeScaling, partial_rope, rope_frequencies
 from parallel.linear.chain import chain
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import (
@@ -72,20 +73,26 @@ def truncated_normal(stddev: float) -> Initializer:
 
 
 class RMSNorm(nnx.Module):
-    """RMS normalisation, x / rms(x) * scale, in float32. Source: arXiv 1910.07467, equation 4."""
+    """RMS normalisation, x / rms(x) * (offset + scale), in float32.
+
+    offset: `model.norm_offset`, 0 by default. Source: arXiv 1910.07467, equation 4.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, width: int | None = None):
         spec = tp.manager.resolve(Replicated)
         shape, dtype = (width or config.hidden_size,), jnp.dtype(config.param_dtype)
-        value = jnp.ones(shape, dtype, out_sharding=spec)
+        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+        value = jnp.full(shape, 1 - self.offset, dtype, out_sharding=spec)
         self.scale = nnx.Param(value, semantic_axes=Replicated)
-        self.eps = config.rms_norm_eps
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Normalise the last dim; the layout stays the same."""
         x = x_BLD.astype(jnp.float32)
         normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale[...]).astype(x_BLD.dtype)
+        scale_D = self.scale[...]
+        if self.offset:
+            scale_D = self.offset + scale_D.astype(jnp.float32)
+        return (normed * scale_D).astype(x_BLD.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -120,11 +127,11 @@ class Embedding(nnx.Module):
         init = truncated_normal(config.initializer_range)
         table = init(rngs.params(), shape, jnp.dtype(config.param_dtype), out_sharding=spec)
         self.table = nnx.Param(table, semantic_axes=self.axes)
-        self.dtype = jnp.dtype(config.dtype)
+        self.dtype, self.multiplier = jnp.dtype(config.dtype), config.embedding_multiplier
         self.tp = tp
 
     def __call__(self, tokens_BL: jax.Array, mode: RUNTIME_MODE_TYPES = MODE_TRAIN) -> jax.Array:
-        """Look up tokens `B L` and return x_BLD in the residual layout of this mode.
+        """Return the embeddings of tokens `B L`, times the multiplier, in the layout of this mode.
 
         Communication over tp, of n devices: with features split, an all-to-all of B L D / n if rows
         are split in the result, none if features are, an all-reduce of B L D otherwise. With rows
@@ -147,7 +154,8 @@ class Embedding(nnx.Module):
         island = jax.shard_map(
             body, mesh=self.tp.manager.mesh, in_specs=(table_spec, tokens_spec), out_specs=out_spec
         )
-        return island(table, tokens_BL)
+        x_BLD = island(table, tokens_BL)
+        return x_BLD if self.multiplier == 1.0 else x_BLD * jnp.asarray(self.multiplier, self.dtype)
 
 
 def _look_up(
@@ -206,8 +214,9 @@ class Attention(nnx.Module):
             last=True,
         )
         if config.qk_norm:
-            self.q_norm = RMSNorm(config, tp, config.head_size)
-            self.k_norm = RMSNorm(config, tp, config.head_size)
+            across = config.qk_norm_across_heads
+            self.q_norm = RMSNorm(config, tp, heads if across else config.head_size)
+            self.k_norm = RMSNorm(config, tp, kv_heads if across else config.head_size)
         if config.attention_sinks:
             spec = tp.manager.resolve(SRowWise)
             sinks = jnp.zeros((config.num_attention_heads,), jnp.float32, out_sharding=spec)
@@ -219,6 +228,7 @@ class Attention(nnx.Module):
         info: TokenInfo,
         *,
         layer_type: LayerType,
+        has_rope: bool = True,
         choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
@@ -229,13 +239,15 @@ class Attention(nnx.Module):
         cache.
         """
         with jax.named_scope("qkv"):
-            q, k, v = self._project_qkv(x_BLD, info.positions_BL, layer_type)
+            q, k, v = self._project_qkv(x_BLD)
+            if has_rope:
+                q, k = self._rotate(q, k, info.positions_BL, layer_type)
         if cache is not None:
             cache = cache.write(k, v)
         with jax.named_scope("attention"):
-            spec = layer_spec(self.config, layer_type, mode)
             metadata = OperationMetadata.from_config(self.config)
             metadata = metadata.replace(partition_manager=self.tp.manager)
+            spec = layer_spec(self.config, layer_type, mode, scale=metadata.softmax_scale)
             sinks_H = self.sinks[...] if self.config.attention_sinks else None
             if cache is not None and mode != MODE_PREFILL:
                 positions_BL = info.positions_BL
@@ -262,21 +274,33 @@ class Attention(nnx.Module):
         with jax.named_scope("o"):
             return self.o(out_BLF, jax.typeof(x_BLD).sharding.spec), cache
 
-    def _project_qkv(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, layer_type: LayerType
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return q, k and v `B L heads h`, with norms and rope applied to q and k."""
+    def _project_qkv(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return q, k and v `B L heads h`, with norms applied to q and k."""
         config = self.config
         qkv = self.qkv(x_BLD)
+        if config.qk_norm_across_heads:
+            qkv |= {"q": self.q_norm(qkv["q"]), "k": self.k_norm(qkv["k"])}
         q, k, v = (self._split_heads(qkv[name]) for name in "qkv")
-        if config.qk_norm:
+        if config.qk_norm and not config.qk_norm_across_heads:
             q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _rotate(
+        self, q: jax.Array, k: jax.Array, positions_BL: jax.Array, layer_type: LayerType
+    ) -> tuple[jax.Array, jax.Array]:
+        """Apply rope to the first `rotary_size` dimensions of every head."""
+        config = self.config
         theta, scaling = config.rope_theta, config.rope_scaling
         if layer_type != "full_attention" and config.rope_local_theta is not None:
             theta, scaling = config.rope_local_theta, RopeScaling()
-        frequency_h, factor = rope_frequencies(config.head_size, theta, scaling)
-        q, k = (rope(y, positions_BL, frequency_h, factor) for y in (q, k))
-        return q, k, v
+        frequency_h, factor = rope_frequencies(config.rotary_size, theta, scaling)
+        rotate = partial(
+            partial_rope,
+            positions_BL=positions_BL,
+            frequency_h=frequency_h,
+            attention_factor=factor,
+        )
+        return rotate(q), rotate(k)
 
     def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
         """Reshape `B L H*h` to `B L H h`: H over tp, or not split if tp does not divide H."""
@@ -290,7 +314,10 @@ class Attention(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x)). Source: arXiv 2002.05202."""
+    """Gated MLP: down(silu(gate(x)) * up(x)), or another activation of gate and up by name.
+
+    Source: arXiv 2002.05202.
+    """
 
     def __init__(
         self,
@@ -302,6 +329,7 @@ class SwiGLU(nnx.Module):
     ):
         linear = partial(make_linear, config, tp)
         width = width or config.intermediate_size
+        self.activation = gated_activation(config.hidden_act, config.swiglu_limit)
         self.gate_up = linear(
             ColumnParallelLinear,
             config.hidden_size,
@@ -320,12 +348,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Return x_BLD in the layout it had; gate and up share one gather of x."""
-        return chain(x_BLD, self.gate_up, gated_silu, self.down)
-
-
-def gated_silu(gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
-    """Return silu(gate) * up, elementwise."""
-    return jax.nn.silu(gate_BLF) * up_BLF
+        return chain(x_BLD, self.gate_up, self.activation, self.down)
 
 
 def make_linear(
@@ -339,17 +362,18 @@ def make_linear(
     rngs: nnx.Rngs,
     last: bool = False,
 ) -> AnyLinear:
-    """Build a linear with this model's dtypes and initialisation.
+    """Build a linear with this model's dtypes and initialisation; biases start at zero.
 
-    kind: the group whose overlap method it uses. last: the linear ends a residual branch, so its
-    weights shrink with depth to keep the sum of 2 * layers branches at the scale of one branch.
+    kind: the group whose overlap method it uses, and whether it has a bias. last: the linear ends a
+    residual branch, so its weights shrink with depth to keep the sum of 2 * layers branches at the
+    scale of one branch.
     Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     stddev = config.initializer_range / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
     return linear(
         in_features,
         out_features,
-        use_bias=False,
+        use_bias=kind in config.biases,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
         kernel_init=truncated_normal(stddev),

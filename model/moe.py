@@ -18,8 +18,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from model.activations import gated_activation
 from model.config import ModelConfig, MoEConfig
-from model.layers import SwiGLU, gated_silu, truncated_normal
+from model.layers import SwiGLU, truncated_normal
 from model.load_balancing import (
     RoutingStats,
     load_balancing_loss,
@@ -67,8 +68,9 @@ class _RouterInputs(NamedTuple):
 class Router(ParallelLinear):
     """Replicated float32 linear from tokens to the logits of the router, `... D` -> `... E`.
 
-    `route` adds its bias (E,) to the scores that choose experts; the logits do not contain it. The
-    bias has no gradient; `with_updated_bias` changes it.
+    `route` adds `bias` (E,) to the scores that choose experts; the logits do not contain it. It has
+    no gradient; `with_updated_bias` changes it. `logit_bias` (E,) is a part of the logits and is
+    trained; a router has it if `model.biases` lists it.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
@@ -82,12 +84,17 @@ class Router(ParallelLinear):
             parallel_config=tp,
             rngs=rngs,
         )
+        shape, has_bias = (config.moe.num_experts,), "router" in config.biases
+        zeros = nnx.initializers.zeros
+        self.logit_bias = (
+            self._parameter(shape, GateBias, partial(zeros, rngs.params())) if has_bias else None
+        )
 
     def _parameter(self, shape: tuple[int, ...], axes: Any, init: Initializer) -> nnx.Param:
         return super()._parameter(shape, GateKernel if len(shape) == 2 else GateBias, init)
 
     def _finish(self, outputs: Sequence[jax.Array]) -> jax.Array:
-        return outputs[0]
+        return outputs[0] if self.logit_bias is None else outputs[0] + self.logit_bias[...]
 
     def __call__(self, x_BLD: jax.Array, out_spec: P | None = None) -> jax.Array:
         """Return the logits `B L E` of tokens in any residual layout; L stays split as it was.
@@ -97,17 +104,18 @@ class Router(ParallelLinear):
         x = self.cast_input(x_BLD)
         rows, features = jax.typeof(x).sharding.spec[:-1], jax.typeof(x).sharding.spec[-1]
         kernel = jax.sharding.reshard(self.kernel[...], P(features, None))
-        return jnp.einsum(
+        logits = jnp.einsum(
             "...d,de->...e",
             x,
             kernel,
             precision=self.precision,
             out_sharding=out_spec or P(*rows, None),
         )
+        return self._finish([logits])
 
 
 class MoE(nnx.Module):
-    """Sum of weight * down(silu(gate(x)) * up(x)) over a token's experts, plus shared experts."""
+    """Sum of weight * down(activation(gate(x), up(x))) over experts, plus shared experts."""
 
     def __init__(self, plan: ExecutionPlan, *, rngs: nnx.Rngs):
         config, tp, moe = plan.model, plan.tp, plan.model.moe
@@ -169,7 +177,8 @@ class MoE(nnx.Module):
             valid_BL = jnp.ones(x_BLD.shape[:2], bool, out_sharding=rows)
         column_spec, column = self.gate_up.kernels_for(x_BLD)
         row_spec, (row,) = self.down.kernels_for(x_BLD)
-        specs = ExpertKernels((column_spec,) * len(column), row_spec, gated_silu)
+        activation = gated_activation(self.config.hidden_act, self.config.swiglu_limit)
+        specs = ExpertKernels((column_spec,) * len(column), row_spec, activation)
         body = partial(
             _moe_body,
             moe=moe,
@@ -190,7 +199,7 @@ class MoE(nnx.Module):
             y_BLD, report = island(
                 x_BLD,
                 _RouterInputs(logits_BLE, jax.sharding.reshard(valid_BL, rows), bias_E),
-                ExpertKernels(tuple(column), row, gated_silu),
+                ExpertKernels(tuple(column), row, activation),
             )
         if moe.num_shared_experts:
             y_BLD += self.shared(x_BLD)

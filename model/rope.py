@@ -8,12 +8,19 @@ Letters: B batch, L length, H heads, h head dim. frequency_h has h / 2 entries, 
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pydantic import BaseModel, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from registry import Registry
 
@@ -53,6 +60,13 @@ def register_scaling(
     return register
 
 
+Factors = Annotated[
+    tuple[PositiveFloat, ...] | None,
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
+"""One positive number per frequency; a list is converted to a tuple, which is hashable."""
+
+
 class RopeScaling(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
@@ -60,11 +74,12 @@ class RopeScaling(
 
     type: str = "default"
     """Scaling rule. default: none; linear: all frequencies divided by factor; llama3: only low
-    frequencies, as in Llama 3.1; yarn: as in YaRN."""
+    frequencies, as in Llama 3.1; yarn: as in YaRN; longrope: each frequency divided by a factor of
+    its own, as in LongRoPE (Phi-3)."""
     factor: PositiveFloat | None = None
     """Ratio of the new context length to the original one, at least 1; every type but default."""
     original_max_position_embeddings: PositiveInt | None = None
-    """Context length before scaling, in tokens; llama3 and yarn."""
+    """Context length before scaling, in tokens; llama3, yarn and longrope."""
     low_freq_factor: PositiveFloat | None = None
     """llama3: pairs with fewer rotations over the original length are divided by factor."""
     high_freq_factor: PositiveFloat | None = None
@@ -73,8 +88,23 @@ class RopeScaling(
     """yarn: pairs with more rotations over the original length are not changed."""
     beta_slow: PositiveFloat = 1.0
     """yarn: pairs with fewer rotations over the original length are divided by factor."""
+    truncate: bool = True
+    """yarn: round the ends of the ramp between beta_fast and beta_slow outwards to whole pairs."""
+    mscale: PositiveFloat | None = None
+    """yarn: with mscale_all_dim, the attention factor is (0.1 mscale ln(factor) + 1) /
+    (0.1 mscale_all_dim ln(factor) + 1)."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn: see mscale."""
+    short_factor: Factors = None
+    """longrope: divisor of each frequency for rows up to original_max_position_embeddings."""
+    long_factor: Factors = None
+    """longrope: divisor of each frequency for longer rows."""
+    row_length: PositiveInt | None = None
+    """longrope: tokens per row for which the model is used, which decides between long_factor and
+    short_factor; null: at most original_max_position_embeddings."""
     attention_factor: PositiveFloat | None = None
-    """yarn: multiplier on rotated queries and keys; null: 0.1 ln(factor) + 1."""
+    """Multiplier on rotated queries and keys; null: 0.1 ln(factor) + 1 for yarn,
+    sqrt(1 + ln(factor) / ln(original_max_position_embeddings)) for longrope."""
 
     @field_validator("type")
     @classmethod
@@ -109,6 +139,17 @@ class RopeScaling(
                     f"rope_scaling.{low}={getattr(self, low)} must be less than "
                     f"{high}={getattr(self, high)}; lower {low} or raise {high}"
                 )
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            alone = "mscale" if self.mscale_all_dim is None else "mscale_all_dim"
+            raise ValueError(
+                f"rope_scaling.{alone}={getattr(self, alone)} has no effect alone; set mscale and "
+                "mscale_all_dim, or remove it"
+            )
+        if self.mscale is not None and self.attention_factor is not None:
+            raise ValueError(
+                f"rope_scaling.mscale={self.mscale} has no effect with attention_factor="
+                f"{self.attention_factor}; remove one of them"
+            )
         return self
 
 
@@ -164,15 +205,18 @@ def _llama3(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Resc
 @register_scaling(
     "yarn",
     required=("factor", "original_max_position_embeddings"),
-    optional=("beta_fast", "beta_slow", "attention_factor"),
+    optional=(
+        *("beta_fast", "beta_slow", "truncate"),
+        *("attention_factor", "mscale", "mscale_all_dim"),
+    ),
     increasing=("beta_slow", "beta_fast"),
 )
 def _yarn(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescaled:
     """Divide frequencies by `factor` along a linear ramp over pairs. Source: arXiv 2309.00071.
 
     The ramp runs between the pairs that make beta_fast and beta_slow rotations over the original
-    length. Its ends are rounded outwards and kept within the head as Hugging Face does, so that
-    released weights fit.
+    length. Its ends are rounded outwards (unless `truncate` is false) and kept within the head as
+    Hugging Face does, so that released weights fit.
     """
     original = scaling.original_max_position_embeddings
     assert original and scaling.factor
@@ -181,15 +225,46 @@ def _yarn(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescal
     def pair(rotations: float) -> float:
         return half * math.log(original / (rotations * 2 * math.pi)) / math.log(theta)
 
-    first = max(math.floor(pair(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair(scaling.beta_slow)), 2 * half - 1)
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
     # A ramp of no width becomes a step; the small width avoids a division by zero.
     width = max(last - first, 1e-3)
     ramp_h = np.clip((np.arange(half) - first) / width, 0.0, 1.0)
+    growth = 0.1 * math.log(scaling.factor)
+    factor = scaling.attention_factor or growth + 1.0
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        factor = (growth * scaling.mscale + 1.0) / (growth * scaling.mscale_all_dim + 1.0)
+    return frequency_h * (1 - ramp_h + ramp_h / scaling.factor), factor
+
+
+@register_scaling(
+    "longrope",
+    required=("factor", "original_max_position_embeddings", "short_factor", "long_factor"),
+    optional=("row_length", "attention_factor"),
+)
+def _longrope(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Rescaled:
+    """Divide each frequency by a number of its own. Source: arXiv 2402.13753, section 3.3.
+
+    There is one list of numbers for rows up to the original length and one for longer rows.
+    Raises: ValueError unless both lists have one number per frequency.
+    """
+    original = scaling.original_max_position_embeddings
+    assert original and scaling.factor and scaling.short_factor and scaling.long_factor
+    if original < 2:
+        raise ValueError("original_max_position_embeddings=1 has no logarithm; use at least 2")
+    for name in ("short_factor", "long_factor"):
+        if (count := len(getattr(scaling, name))) != len(frequency_h):
+            raise ValueError(
+                f"{name} has {count} numbers for {len(frequency_h)} frequencies; give one each"
+            )
+    is_long = (scaling.row_length or 0) > original
+    divisor_h = np.asarray(scaling.long_factor if is_long else scaling.short_factor, np.float64)
     factor = scaling.attention_factor
     if factor is None:
-        factor = 0.1 * math.log(scaling.factor) + 1.0
-    return frequency_h * (1 - ramp_h + ramp_h / scaling.factor), factor
+        factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+    return frequency_h / divisor_h, factor
 
 
 def rope(
@@ -213,3 +288,14 @@ def rope(
     first, second = jnp.split(x_BLHh.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BLHh.dtype)
+
+
+def partial_rope(
+    x_BLHh: jax.Array, positions_BL: jax.Array, frequency_h: Any, attention_factor: float = 1.0
+) -> jax.Array:
+    """Apply `rope` to the first dimensions of every head, two per frequency; keep the others."""
+    width = 2 * len(frequency_h)
+    if width == x_BLHh.shape[-1]:
+        return rope(x_BLHh, positions_BL, frequency_h, attention_factor)
+    rotated = rope(x_BLHh[..., :width], positions_BL, frequency_h, attention_factor)
+    return jnp.concatenate([rotated, x_BLHh[..., width:]], axis=-1)

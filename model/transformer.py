@@ -16,13 +16,13 @@ from jax import lax
 
 from model.attention.cached import Cache, LayerCache, write_index
 from model.attention.registry import AttentionChoice
-from model.config import LayerKind, LayerType, Segment
 from model.generation.cache import DenseCache
 from model.head import Head
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
+from model.segments import LayerKind, Segment
 from parallel.linear.linear import named_rngs
 from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
 
@@ -30,13 +30,19 @@ _STACKS = {False: "layers", True: "sparse_layers"}
 
 
 class Block(nnx.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with SwiGLU or `MoE`."""
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with SwiGLU or `MoE`.
+
+    `model.norm_placement` says whether norms come before attention and MLP, after them, or both.
+    """
 
     def __init__(self, plan: ExecutionPlan, *, sparse: bool, rngs: nnx.Rngs):
         config, tp = plan.model, plan.tp
-        self.attention_norm = RMSNorm(config, tp)
+        before, after = config.norm_placement != "post", config.norm_placement != "pre"
+        self.attention_norm = RMSNorm(config, tp) if before else None
         self.attention = Attention(config, tp, rngs=named_rngs(rngs, "attention"))
-        self.mlp_norm = RMSNorm(config, tp)
+        self.attention_post_norm = RMSNorm(config, tp) if after else None
+        self.mlp_norm = RMSNorm(config, tp) if before else None
+        self.mlp_post_norm = RMSNorm(config, tp) if after else None
         mlp_rngs = named_rngs(rngs, "mlp")
         self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else SwiGLU(config, tp, rngs=mlp_rngs)
 
@@ -45,23 +51,33 @@ class Block(nnx.Module):
         x_BLD: jax.Array,
         info: TokenInfo,
         *,
-        layer_type: LayerType,
+        kind: LayerKind,
         choice: AttentionChoice,
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
         dropless: bool = False,
     ) -> tuple[jax.Array, LayerCache | None, MoEReport | None]:
         """Return (x_BLD, the cache with these tokens, the router statistics of a sparse block)."""
-        normed_BLD = self.attention_norm(x_BLD)
         out_BLD, cache = self.attention(
-            normed_BLD, info, layer_type=layer_type, choice=choice, mode=mode, cache=cache
+            _normed(self.attention_norm, x_BLD),
+            info,
+            layer_type=kind.layer_type,
+            has_rope=kind.has_rope,
+            choice=choice,
+            mode=mode,
+            cache=cache,
         )
-        x_BLD += out_BLD
-        normed_BLD = self.mlp_norm(x_BLD)
+        x_BLD += _normed(self.attention_post_norm, out_BLD)
+        normed_BLD, report = _normed(self.mlp_norm, x_BLD), None
         if isinstance(self.mlp, MoE):
             out_BLD, report = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
-            return x_BLD + out_BLD, cache, report
-        return x_BLD + self.mlp(normed_BLD), cache, None
+        else:
+            out_BLD = self.mlp(normed_BLD)
+        return x_BLD + _normed(self.mlp_post_norm, out_BLD), cache, report
+
+
+def _normed(norm: RMSNorm | None, x_BLD: jax.Array) -> jax.Array:
+    return x_BLD if norm is None else norm(x_BLD)
 
 
 class Transformer(nnx.Module):
@@ -119,7 +135,7 @@ class Transformer(nnx.Module):
             x_BLD, _, report = block(
                 x_BLD,
                 dataclasses.replace(info, dropout_key=key),
-                layer_type=kind.layer_type,
+                kind=kind,
                 choice=self.plan.attention_of(kind.layer_type, tokens_BL.shape[1]),
                 dropless=dropless,
             )
@@ -182,7 +198,7 @@ class Transformer(nnx.Module):
             x_BLD, view, _ = nnx.merge(definitions[kind.is_sparse], layer)(
                 x_BLD,
                 info,
-                layer_type=kind.layer_type,
+                kind=kind,
                 choice=choices[kind.layer_type],
                 mode=mode,
                 cache=view,

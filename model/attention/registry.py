@@ -319,13 +319,20 @@ def features_of(
 
 
 def layer_spec(
-    config: ModelConfig, layer_type: LayerType, mode: RUNTIME_MODE_TYPES = MODE_TRAIN
+    config: ModelConfig,
+    layer_type: LayerType,
+    mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
+    *,
+    scale: float | None = None,
 ) -> AttentionSpec:
-    """Return the static settings of the attention of such a layer in this runtime mode."""
+    """Return the static settings of the attention of such a layer in this runtime mode.
+
+    scale: `OperationMetadata.softmax_scale`; None: 1 / sqrt(head_dim).
+    """
     chunk = config.attention_chunk_size if layer_type == "chunked_attention" else None
     window = config.sliding_window if layer_type == "sliding_attention" else chunk
     return AttentionSpec(
-        scale=config.head_size**-0.5,
+        scale=scale or config.head_size**-0.5,
         mask=MaskSpec(window=window),
         chunk=chunk,
         soft_cap=config.attn_logit_softcapping,

@@ -358,9 +358,18 @@ class RowParallelLinear(ParallelLinear):
 def scale_and_add(
     outputs: Sequence[jax.Array], biases: Sequence[jax.Array], factor: float
 ) -> list[jax.Array]:
-    """Return factor * y + bias for each y; an empty `biases` adds none."""
+    """Return factor * y + bias for each y; an empty `biases` adds none.
+
+    Biases are rounded to the dtype of y, but added in float32 at least: the gradient of a bias then
+    sums rows in float32.
+    """
     if factor != 1.0:
         outputs = [y * jnp.asarray(factor, y.dtype) for y in outputs]
     if biases:
-        outputs = [y + b.astype(y.dtype) for y, b in zip(outputs, biases, strict=True)]
+        outputs = [_add_bias(y, b) for y, b in zip(outputs, biases, strict=True)]
     return list(outputs)
+
+
+def _add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    return (y.astype(wide) + bias.astype(y.dtype).astype(wide)).astype(y.dtype)

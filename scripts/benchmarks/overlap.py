@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.prediction import HEADER, Pass, SliceCompiler
-from model.layers import gated_silu
+from model.activations import gated_silu
 from parallel.linear.chain import chain
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig

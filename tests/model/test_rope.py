@@ -261,7 +261,7 @@ def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
         ({**QWEN.model_dump(), "beta_slow": 64.0}, r"beta_slow=64.0 must be less than beta_fast"),
         (
             {"type": "dynamic"},
-            r"unknown rope scaling type 'dynamic'; use one of default, linear, llama3, yarn",
+            r"unknown rope scaling type 'dynamic'; use one of default, linear, llama3, yarn, lon",
         ),
         ({"rope_type": "yarn"}, r"Extra inputs are not permitted"),
         ({"type": "linear", "factor": math.inf}, r"finite number"),

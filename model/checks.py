@@ -1,0 +1,92 @@
+"""Rules between the fields of a model: each field must have an effect and contradict no other."""
+
+from collections.abc import Iterator
+
+from model.activations import ACTIVATIONS
+from model.config import BiasGroup, ModelConfig
+from model.rope import rope_frequencies
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check the fields of a model against each other.
+
+    Raises: ValueError with key path, value, rule and remedy.
+    """
+    for message in (*_activation(model), *_biases(model), *_norms(model), *_rope(model)):
+        raise ValueError(message)
+
+
+def _activation(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with the activation of the MLPs."""
+    if model.hidden_act not in ACTIVATIONS:
+        yield (
+            f"model.hidden_act={model.hidden_act}: unknown activation; use one of "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+        return
+    takes_limit = ACTIVATIONS[model.hidden_act].takes_limit
+    if takes_limit and model.swiglu_limit is None:
+        yield f"model.hidden_act={model.hidden_act} needs model.swiglu_limit; set it, e.g. to 7.0"
+    if not takes_limit and model.swiglu_limit is not None:
+        yield (
+            f"model.swiglu_limit={model.swiglu_limit} has no effect with model.hidden_act="
+            f"{model.hidden_act}; remove it, or use hidden_act=clamped_swiglu"
+        )
+
+
+def _biases(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with the groups of linears that have a bias."""
+    sparse, moe = model.sparse_layers, model.moe
+    has_mlp = False in sparse or moe.num_shared_experts > 0
+    absent: dict[BiasGroup, bool] = {
+        "mlp": not has_mlp,
+        "experts": True not in sparse,
+        "router": True not in sparse,
+    }
+    for group in dict.fromkeys(model.biases):
+        if model.biases.count(group) > 1:
+            yield f"model.biases lists {group} twice; remove one"
+        if absent.get(group):
+            yield (
+                f"model.biases lists {group}, but no layer of this model has such a linear; remove "
+                "it, or change model.moe"
+            )
+
+
+def _norms(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with norms."""
+    if model.qk_norm_across_heads and not model.qk_norm:
+        yield (
+            "model.qk_norm_across_heads=true has no effect with model.qk_norm=false; set qk_norm, "
+            "or remove qk_norm_across_heads"
+        )
+
+
+def _rope(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with rotary embeddings."""
+    if len(model.rope_layers) > model.num_hidden_layers:
+        yield (
+            f"model.rope_layers has {len(model.rope_layers)} entries, but model.num_hidden_layers="
+            f"{model.num_hidden_layers}; remove the entries past the last layer"
+        )
+    if True not in model.has_rope:
+        fields = ("rope_theta", "rope_local_theta", "rope_scaling", "partial_rotary_factor")
+        for name in fields:
+            value = getattr(model, name)
+            if value != ModelConfig.model_fields[name].default:
+                yield (
+                    f"model.{name}={value} has no effect, because model.rope_layers leaves no "
+                    f"layer with rope; remove {name}, or list a layer with true"
+                )
+        return
+    if model.rotary_size < 2 or model.rotary_size % 2:
+        yield (
+            f"model.partial_rotary_factor={model.partial_rotary_factor} rotates "
+            f"{model.rotary_size} of {model.head_size} dimensions of a head, but rope rotates "
+            "pairs; choose a factor that gives an even number"
+        )
+        return
+    try:
+        rope_frequencies(model.rotary_size, model.rope_theta, model.rope_scaling)
+    except ValueError as error:
+        yield f"model.rope_scaling: {error}"

@@ -1,0 +1,41 @@
+"""Division of a model's layers into segments: repeated patterns, each compiled once."""
+
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
+"""Keys that a query attends to: all earlier ones, a sliding window, or those of its chunk."""
+
+
+class LayerKind(NamedTuple):
+    """Properties of a layer that determine its program."""
+
+    layer_type: LayerType
+    is_sparse: bool
+    """The MLP is a mixture of experts."""
+    has_rope: bool = True
+    """Queries and keys are rotated by their positions."""
+
+
+class Segment(NamedTuple):
+    """Consecutive layers: a pattern of kinds, repeated. One scan runs over the repeats."""
+
+    pattern: tuple[LayerKind, ...]
+    repeats: int
+
+
+def divide_layers(kinds: tuple[LayerKind, ...]) -> list[Segment]:
+    """Divide layers by the shortest pattern that they repeat, however `layer_types` is written.
+
+    Layers that do not complete a pattern follow. Layers that repeat no pattern are divided into
+    runs of equal layers, if that leaves fewer layers to compile.
+    """
+    count = len(kinds)
+    if not count:
+        return []
+    period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[: count - n])
+    if period <= count // 2:
+        repeats, rest = divmod(count, period)
+        return [Segment(kinds[:period], repeats), *divide_layers(kinds[count - rest :])]
+    runs = [Segment((kind,), len([*run])) for kind, run in groupby(kinds)]
+    return runs if len(runs) < count else [Segment(kinds, 1)]
