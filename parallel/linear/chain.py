@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.collective_matmul import gather_matmul_scatter
+from parallel.linear.collective_chain import gather_matmul_scatter
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ParallelLinear, scale_and_add
-from parallel.linear.local_matmul import concat_columns, split_columns
+from parallel.linear.local_matmul import split_columns
 from parallel.linear.low_rank import LowRank, adapter_of, update_blocks
 from parallel.linear.sharded_matmul import (
     adapter_for_shard_map,
     add_row_update,
     check_features,
-    gather_adapter,
+    gather_column_adapter,
     gather_kernel,
     params_for_shard_map,
 )
@@ -52,9 +52,9 @@ def chain(
             function = partial(_with_biases, function=function, factor=factor, count=len(biases))
         y = column_row_parallel(
             column.cast_input(x),
-            column.arrays_of(column.kernel),
+            column.kernels(),
             biases,
-            row.kernel[...],
+            row.kernels()[0],
             function=function,
             config=config,
             precision=column.precision,
@@ -177,25 +177,30 @@ def _column_row_body(
     vectors = [gather(bias, P(axis_name)) for bias in biases]
     w = gather(row_kernel, specs[1])
     (column, row), (column_spec, row_spec) = adapters, specs[2:]
+    frozen, u_columns = 0, None
     if column is not None:
-        column = gather_adapter(column, column_spec, keep=axis_name, like=x)
+        frozen = len(columns)
+        a, column = gather_column_adapter(column, column_spec, keep=axis_name, like=x)
         function = partial(
             update_blocks,
             function=function,
-            count=len(columns),
+            count=frozen,
             outputs=column.outputs,
             scale=column.scale,
             precision=precision,
         )
-        columns, vectors = [*columns, column.columns()], [*vectors, *column.b]
-    a = [] if row is None else [gather(row.a[0], row_spec.a[0])]
+        columns, vectors = [*columns, a], [*vectors, *column.b]
+    if row is not None:
+        u_columns = gather(row.a[0], row_spec.a[0])
     y = gather_matmul_scatter(
-        *(x, columns, vectors, concat_columns([w, *a])),
+        *(x, columns, vectors, w),
         function=function,
         axis_name=axis_name,
+        frozen=frozen,
+        more_columns=u_columns,
         **options,
     )
-    if row is None:
+    if row is None or u_columns is None:
         return y
-    y, u = split_columns(y, [w, *a])
+    y, u = split_columns(y, [w, u_columns])
     return add_row_update(y, u, row, row_spec, ROWS, axis_name, precision)

@@ -107,6 +107,8 @@ class ParallelLinear(nnx.Module):
     """
 
     direction: Parallelism = "none"
+    kind: str = ""
+    """Group of linears that it belongs to, as `TensorParallelConfig.for_kind` names it."""
     distributed_matmul = None
     """Always None, here as in the reference."""
 
@@ -208,6 +210,11 @@ class ParallelLinear(nnx.Module):
             return [parameter[name][...] for name in self._widths()]
         return [parameter[...]]
 
+    def kernels(self) -> list[jax.Array]:
+        """Return the kernels, one per output; without a gradient if the linear has adapters."""
+        arrays = self.arrays_of(self.kernel)
+        return arrays if adapter_of(self) is None else [lax.stop_gradient(w) for w in arrays]
+
     def scale_factor(self) -> float:
         """Return `scale` as a number."""
         if not isinstance(self.scale, str):
@@ -257,7 +264,7 @@ class ParallelLinear(nnx.Module):
                 "out"
             )
         x = self.cast_input(inputs)
-        dtype, kernels = x.dtype, self.arrays_of(self.kernel) if w is None else [w]
+        dtype, kernels = x.dtype, self.kernels() if w is None else [w]
         config = self.parallel_config
         if w is None and (adapter := adapter_of(self)) is not None:
             kernels = adapter.merged(kernels)
@@ -311,20 +318,17 @@ class ParallelLinear(nnx.Module):
             scattered = config.matmul_method is not None and not config.reduce_output
             rows = jax.typeof(x).sharding.spec[:-1]
             out_spec = P(*rows, config.axis_name if scattered else None)
-        kernels, adapter = self.arrays_of(self.kernel), adapter_of(self)
+        kernels, adapter = self.kernels(), adapter_of(self)
         return self._finish(row_parallel(x, kernels, out_spec, config, self.precision, adapter))
 
     @_on_config_mesh
     def sharded_forward(self, inputs: jax.Array) -> Any:
         """Compute a column-parallel `... in` -> `... out` whose features stay split over tp."""
-        if self.parallel_config is None or self.parallel_config.mesh is None:
+        config, adapter = self.parallel_config, adapter_of(self)
+        if config is None or config.mesh is None:
             return self.native_forward(inputs)
-        x, kernels, config = (
-            self.cast_input(inputs),
-            self.arrays_of(self.kernel),
-            self.parallel_config,
-        )
-        return self._finish(column_parallel(x, kernels, config, self.precision, adapter_of(self)))
+        x, kernels = self.cast_input(inputs), self.kernels()
+        return self._finish(column_parallel(x, kernels, config, self.precision, adapter))
 
 
 Linear = ParallelLinear

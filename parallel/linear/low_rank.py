@@ -16,9 +16,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from parallel.linear.local_matmul import kernel_gradient, matmul, matmul_transposed
+from parallel.linear.local_matmul import (
+    concat_columns,
+    kernel_gradient,
+    matmul,
+    matmul_transposed,
+)
 from parallel.linear.ring import pcast_varying
 from parallel.sharding.axes import EMPTY
+
+SAVED_NAMES = ("adapter_sum",)
+"""`checkpoint_name` of the r columns of a row-parallel linear, summed over tp. Remat should save
+them: the gradient of B reads them, and recomputing them repeats the whole linear."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +48,7 @@ class LowRank:
 
     def columns(self) -> jax.Array:
         """Return the matrices a side by side: one kernel for all adapted outputs."""
-        return self.a[0] if len(self.a) == 1 else jnp.concatenate(self.a, axis=-1)
+        return concat_columns(self.a)
 
     def update(
         self, products: Sequence[jax.Array], u: jax.Array, precision: Any = None

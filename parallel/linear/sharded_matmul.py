@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_matmul import (
@@ -23,8 +24,8 @@ from parallel.linear.collective_matmul import (
     matmul_scatter,
 )
 from parallel.linear.config import TensorParallelConfig
-from parallel.linear.local_matmul import concat_columns, split_columns
-from parallel.linear.low_rank import LowRank, add_product, factor_axes
+from parallel.linear.local_matmul import split_columns
+from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
 from parallel.linear.ring import all_gather, pcast_varying
 from parallel.sharding.axes import ColumnWise, RowWise
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
@@ -195,38 +196,44 @@ def column_block(
 
     `... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each.
     """
+    frozen = 0
     if adapter is not None:
         # Every device computes all columns of x A. Their gradients are summed over tp: that of A in
         # its own dtype, that of x together with the gradient through the kernels.
-        x = pcast_varying(x, (axis_name,))
-        adapter = gather_adapter(adapter, adapter_spec, keep=axis_name, like=x)
-    whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype, like=x) for w in kernels]
+        x, frozen = pcast_varying(x, (axis_name,)), len(kernels)
+    gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
+    whole = [gather(w, kernel_spec) for w in kernels]
     if adapter is not None:
-        whole.append(adapter.columns())
+        a, adapter = gather_column_adapter(adapter, adapter_spec, keep=axis_name, like=x)
+        whole.append(a)
     if dim is None:
         outputs = tuple(jnp.matmul(x, w, precision=precision) for w in whole)
     else:
-        outputs = gather_matmul(
-            x, whole, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
-        )
+        options: Any = {"axis_name": axis_name, "overlap": overlap, "precision": precision}
+        outputs = gather_matmul(x, whole, dim=dim, frozen=frozen, **options)
     return outputs if adapter is None else adapter.update(outputs[:-1], outputs[-1], precision)
 
 
-def gather_adapter(
+def gather_column_adapter(
     adapter: LowRank, specs: LowRank, *, keep: str | tuple[str, ...], like: jax.Array
-) -> LowRank:
-    """Inside shard_map, gather the factors of an adapter in the dtype of `like`.
+) -> tuple[jax.Array, LowRank]:
+    """Inside shard_map, return (matrices a side by side, the adapter), gathered but for `keep`."""
+    gather = partial(gather_factor, keep=keep, like=like)
+    b = tuple(map(gather, adapter.b, specs.b))
+    return gather(adapter.columns(), specs.a[0]), replace(adapter, b=b)
 
-    They stay split over the axes of `keep` that split them. Where they are whole over such an axis,
-    and `like` is not, their gradients are summed over it in their own dtype.
+
+def gather_factor(
+    factor: jax.Array, spec: P, *, keep: str | tuple[str, ...], like: jax.Array
+) -> jax.Array:
+    """Inside shard_map, gather a factor of an adapter in the dtype of `like`.
+
+    It stays split over the axes of `keep` that split it. Where it is whole over such an axis, and
+    `like` is not, its gradient is summed over it in its own dtype.
     """
-
-    def gather(factor: jax.Array, spec: P) -> jax.Array:
-        used = {name for entry in spec for name in mesh_axes_of(entry)}
-        kept = tuple(name for name in mesh_axes_of(keep) if name in used)
-        return gather_kernel(factor, spec, keep=kept, dtype=like.dtype, like=like)
-
-    return jax.tree.map(gather, adapter, specs)
+    used = {name for entry in spec for name in mesh_axes_of(entry)}
+    kept = tuple(name for name in mesh_axes_of(keep) if name in used)
+    return gather_kernel(factor, spec, keep=kept, dtype=like.dtype, like=like)
 
 
 def row_parallel(
@@ -274,29 +281,24 @@ def row_block(
 
     `... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each.
     """
-
-    def product(w: jax.Array) -> jax.Array:
-        if dim is None:
-            return lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
-        return matmul_scatter(
-            x, w, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
-        )
-
     gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
+    ring: Any = {"axis_name": axis_name, "overlap": overlap, "precision": precision}
     outputs = []
     for index, kernel in enumerate(kernels):
-        w = gather(kernel, kernel_spec)
-        own = None if adapter is None else adapter.of(index)
-        if own is None:
-            outputs.append(product(w))
-            continue
-        own_spec = adapter_spec.of(index)
-        a = gather(own.a[0], own_spec.a[0])
-        if dim == ROWS and lax.axis_size(axis_name) > 1:
-            y, u = split_columns(product(concat_columns([w, a])), [w, a])
+        w, own = gather(kernel, kernel_spec), None if adapter is None else adapter.of(index)
+        a = None if own is None else gather(own.a[0], adapter_spec.a[0])
+        if a is not None and dim == ROWS and lax.axis_size(axis_name) > 1:
+            y, u = split_columns(matmul_scatter(x, w, dim=dim, more_columns=a, **ring), [w, a])
         else:
-            y, u = product(w), lax.psum(jnp.matmul(x, a, precision=precision), axis_name)
-        outputs.append(add_row_update(y, u, own, own_spec, dim, axis_name, precision))
+            if dim is None:
+                y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
+            else:
+                y = matmul_scatter(x, w, dim=dim, **ring)
+            if a is not None:
+                u = lax.psum(jnp.matmul(x, a, precision=precision), axis_name)
+        if own is not None:
+            y = add_row_update(y, u, own, adapter_spec, dim, axis_name, precision)
+        outputs.append(y)
     return tuple(outputs)
 
 
@@ -313,9 +315,10 @@ def add_row_update(
 
     y: `... L/tp D` or `... L D/tp` or `... L D`; u: the same rows, all columns.
     """
+    u = checkpoint_name(u, SAVED_NAMES[0])
     if dim is not None:
         u = pcast_varying(u, (axis_name,))
-    (b,) = gather_adapter(replace(adapter, a=()), replace(specs, a=()), keep=(), like=u).b
+    b = gather_factor(adapter.b[0], specs.b[0], keep=(), like=u)
     if dim == FEATURES:
         width = y.shape[-1]
         b = lax.dynamic_slice_in_dim(b, lax.axis_index(axis_name) * width, width, 1)

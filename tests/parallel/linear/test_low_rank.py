@@ -83,13 +83,16 @@ def rows_of_two(tp):
 
 
 def assert_plain(found, x, scale):
-    """Outputs and gradients of a linear equal those of x W + scale * (x A) B, by autodiff."""
+    """Outputs and gradients of a linear equal those of x W + scale * (x A) B, by autodiff.
+
+    The kernels of a linear with adapters are frozen.
+    """
     y, (dparams, dx), params = found
 
     def plain(params, x):
         outputs = {}
         for name, kernel in params["kernel"].items():
-            product = x @ kernel
+            product = x @ jax.lax.stop_gradient(kernel)
             if name in params["lora_a"]:
                 product += SCALE * (x @ params["lora_a"][name]) @ params["lora_b"][name]
             outputs[name] = scale * product + params["bias"][name]
