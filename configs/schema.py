@@ -165,9 +165,9 @@ def _cross_check(config: Config) -> None:
                 "model.layer_types has none; remove it, or add such a layer"
             )
     _check_experts(config)
-    _check_longrope(config)
     _require("model", lambda: check_model(model))
     _require("lora", lambda: check_lora(config.lora, model))
+    _check_longrope(config)
     _check_registered(config)
 
 

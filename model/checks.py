@@ -12,30 +12,28 @@ def check_model(model: ModelConfig) -> None:
 
     Raises: ValueError with key path, value, rule and remedy.
     """
-    for message in (*_activation(model), *_biases(model), *_norms(model), *_rope(model)):
+    for message in (*_activation(model), *_linears(model), *_norms(model), *_rope(model)):
         raise ValueError(message)
 
 
 def _activation(model: ModelConfig) -> Iterator[str]:
     """Yield what is wrong with the activation of the MLPs."""
-    if model.hidden_act not in ACTIVATIONS:
-        yield (
-            f"model.hidden_act={model.hidden_act}: unknown activation; use one of "
-            f"{', '.join(ACTIVATIONS)}"
-        )
+    try:
+        takes_limit = ACTIVATIONS[model.hidden_act].takes_limit
+    except ValueError as error:
+        yield f"model.hidden_act: {error}"
         return
-    takes_limit = ACTIVATIONS[model.hidden_act].takes_limit
     if takes_limit and model.swiglu_limit is None:
         yield f"model.hidden_act={model.hidden_act} needs model.swiglu_limit; set it, e.g. to 7.0"
     if not takes_limit and model.swiglu_limit is not None:
         yield (
             f"model.swiglu_limit={model.swiglu_limit} has no effect with model.hidden_act="
-            f"{model.hidden_act}; remove it, or use hidden_act=clamped_swiglu"
+            f"{model.hidden_act}; remove it, or use model.hidden_act=clamped_swiglu"
         )
 
 
-def _biases(model: ModelConfig) -> Iterator[str]:
-    """Yield what is wrong with the groups of linears that have a bias."""
+def _linears(model: ModelConfig) -> Iterator[str]:
+    """Yield what is wrong with linears that are optional: biases and the shared-expert gate."""
     sparse, moe = model.sparse_layers, model.moe
     has_mlp = False in sparse or moe.num_shared_experts > 0
     absent: dict[BiasGroup, bool] = {
@@ -51,6 +49,11 @@ def _biases(model: ModelConfig) -> Iterator[str]:
                 f"model.biases lists {group}, but no layer of this model has such a linear; remove "
                 "it, or change model.moe"
             )
+    if moe.shared_expert_gate and not moe.num_shared_experts:
+        yield (
+            "model.moe.shared_expert_gate=true has no effect with model.moe.num_shared_experts=0; "
+            "set it, or remove shared_expert_gate"
+        )
 
 
 def _norms(model: ModelConfig) -> Iterator[str]:

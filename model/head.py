@@ -6,7 +6,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.layers import truncated_normal
-from model.loss import cross_entropy_sum
+from model.loss import cross_entropy_sum, soft_cap
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ColumnParallelLinear
 from parallel.linear.sharded_matmul import column_parallel
@@ -46,6 +46,12 @@ class Head(ColumnParallelLinear):
         return cross_entropy_sum(x_BLD, kernel, targets_BL, mask_BL, config=self.config, tp=self.tp)
 
     def logits(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
-        """Return the logits `B L V`, V over tp; columns from `config.vocab_size` on are padding."""
-        kernel = self.kernel[...] if w is None else w
-        return column_parallel(x_BLD, [kernel], self.tp)[0]
+        """Return the logits `B L V`, V over tp; columns from `config.vocab_size` on are padding.
+
+        They are capped by `config.final_logit_softcapping`, in float32.
+        """
+        kernel, cap = self.kernel[...] if w is None else w, self.config.final_logit_softcapping
+        logits = column_parallel(x_BLD, [kernel], self.tp)[0]
+        if cap is None:
+            return logits
+        return soft_cap(logits.astype(jnp.float32), cap).astype(logits.dtype)

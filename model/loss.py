@@ -41,8 +41,9 @@ def cross_entropy_sum(
 ) -> jax.Array:
     """Return the masked cross-entropy summed over all tokens, float32, in nats.
 
-    The loss of a token is mask * (logsumexp(x @ kernel) - logit of its target), over the first
-    `config.vocab_size` columns: the others are padding. At most `config.loss_chunk` tokens per
+    The loss of a token is mask * (logsumexp(logits) - logit of its target), over the first
+    `config.vocab_size` columns: the others are padding. The logits are x @ kernel, capped if
+    `config.final_logit_softcapping` says so. At most `config.loss_chunk` tokens per
     device have logits at a time, so they take loss_chunk * V / tp floats instead of B * L * V.
     Gradients are computed in the forward pass, while the logits of a chunk exist, and scaled in the
     backward pass: three matmuls per chunk in all.
@@ -52,7 +53,7 @@ def cross_entropy_sum(
         kernel_DV: kernel of the head, sharded ColumnWise.
         targets_BL: token ids.
         mask_BL: weight of every token, float32; 0 leaves a token out.
-        config: read for the size of the vocabulary and of a chunk.
+        config: read for the size of the vocabulary and of a chunk, and for the cap.
         tp: mesh, axis over which the vocabulary is split, and overlap method.
 
     Communication: x over tp, once around the ring in every chunk, or in one all-gather without an
@@ -93,7 +94,8 @@ def _loss_body(
     x, kernel = (pcast_varying(y, axes) for y in (x, kernel))
     n = lax.axis_size(axis) if dim == ROWS else 1
     chunks = _Chunks(rows=_rows_per_chunk(config, tp, x.size // x.shape[-1], n), parts=n)
-    settings = _Settings(axis, dim, tp.overlap, config.vocab_size)
+    cap = config.final_logit_softcapping
+    settings = _Settings(axis, dim, tp.overlap, config.vocab_size, cap)
     total = _sum_chunks(
         chunks.split_rows(x), kernel, chunks.join(targets), chunks.join(mask), settings
     )
@@ -101,12 +103,29 @@ def _loss_body(
 
 
 class _Settings(NamedTuple):
-    """Static settings of a chunk: the axis and dim that are gathered, how, and the vocabulary."""
+    """Static settings of a chunk: what is gathered and how, the vocabulary, the cap on logits."""
 
     axis_name: str
     dim: SplitDim | None
     overlap: Overlap
     vocab_size: int
+    cap: float | None
+
+
+def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap * tanh(logits / cap); None: the logits as they are."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _uncapped_gradient(gradient: jax.Array, capped: jax.Array, cap: float | None) -> jax.Array:
+    """Return the gradient with respect to logits from that with respect to the capped logits.
+
+    The derivative of the cap is 1 - tanh^2, and tanh is capped / cap.
+    """
+    if cap is None:
+        return gradient
+    # Columns that pad the vocabulary hold a huge negative number instead of a capped logit.
+    return gradient * (1 - jnp.square(jnp.clip(capped / cap, -1, 1)))
 
 
 def _rows_per_chunk(config: ModelConfig, tp: TensorParallelConfig, rows: int, n: int) -> int:
@@ -153,20 +172,22 @@ def _loss_and_gradients(
 ) -> tuple[jax.Array, Callable[[], tuple[jax.Array, jax.Array]]]:
     """Return the summed loss of a chunk, and a function that computes its gradients (dx, dkernel).
 
-    The gradient with respect to the logits is softmax(logits) - one_hot(targets), times the mask.
-    Columns that pad the vocabulary have no probability. Lists hold blocks of rows, c of them each.
+    The gradient with respect to the logits is softmax(logits) - one_hot(targets), times the mask,
+    and times the derivative of the cap. Columns that pad the vocabulary have no probability. Lists
+    hold blocks of rows, c of them each.
     """
     axis_name, columns = settings.axis_name, kernel_DV.shape[1]
     ids_V = lax.axis_index(axis_name) * columns + jnp.arange(columns)
     is_padded = columns * lax.axis_size(axis_name) > settings.vocab_size
 
-    def mask_and_max(logits_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def cap_and_max(logits_cV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits_cV = soft_cap(logits_cV, settings.cap)
         if is_padded:
             logits_cV = jnp.where(ids_V < settings.vocab_size, logits_cV, DEFAULT_MASK_VALUE)
         return logits_cV, logits_cV.max(axis=1, keepdims=True)
 
     product = gather_matmul_blocks(
-        x, kernel_DV, mask_and_max, axis_name=axis_name, dim=settings.dim, overlap=settings.overlap
+        x, kernel_DV, cap_and_max, axis_name=axis_name, dim=settings.dim, overlap=settings.overlap
     )
     logits, maxima = zip(*product.results, strict=True)
     max_C1 = lax.pmax(product.unshard(list(maxima)), axis_name)
@@ -189,8 +210,12 @@ def _loss_and_gradients(
         blocks = zip(logits, targets, *map(product.shard, rows), strict=True)
         return product.pullback(
             [
-                exponentials(logits_cV, max_c1) * weight_c1
-                - jnp.where(target_c1 == ids_V, mask_c1, 0)
+                _uncapped_gradient(
+                    exponentials(logits_cV, max_c1) * weight_c1
+                    - jnp.where(target_c1 == ids_V, mask_c1, 0),
+                    logits_cV,
+                    settings.cap,
+                )
                 for logits_cV, target_c1, max_c1, weight_c1, mask_c1 in blocks
             ]
         )

@@ -30,13 +30,9 @@ from model.load_balancing import (
 )
 from model.plan import ExecutionPlan
 from model.router import ROUTERS, check_router, route
-from parallel.experts.expert import (
-    ExpertColumnParallelLinear,
-    ExpertKernels,
-    ExpertLayerSpec,
-    ExpertRowParallelLinear,
-)
+from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
+from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import Initializer, ParallelLinear, named_rngs
 from parallel.linear.sharded_matmul import gather_kernel
@@ -101,17 +97,44 @@ class Router(ParallelLinear):
 
         Communication: an all-reduce of the logits if the features of x_BLD are split.
         """
-        x = self.cast_input(x_BLD)
-        rows, features = jax.typeof(x).sharding.spec[:-1], jax.typeof(x).sharding.spec[-1]
-        kernel = jax.sharding.reshard(self.kernel[...], P(features, None))
-        logits = jnp.einsum(
-            "...d,de->...e",
-            x,
-            kernel,
-            precision=self.precision,
-            out_sharding=out_spec or P(*rows, None),
+        return self._finish([_token_products(self, x_BLD, out_spec)])
+
+
+class SharedExpertGate(ParallelLinear):
+    """Replicated float32 linear from tokens to the factor of their shared experts, `B L 1`."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
+        super().__init__(
+            config.hidden_size,
+            1,
+            use_bias=False,
+            dtype=jnp.float32,
+            precision=lax.Precision.HIGHEST,
+            kernel_init=truncated_normal(config.initializer_range),
+            parallel_config=tp,
+            rngs=rngs,
         )
-        return self._finish([logits])
+
+    def _parameter(self, shape: tuple[int, ...], axes: Any, init: Initializer) -> nnx.Param:
+        return super()._parameter(shape, GateKernel, init)
+
+    def __call__(self, x_BLD: jax.Array, out_spec: P | None = None) -> jax.Array:
+        """Return sigmoid(x @ kernel); layouts and communication are those of `Router`."""
+        return jax.nn.sigmoid(_token_products(self, x_BLD, out_spec))
+
+
+def _token_products(linear: ParallelLinear, x_BLD: jax.Array, out_spec: P | None) -> jax.Array:
+    """Multiply tokens in any residual layout by a replicated kernel; L stays split as it was."""
+    x = linear.cast_input(x_BLD)
+    rows, features = jax.typeof(x).sharding.spec[:-1], jax.typeof(x).sharding.spec[-1]
+    kernel = jax.sharding.reshard(linear.kernel[...], P(features, None))
+    return jnp.einsum(
+        "...d,de->...e",
+        x,
+        kernel,
+        precision=linear.precision,
+        out_sharding=out_spec or P(*rows, None),
+    )
 
 
 class MoE(nnx.Module):
@@ -123,6 +146,7 @@ class MoE(nnx.Module):
         self.plan, self.config, self.tp = plan, config, tp
         self.router = Router(config, tp, rngs=named_rngs(rngs, "router"))
         sizes: dict[str, Any] = {
+            "use_bias": "experts" in config.biases,
             "rule": moe.expert_rule,
             "param_dtype": jnp.dtype(config.param_dtype),
             "parallel_config": tp,
@@ -149,6 +173,8 @@ class MoE(nnx.Module):
             self.shared = SwiGLU(
                 config, tp, rngs=named_rngs(rngs, "shared"), width=width * moe.num_shared_experts
             )
+        if moe.shared_expert_gate:
+            self.shared_gate = SharedExpertGate(config, tp, rngs=named_rngs(rngs, "shared_gate"))
 
     def __call__(
         self,
@@ -175,14 +201,11 @@ class MoE(nnx.Module):
         rows = P(*spec[:2])
         if valid_BL is None:
             valid_BL = jnp.ones(x_BLD.shape[:2], bool, out_sharding=rows)
-        column_spec, column = self.gate_up.kernels_for(x_BLD)
-        row_spec, (row,) = self.down.kernels_for(x_BLD)
-        activation = gated_activation(self.config.hidden_act, self.config.swiglu_limit)
-        specs = ExpertKernels((column_spec,) * len(column), row_spec, activation)
+        specs, kernels = self._kernels_for(x_BLD)
         body = partial(
             _moe_body,
             moe=moe,
-            layer=self._plan(column_spec, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
+            layer=self._plan(specs.row, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
             specs=specs,
             row_axes=(mesh_axes_of(spec[0]), mesh_axes_of(spec[1])),
         )
@@ -199,17 +222,37 @@ class MoE(nnx.Module):
             y_BLD, report = island(
                 x_BLD,
                 _RouterInputs(logits_BLE, jax.sharding.reshard(valid_BL, rows), bias_E),
-                ExpertKernels(tuple(column), row, activation),
+                kernels,
             )
         if moe.num_shared_experts:
-            y_BLD += self.shared(x_BLD)
+            shared_BLD = self.shared(x_BLD)
+            if moe.shared_expert_gate:
+                shared_BLD *= self.shared_gate(x_BLD).astype(shared_BLD.dtype)
+            y_BLD += shared_BLD
         return y_BLD, report
 
-    def _plan(self, column_spec: P, dim: SplitDim | None, dropless: bool) -> ExpertLayerSpec:
+    def _kernels_for(self, x_BLD: jax.Array) -> tuple[ExpertKernels, ExpertKernels]:
+        """Return the specs and the parameters of the experts as they enter a shard_map with x."""
+        activation = gated_activation(self.config.hidden_act, self.config.swiglu_limit)
+        column_spec, column = self.gate_up.kernels_for(x_BLD)
+        row_spec, (row,) = self.down.kernels_for(x_BLD)
+        column_bias_spec, column_biases = self.gate_up.biases_for(x_BLD)
+        row_bias_spec, row_biases = self.down.biases_for(x_BLD)
+        specs = ExpertKernels(
+            (column_spec,) * len(column),
+            row_spec,
+            activation,
+            (column_bias_spec,) * len(column_biases),
+            (row_bias_spec,) * len(row_biases),
+        )
+        parameters = tuple(column), row, activation, tuple(column_biases), tuple(row_biases)
+        return specs, ExpertKernels(*parameters)
+
+    def _plan(self, kernel_spec: P, dim: SplitDim | None, dropless: bool) -> ExpertLayerSpec:
         moe, manager = self.config.moe, self.tp.manager
         choice = self.plan.dropless_experts if dropless else self.plan.experts
         assert choice is not None  # a model with a MoE layer has both
-        axes = tuple(name for name in mesh_axes_of(column_spec[0]) if manager.mesh.shape[name] > 1)
+        axes = tuple(name for name in mesh_axes_of(kernel_spec[0]) if manager.mesh.shape[name] > 1)
         return ExpertLayerSpec(
             num_experts=moe.num_experts,
             axes=axes,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from model.attention.registry import RESULT_NAME
-from parallel.experts.expert import SAVED_NAMES
+from parallel.experts.expert_mlp import SAVED_NAMES
 from parallel.linear import low_rank
 from registry import Registry
 

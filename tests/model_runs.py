@@ -74,9 +74,17 @@ def model_loss(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_se
     return loss, params, order
 
 
-def run_model(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_seed=None) -> ModelRun:
+def run_model(
+    config: ModelConfig,
+    tp: TensorParallelConfig,
+    fields,
+    dropout_seed=None,
+    alter=lambda params: params,
+) -> ModelRun:
+    """alter: changes the initial parameters."""
     with jax.set_mesh(tp.mesh):
         loss, params, order = model_loss(config, tp, fields, dropout_seed)
+        params = alter(params)
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return ModelRun(float(value), *jax.tree.map(np.asarray, (grads, params)), order)
 

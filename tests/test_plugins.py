@@ -22,6 +22,7 @@ model:
   attention: toy_attention
   operation_configs: {toy_attention: {block_q: 8}}
   remat: toy_remat
+  hidden_act: toy_activation
 data:
   files: FOLDER/*.toy
   cache_dir: FOLDER/cache

@@ -9,6 +9,7 @@ import optax
 
 from data.chat import register_chat_template
 from data.formats.base import register_format, to_document
+from model.activations import register_activation
 from model.attention.registry import Capabilities, register
 from model.remat import REMAT_POLICIES
 from training import optimizers
@@ -64,6 +65,12 @@ class ToyWriter(writers.MetricsWriter):
     def write(self, step, values):
         self._losses += [values["loss"]] if "loss" in values else []
         self._path.write_text(json.dumps(self._losses))
+
+
+@register_activation("toy_activation")
+def toy_activation(gate, up):
+    """Return relu(gate) * up."""
+    return jax.nn.relu(gate) * up
 
 
 REMAT_POLICIES["toy_remat"] = jax.checkpoint_policies.everything_saveable

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from parallel.experts.exchange import PermuteAllToAll, RaggedAllToAll, all_to_all, num_devices
-from parallel.experts.expert import ExpertKernels, ExpertLayerSpec, expert_mlp
+from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec, expert_mlp
 from parallel.experts.permutation import Permutation, permute, sort_by_group, unpermute
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.ring import all_gather, pcast_varying, reduce_scatter
@@ -201,8 +201,13 @@ def _dense(
     first = lax.axis_index(spec.axes) * e if spec.axes else 0
     own = experts[..., None] == first + jnp.arange(e)
     weights_Te = jnp.sum(jnp.where(own, weights[..., None], 0), axis=1)
-    h = kernels.activation(*(jnp.einsum("td,edf->etf", x, w) for w in kernels.column))
+    products = [jnp.einsum("td,edf->etf", x, w) for w in kernels.column]
+    if kernels.column_biases:
+        products = [h + b[:, None] for h, b in zip(products, kernels.column_biases, strict=True)]
+    h = kernels.activation(*products)
     y = jnp.einsum("etf,efd->etd", h, kernels.row, preferred_element_type=jnp.float32)
+    for bias in kernels.row_biases:  # added once, before the sum over tp
+        y += jnp.where(lax.axis_index(axis) == 0, bias, 0)[:, None]
     y = jnp.sum(y * weights_Te.T[..., None], axis=0)
     if hidden:
         y = reduce_scatter(y, axis, -1)

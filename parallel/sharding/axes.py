@@ -215,6 +215,34 @@ class UnifiedExpertRowWise(DynamicShardingAxes):
     mode: ClassVar = MODE_TRAIN
 
 
+class ExpertColumnBias(DynamicShardingAxes):
+    """Biases (E, F) of a column-parallel expert linear: experts over ep, outputs over tp. Ours."""
+
+    axes: ClassVar = [EP, TP]
+    mode: ClassVar = MODE_TRAIN
+
+
+class ExpertRowBias(DynamicShardingAxes):
+    """Biases (E, D) of a row-parallel expert linear: experts over ep. Ours."""
+
+    axes: ClassVar = [EP, EMPTY]
+    mode: ClassVar = MODE_TRAIN
+
+
+class UnifiedExpertColumnBias(DynamicShardingAxes):
+    """ExpertColumnBias with experts over fsdp, sp and ep together. Ours."""
+
+    axes: ClassVar = [[FSDP, SP, EP], TP]
+    mode: ClassVar = MODE_TRAIN
+
+
+class UnifiedExpertRowBias(DynamicShardingAxes):
+    """ExpertRowBias with experts over fsdp, sp and ep together. Ours."""
+
+    axes: ClassVar = [[FSDP, SP, EP], EMPTY]
+    mode: ClassVar = MODE_TRAIN
+
+
 class GateKernel(DynamicShardingAxes):
     """Kernel (D, E) of a router. Ours."""
 
@@ -223,7 +251,7 @@ class GateKernel(DynamicShardingAxes):
 
 
 class GateBias(DynamicShardingAxes):
-    """Bias (E,) on the routing scores. Ours."""
+    """Bias (E,) on the routing scores or on the logits of a router. Ours."""
 
     axes: ClassVar = [EXPERT_GATE]
     mode: ClassVar = MODE_TRAIN

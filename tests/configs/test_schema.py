@@ -12,6 +12,10 @@ from configs.schema import Config, dump_config, load_config
 
 TP8 = ROOT / "configs" / "tp8.yaml"
 
+LONGROPE = (
+    "{type: longrope, factor: 2, original_max_position_embeddings: 64, short_factor: [1], "
+    "long_factor: [2]}"
+)
 # Override of configs/tp8.yaml (8 heads, 8 kv heads, tp 8) -> what the refusal says.
 REFUSALS = {
     # Unknown keys name the nearest one.
@@ -46,6 +50,22 @@ REFUSALS = {
         "model.layer_types has 3 entries, but model.num_hidden_layers=2; remove"
     ),
     "model.layer_types=full_attention": "model.layer_types='full_attention': expected a list",
+    "model.swiglu_limit=7.0": "model.swiglu_limit=7.0 has no effect with model.hidden_act=silu",
+    "model.hidden_act=clamped_swiglu": "model.hidden_act=clamped_swiglu needs model.swiglu_limit",
+    "model.hidden_act=relu": "model.hidden_act: unknown activation 'relu'; use one of silu, g",
+    "model.biases=[qkv,qkv]": "model.biases lists qkv twice; remove one",
+    "model.biases=[experts]": "model.biases lists experts, but no layer of this model has su",
+    "model.biases=qkv": "model.biases='qkv': expected a list",
+    "model.qk_norm_across_heads=true": "has no effect with model.qk_norm=false; set qk_norm, or",
+    "model.partial_rotary_factor=0.1": "rotates 3 of 32 dimensions of a head, but rope rotates pa",
+    "model.rope_layers=[true,true,false]": "model.rope_layers has 3 entries, but model.num_hidden",
+    "model.rope_layers=[false] model.rope_theta=5000.0": (
+        "model.rope_theta=5000.0 has no effect, because model.rope_layers leaves no layer with rope"
+    ),
+    f"model.rope_scaling={LONGROPE}": "model.rope_scaling: short_factor has 1 numbers for 16 freq",
+    f"model.partial_rotary_factor=0.0625 model.rope_scaling={LONGROPE}": (
+        "is longer than model.rope_scaling.original_max_position_embeddings=64, but row_length=None"
+    ),
     # Ranges.
     "mesh.tp=0": "mesh.tp=0: input should be greater than 0",
     "training.seed=-1": "training.seed=-1: input should be greater than or equal to 0",
@@ -127,6 +147,8 @@ REFUSALS = {
 
 # Overrides of the same file with eight experts.
 EXPERT_REFUSALS = {
+    "model.moe.shared_expert_gate=true": "has no effect with model.moe.num_shared_experts=0; set",
+    "model.biases=[mlp]": "model.biases lists mlp, but no layer of this model has such a linear",
     "mesh.ep=3": "model.moe.num_experts=8 is not divisible by mesh.ep=3; use mesh.ep=2 or 4",
     "model.moe.moe_intermediate_size=100": (
         "model.moe.moe_intermediate_size=100 is not divisible by mesh.tp=8"
@@ -260,7 +282,7 @@ def test_an_override_keeps_the_other_keys_of_its_section():
 
 def test_config_keys_lists_every_key_once():
     keys = list(config_keys(Config))
-    assert 40 < len(keys) == len(set(keys)) < 130
+    assert 40 < len(keys) == len(set(keys)) < 160
     assert {"mesh.tp", "run.dir", "optimizer.clip_norm"} <= set(keys)
 
 

@@ -106,6 +106,15 @@ def test_layers_are_divided_by_their_shortest_pattern(types, sparse, segments) -
     assert " ".join(found) == segments
 
 
+def test_layers_without_rope_are_part_of_the_pattern() -> None:
+    """SmolLM3: every fourth layer has no rope."""
+    changes = {"rope_layers": (True, True, True, False), "layer_types": ("full_attention",)}
+    config = CONFIG.model_copy(update={**changes, "num_hidden_layers": 10})
+    assert [segment.repeats for segment in config.segments] == [2, 2]
+    assert [kind.has_rope for kind in config.segments[0].pattern] == [True, True, True, False]
+    assert config.segments[1].pattern == (LayerKind("full_attention", False, True),)
+
+
 def test_a_written_out_list_compiles_to_the_program_of_its_pattern(one_device) -> None:
     config = written_out("sfsfs")
     programs, tp = [], tensor_parallel(ONE_DEVICE)

@@ -46,11 +46,11 @@ def shard(tp, arrays) -> list[jax.Array]:
     ]
 
 
-def run(tp, arrays, chunk, vocab_size=V):
+def run(tp, arrays, chunk, vocab_size=V, **fields):
     with jax.set_mesh(tp.mesh):
         sharded = shard(tp, arrays)
         args, fixed = sharded[:2], sharded[2:]
-        config = ModelConfig(vocab_size=vocab_size, loss_chunk=chunk)
+        config = ModelConfig(vocab_size=vocab_size, loss_chunk=chunk, **fields)
         f = partial(cross_entropy_sum, config=config, tp=tp)
         loss, grads = jax.jit(jax.value_and_grad(lambda a, k: f(a, k, *fixed), (0, 1)))(*args)
         only = jax.jit(lambda a, k: f(a, k, *fixed))(*args)
@@ -99,6 +99,38 @@ def test_columns_that_pad_the_vocabulary_do_not_change_the_loss(arrays) -> None:
     np.testing.assert_allclose(dx, expected[1], atol=2e-6)
     np.testing.assert_allclose(dkernel[:, :real], expected[2], atol=2e-5)
     assert not dkernel[:, real:].any()
+
+
+@pytest.mark.parametrize("vocab_size", [V, V - 6])
+@pytest.mark.parametrize(
+    ("mesh", "layout", "overlap"),
+    [
+        ("one", "sequence", "none"),
+        ("tp8", "sequence", "bidirectional"),
+        ("tp8", "replicated", "none"),
+        ("tp4-sp2", "hidden", "ring"),
+        ("dp2-fsdp2-tp2", "sequence", "split"),
+    ],
+)
+def test_capped_logits_equal_the_formula(arrays, mesh, layout, overlap, vocab_size) -> None:
+    """Gradients are those that jax derives from the formula on whole logits."""
+    x, kernel, targets, mask = arrays
+    x, targets, cap = 2 * x, targets % vocab_size, 3.0
+
+    def formula(x, kernel):
+        logits = cap * jnp.tanh((x @ kernel)[..., :vocab_size] / cap)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        return jnp.sum((jax.nn.logsumexp(logits, axis=-1) - chosen) * mask)
+
+    want, gradients = jax.jit(jax.value_and_grad(formula, (0, 1)))(x, kernel)
+    tp = tensor_parallel({"one": ONE_DEVICE, **MESHES}[mesh], layout, overlap)
+    loss, only, dx, dkernel = run(
+        tp, (x, kernel, targets, mask), 8, vocab_size, final_logit_softcapping=cap
+    )
+    np.testing.assert_allclose([loss, only], want, rtol=1e-6)
+    np.testing.assert_allclose(dx, gradients[0], atol=2e-6)
+    np.testing.assert_allclose(dkernel, gradients[1], atol=2e-5)
+    assert np.abs(dkernel[:, :vocab_size]).min() > 0 and not dkernel[:, vocab_size:].any()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])

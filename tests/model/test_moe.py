@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import ONE_DEVICE, tensor_parallel
 from flax import nnx
+from plain_model import with_noise
 
 from model.config import ModelConfig, MoEConfig
 from model.moe import MoE, Router, auxiliary_loss
@@ -285,6 +286,42 @@ def test_padding_gets_no_expert_and_no_gradient() -> None:
     assert np.abs(a[0]["y"][~valid]).max() == 0 == np.abs(a[1][1][~valid]).max()
     for one, two in zip(jax.tree.leaves(a[1][0]), jax.tree.leaves(b[1][0]), strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+BIASES = [
+    ("alltoall", "ep4", "sequence", "none", {}),
+    ("ragged", "ep2-tp4", "hidden", "none", {}),
+    ("dense", "ep2-tp4", "replicated", "none", {}),
+    ("alltoall", "ep2-tp4", "sequence", "bidirectional", {}),
+    ("alltoall", "ep2-tp4", "hidden", "ring", {}),
+    ("dense", "ep2-sp2-tp2", "sequence", "none", {}),
+    ("dense", "ep2-tp4", "hidden", "none", {}),
+    ("ragged", "ep2-tp4", "replicated", "none", {}),
+    ("alltoall", "ep4-fsdp2", "sequence", "none", {"exchange_chunks": 2}),
+    ("alltoall", "ep4-fsdp2", "sequence", "none", {"grouped_matmul": "padded"}),
+    ("ragged", "ep4-fsdp2", "sequence", "none", {"expert_rule": "unified"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "mesh", "residual", "overlap", "changes"),
+    [*BIASES[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in BIASES[4:])],
+)
+def test_biases_and_shared_gate_equal_the_dense_layer(
+    exchange, mesh, residual, overlap, changes
+) -> None:
+    """The dense layer on one device equals a formula: tests/model/test_family_features.py."""
+    fields = {"biases": ("experts", "router", "mlp"), "hidden_act": "gelu_tanh"}
+    moe = {"num_shared_experts": 1, "shared_expert_gate": True}
+    want = config_of(exchange="dense", **moe).model_copy(update=fields)
+    got = config_of(exchange=exchange, **moe, **changes).model_copy(update=fields)
+    runs = (
+        run(got, MESHES[mesh], residual=residual, overlap=overlap, alter=with_noise),
+        run(want, ONE_DEVICE, alter=with_noise),
+    )
+    assert_equal_runs(*runs)
+    biases = [g for p, g in jax.tree_util.tree_leaves_with_path(runs[1][1][0]) if "bias" in str(p)]
+    assert len(biases) == 7 and all(np.abs(g).max() > 0 for g in biases)
 
 
 def test_bfloat16_is_close_to_float32_by_every_exchange() -> None:

@@ -13,7 +13,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
-from model.rope import _RULES, RopeScaling, register_scaling, rope, rope_frequencies
+from model.rope import (
+    _RULES,
+    RopeScaling,
+    partial_rope,
+    register_scaling,
+    rope,
+    rope_frequencies,
+)
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 # Llama-3.1-8B and -70B; Qwen2.5 for 128k tokens; linear as in LongChat.
@@ -26,6 +33,14 @@ LLAMA = RopeScaling(
 )
 QWEN = RopeScaling(type="yarn", factor=4, original_max_position_embeddings=32768)
 LINEAR = RopeScaling(type="linear", factor=8)
+SHORT, LONG = (1.0, 1.1, 1.5, 2.0), (1.2, 2.0, 16.0, 60.0)
+LONGROPE = RopeScaling(
+    type="longrope",
+    factor=32,
+    original_max_position_embeddings=4096,
+    short_factor=SHORT,
+    long_factor=LONG,
+)
 FAMILIES = {
     "default": (64, 1e4, RopeScaling()),
     "linear": (128, 1e4, LINEAR),
@@ -122,6 +137,49 @@ def test_only_yarn_has_an_attention_factor_and_it_can_be_set() -> None:
     given_factor = QWEN.model_copy(update={"attention_factor": 0.75})
     assert rope_frequencies(128, 1e6, given_factor)[1] == 0.75
     assert rope_frequencies(128, 1e6, yarn_scaling(1, 64))[1] == 1.0
+
+
+def test_yarn_without_truncation_ramps_between_fractions_of_pairs() -> None:
+    """As in gpt-oss, of 32 pairs between 32 ln(4096 / 64 pi) / ln(150000) = 8.1 and 17.4."""
+    scaling = yarn_scaling(32, 4096, truncate=False)
+    ratio = rope_frequencies(64, 150000.0, scaling)[0] / rope_frequencies(64, 150000.0)[0]
+    ends = [32 * math.log(4096 / (n * 2 * math.pi)) / math.log(150000.0) for n in (32, 1)]
+    assert 8 < ends[0] < 9 and 17 < ends[1] < 18
+    for i, found in enumerate(ratio):
+        ramp = min(max((i - ends[0]) / (ends[1] - ends[0]), 0), 1)
+        assert found == pytest.approx(1 - ramp + ramp / 32, rel=1e-12)
+
+
+def test_mscale_divides_two_attention_factors() -> None:
+    """DeepSeek-V2: (0.1 m ln f + 1) / (0.1 a ln f + 1)."""
+    scaling = yarn_scaling(40, 4096, mscale=0.707, mscale_all_dim=1.0)
+    want = (0.0707 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
+    assert rope_frequencies(64, 1e4, scaling)[1] == pytest.approx(want, rel=1e-15)
+    equal = yarn_scaling(40, 4096, mscale=1.0, mscale_all_dim=1.0)
+    assert rope_frequencies(64, 1e4, equal)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row_length", "chosen"), [(None, SHORT), (4096, SHORT), (4097, LONG), (131072, LONG)]
+)
+def test_longrope_divides_by_the_list_for_the_length_of_the_rows(row_length, chosen) -> None:
+    scaling = LONGROPE.model_copy(update={"row_length": row_length})
+    frequency_h, factor = rope_frequencies(8, 1e4, scaling)
+    np.testing.assert_allclose(frequency_h, np.array(plain(8, 1e4)) / chosen, rtol=1e-14)
+    assert factor == pytest.approx(math.sqrt(1 + math.log(32) / math.log(4096)), rel=1e-15)
+    with pytest.raises(ValueError, match="short_factor has 4 numbers for 8 frequencies; give one"):
+        rope_frequencies(16, 1e4, scaling)
+
+
+def test_partial_rope_keeps_the_end_of_a_head() -> None:
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 12)).astype(np.float32)
+    positions_BL, frequency_h = np.tile(np.arange(5), (2, 1)), rope_frequencies(8, 1e4)[0]
+    got = partial_rope(jnp.asarray(x), positions_BL, frequency_h, 2.0)
+    np.testing.assert_array_equal(got[..., 8:], x[..., 8:])
+    want = rope(jnp.asarray(x[..., :8]), positions_BL, frequency_h, 2.0)
+    np.testing.assert_array_equal(got[..., :8], want)
+    whole = partial_rope(jnp.asarray(x[..., :8]), positions_BL, frequency_h, 2.0)
+    np.testing.assert_array_equal(whole, want)
 
 
 def test_rotation_is_bit_equal_to_frequencies_computed_on_the_device() -> None:
@@ -262,6 +320,22 @@ def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
         (
             {"type": "dynamic"},
             r"unknown rope scaling type 'dynamic'; use one of default, linear, llama3, yarn, lon",
+        ),
+        (
+            {**QWEN.model_dump(), "mscale": 1.0},
+            r"rope_scaling.mscale=1.0 has no effect alone; set mscale and mscale_all_dim, or rem",
+        ),
+        (
+            {**QWEN.model_dump(), "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 2.0},
+            r"rope_scaling.mscale=1.0 has no effect with attention_factor=2.0; remove one",
+        ),
+        (
+            {**LLAMA.model_dump(), "truncate": False},
+            r"rope_scaling.truncate=False has no effect with type llama3; .*or use type yarn",
+        ),
+        (
+            {**LONGROPE.model_dump(), "short_factor": None},
+            r"rope_scaling type longrope needs short_factor",
         ),
         ({"rope_type": "yarn"}, r"Extra inputs are not permitted"),
         ({"type": "linear", "factor": math.inf}, r"finite number"),

@@ -12,9 +12,10 @@ from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, model
 
 from model.config import ModelConfig, MoEConfig
 from model.head import Head
-from model.moe import Router
+from model.moe import Router, SharedExpertGate
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
+from training.optimizers import decays
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -152,27 +153,44 @@ OWNERS = {
     "head/kernel": "ColumnParallelLinear",
     "norm/scale": "RMSNorm",
     "layers/attention/k_norm/scale": "RMSNorm",
+    "layers/attention/o/bias": "RowParallelLinear",
     "layers/attention/o/kernel": "RowParallelLinear",
     "layers/attention/q_norm/scale": "RMSNorm",
+    "layers/attention/qkv/bias/k": "ColumnParallelLinear",
+    "layers/attention/qkv/bias/q": "ColumnParallelLinear",
+    "layers/attention/qkv/bias/v": "ColumnParallelLinear",
     "layers/attention/qkv/kernel/k": "ColumnParallelLinear",
     "layers/attention/qkv/kernel/q": "ColumnParallelLinear",
     "layers/attention/qkv/kernel/v": "ColumnParallelLinear",
     "layers/attention/sinks": "Attention",
     "layers/attention_norm/scale": "RMSNorm",
+    "layers/attention_post_norm/scale": "RMSNorm",
+    "layers/mlp/down/bias": "RowParallelLinear",
     "layers/mlp/down/kernel": "RowParallelLinear",
+    "layers/mlp/gate_up/bias/gate": "ColumnParallelLinear",
+    "layers/mlp/gate_up/bias/up": "ColumnParallelLinear",
     "layers/mlp/gate_up/kernel/gate": "ColumnParallelLinear",
     "layers/mlp/gate_up/kernel/up": "ColumnParallelLinear",
     "layers/mlp_norm/scale": "RMSNorm",
+    "layers/mlp_post_norm/scale": "RMSNorm",
 }
 SPARSE_OWNERS = {
+    "mlp/down/bias": "ExpertRowParallelLinear",
     "mlp/down/kernel": "ExpertRowParallelLinear",
+    "mlp/gate_up/bias/gate": "ExpertColumnParallelLinear",
+    "mlp/gate_up/bias/up": "ExpertColumnParallelLinear",
     "mlp/gate_up/kernel/gate": "ExpertColumnParallelLinear",
     "mlp/gate_up/kernel/up": "ExpertColumnParallelLinear",
     "mlp/router/bias": "ParallelLinear",
     "mlp/router/kernel": "ParallelLinear",
+    "mlp/router/logit_bias": "ParallelLinear",
+    "mlp/shared/down/bias": "RowParallelLinear",
     "mlp/shared/down/kernel": "RowParallelLinear",
+    "mlp/shared/gate_up/bias/gate": "ColumnParallelLinear",
+    "mlp/shared/gate_up/bias/up": "ColumnParallelLinear",
     "mlp/shared/gate_up/kernel/gate": "ColumnParallelLinear",
     "mlp/shared/gate_up/kernel/up": "ColumnParallelLinear",
+    "mlp/shared_gate/kernel": "ParallelLinear",
 }
 
 
@@ -184,15 +202,16 @@ def owner_of(model: nnx.Module, path: tuple[str, ...]) -> str:
         if not isinstance(child, nnx.Module) or isinstance(child, nnx.Dict):
             break
         owner = child
-    linear = isinstance(owner, Head | Router)
+    linear = isinstance(owner, Head | Router | SharedExpertGate)
     return (type(owner).__base__ if linear else type(owner)).__name__
 
 
 @pytest.mark.parametrize("moe", [{}, {"num_experts": 4, "first_k_dense_replace": 1}], ids=str)
 def test_every_parameter_belongs_to_a_linear_a_norm_the_embedding_or_the_sinks(moe) -> None:
-    features = {"qk_norm": True, "attention_sinks": True}
-    experts = MoEConfig(num_shared_experts=1, router_bias=True, **moe)
-    config = CONFIG.model_copy(update={**features, "moe": experts})
+    groups = ("qkv", "o", "mlp", *(("experts", "router") if moe else ()))
+    features = {"qk_norm": True, "attention_sinks": True, "norm_placement": "both"}
+    experts = MoEConfig(num_shared_experts=1, router_bias=True, shared_expert_gate=True, **moe)
+    config = CONFIG.model_copy(update={**features, "biases": groups, "moe": experts})
     wanted = dict(OWNERS)
     if moe:
         shared = {path: owner for path, owner in OWNERS.items() if "layers/mlp/" not in path}
@@ -203,5 +222,23 @@ def test_every_parameter_belongs_to_a_linear_a_norm_the_embedding_or_the_sinks(m
         model = abstract_model(config, tensor_parallel(ONE_DEVICE))
         flat = dict(nnx.to_flat_state(nnx.state(model)))
         assert sum(leaf.size for leaf in jax.tree.leaves(flat)) == config.num_parameters
+        assert sum(jax.tree.leaves(decays(nnx.to_pure_dict(nnx.state(model))))) == sum(
+            path[-1] in ("table", "kernel") or "kernel" in path for path in flat
+        )
         owners = {"/".join(path): owner_of(model, path) for path in flat}
         assert owners | ({"head/kernel": "ColumnParallelLinear"} if tied else {}) == wanted
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("across", [False, True])
+def test_norms_are_counted_and_placed(placement, across) -> None:
+    changes = {"norm_placement": placement, "qk_norm": True, "qk_norm_across_heads": across}
+    config = CONFIG.model_copy(update={**changes, "num_key_value_heads": 4})
+    model = abstract_model(config, tensor_parallel(ONE_DEVICE))
+    flat = {"/".join(path): leaf for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    assert sum(leaf.size for leaf in flat.values()) == config.num_parameters
+    names = [path.split("/")[1] for path in flat if path.endswith("norm/scale") and "_" in path]
+    assert ("attention_norm" in names) == ("mlp_norm" in names) == (placement == "pre")
+    assert ("attention_post_norm" in names) == ("mlp_post_norm" in names) == (placement == "post")
+    widths = [flat[f"layers/attention/{n}_norm/scale"].shape[1] for n in "qk"]
+    assert widths == ([32, 16] if across else [4, 4])

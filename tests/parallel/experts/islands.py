@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.experts.expert import ExpertLayerSpec
+from parallel.experts.expert_mlp import ExpertLayerSpec
 from parallel.sharding.specs import ROWS
 
 

@@ -173,9 +173,28 @@ RUNS = [
 KIND = {"ragged_dot": ("packed", 1), "blocked": ("blocks", 4), "padded": ("uniform", 1)}
 
 
+def loop_over_experts(expert, x, cotangent, kernels, biases) -> list[np.ndarray]:
+    """Return gate, y, dx and the gradients of kernels and biases (gate, up, row), in numpy."""
+    (w_gate, w_up, w_row), (b_gate, b_up, b_row) = kernels, biases
+    h, y, dx = np.zeros((len(x), F)), np.zeros_like(x), np.zeros_like(x)
+    dw_gate, dw_up, dw_row, db_gate, db_up, db_row = gradients = [
+        np.zeros(array.shape) for array in (*kernels, *biases)
+    ]
+    for e in range(E):
+        own = expert == e
+        g, u = x[own] @ w_gate[e] + b_gate[e], x[own] @ w_up[e] + b_up[e]
+        dh = cotangent[own] @ w_row[e].T
+        h[own], y[own] = g, (g * u) @ w_row[e] + b_row[e]
+        dw_gate[e], dw_up[e] = x[own].T @ (dh * u), x[own].T @ (dh * g)
+        dw_row[e] = (g * u).T @ cotangent[own]
+        db_gate[e], db_up[e], db_row[e] = (dh * u).sum(0), (dh * g).sum(0), cotangent[own].sum(0)
+        dx[own] = (dh * u) @ w_gate[e].T + (dh * g) @ w_up[e].T
+    return [h, y, dx, *gradients]
+
+
 @pytest.mark.parametrize(("mesh", "residual", "overlap", "impl"), RUNS, ids=str)
 def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> None:
-    """Column, then row: values and gradients. nnx.merge keeps the order of the kernels."""
+    """Column, then row, with biases: values and gradients. nnx.merge keeps the order of kernels."""
     tp = tensor_parallel(mesh, residual, overlap)
     owners, e = mesh.ep, E // mesh.ep
     blocks = mesh.fsdp * mesh.ep * (mesh.tp if residual == "sequence" else 1)
@@ -194,9 +213,15 @@ def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> Non
     x[expert < 0] = 0
     rows = ("fsdp", "ep", "tp") if residual == "sequence" else ("fsdp", "ep")
     spec = P(rows, "tp" if residual == "hidden" else None)
+    b_up, b_gate, b_row = (rng.standard_normal((E, n)).astype(np.float32) for n in (F, F, D))
 
     with jax.set_mesh(tp.mesh):
-        definition, params = nnx.split(linears(mesh, outputs=("up", "gate"), config=tp))
+        column, row = linears(mesh, outputs=("up", "gate"), config=tp, use_bias=True)
+        parameters = column.bias["up"], column.bias["gate"], row.bias
+        for parameter, value in zip(parameters, (b_up, b_gate, b_row), strict=True):
+            assert not parameter[...].any(), "biases start at zero"
+            parameter[...] = jax.device_put(value, parameter[...].sharding)
+        definition, params = nnx.split((column, row))
 
         def loss(params, x, cotangent, sizes):
             column, row = nnx.merge(definition, params)
@@ -217,19 +242,13 @@ def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> Non
         )
         column, row = nnx.merge(definition, dparams)
         dup, dgate, drow = (np.asarray(w) for w in (*column.kernels(), *row.kernels()))
-    want = {name: np.zeros(w.shape) for name, w in (("gate", w_gate), ("up", w_up), ("row", w_row))}
-    want_h, want_y, want_dx = np.zeros((len(x), F)), np.zeros_like(x), np.zeros_like(x)
-    for e in range(E):
-        own = expert == e
-        g, u = x[own] @ w_gate[e], x[own] @ w_up[e]
-        dh = cotangent[own] @ w_row[e].T
-        want_h[own], want_y[own] = g, (g * u) @ w_row[e]
-        want["gate"][e], want["up"][e] = x[own].T @ (dh * u), x[own].T @ (dh * g)
-        want["row"][e] = (g * u).T @ cotangent[own]
-        want_dx[own] = (dh * u) @ w_gate[e].T + (dh * g) @ w_up[e].T
+        dbiases = column.bias["gate"][...], column.bias["up"][...], row.bias[...]
+    want_h, want_y, want_dx, *want_gradients = loop_over_experts(
+        expert, x, cotangent, (w_gate, w_up, w_row), (b_gate, b_up, b_row)
+    )
     pairs = [(gate, want_h), (y, want_y), (dx, want_dx)]
     for got, wanted in pairs:
         error = np.abs(np.asarray(got) - wanted)[expert >= 0].max()
         assert error <= 1e-5 * np.abs(wanted).max()
-    for got, wanted in zip((dgate, dup, drow), want.values(), strict=True):
+    for got, wanted in zip((dgate, dup, drow, *dbiases), want_gradients, strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-5 * np.abs(wanted).max(), rtol=0)

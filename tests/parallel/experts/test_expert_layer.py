@@ -13,8 +13,8 @@ from islands import layer_spec, mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.experts.expert import SAVED_NAMES, ExpertKernels, ExpertLayerSpec
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
+from parallel.experts.expert_mlp import SAVED_NAMES, ExpertKernels, ExpertLayerSpec
 from parallel.sharding.residual import RESIDUAL_LAYOUTS
 
 N, K, E, D, F = 48, 3, 8, 8, 12
