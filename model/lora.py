@@ -108,7 +108,7 @@ def add_adapters(block: nnx.Module, lora: LoRAConfig, rngs: nnx.Rngs) -> None:
         stream = reduce(named_rngs, path, rngs)
         initializers = {
             name: partial(
-                truncated_normal(linear.in_features**-0.5),
+                truncated_normal(_kernels_of(linear)[0].shape[-2] ** -0.5),
                 named_rngs(stream, f"{name}.lora_a").params(),
             )
             for name in outputs
@@ -126,6 +126,10 @@ def _linears_of(module: nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
     yield from sorted(found.items())
 
 
+def _kernels_of(linear: Any) -> list[nnx.Param]:
+    return [linear.kernel] if isinstance(linear.kernel, nnx.Param) else [*linear.kernel.values()]
+
+
 def _is_target(path: tuple[str, ...], output: str, linear: Any, lora: LoRAConfig) -> bool:
     return linear.kind in lora.targets or (output or path[-1]) in lora.targets
 
@@ -136,8 +140,7 @@ def store_base(model: nnx.Module, lora: LoRAConfig) -> None:
         return
     for _, module in nnx.iter_modules(model):
         if isinstance(module, _LINEARS) and module.kernel is not None:
-            one = isinstance(module.kernel, nnx.Param)
-            kernels = [module.kernel] if one else module.kernel.values()
+            kernels = _kernels_of(module)
         elif isinstance(module, Embedding):
             kernels = [module.table]
         else:

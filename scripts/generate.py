@@ -61,8 +61,9 @@ def generate(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: use at least 1")
     sampling = SamplingConfig(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     run = load_run(Path(args.run).expanduser(), args.overrides)
-    program = run.program
-    with jax.set_mesh(program.tp.manager.mesh):
+    with jax.set_mesh(run.program.tp.manager.mesh):
+        step, params = run.load_params(args.step, ema=args.ema)
+        program, params = run.without_adapters(params)
         generator = Generator(
             program.definition,
             program.plan,
@@ -72,7 +73,6 @@ def generate(args: argparse.Namespace) -> None:
             seed=args.seed,
             num_tokens=run.tokenizer.vocab_size,
         )
-        step, params = run.load_params(args.step, ema=args.ema)
         longest = max(len(run.tokenizer.encode(prompt)) for prompt in args.prompt)
         choices = generator.attention(longest)
         for line in filter(None, (run.notice, f"{run.directory} step {step}", *choices)):

@@ -54,11 +54,17 @@ class LowRank:
         self, products: Sequence[jax.Array], u: jax.Array, precision: Any = None
     ) -> tuple[jax.Array, ...]:
         """Return the products with the kernels, plus scale * u_i @ b_i, where u = x @ columns()."""
+        return self.update_by(partial(add_product, precision=precision), products, u)
+
+    def update_by(
+        self, add: Callable[..., jax.Array], products: Sequence[jax.Array], u: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Return `update`, where `add(y, u_i, b_i, scale)` multiplies and adds."""
         found = list(products)
         for i, part, b in zip(
             self.outputs, jnp.split(u, len(self.b), axis=-1), self.b, strict=True
         ):
-            found[i] = add_product(found[i], part, b, self.scale, precision)
+            found[i] = add(found[i], part, b, self.scale)
         return tuple(found)
 
     def of(self, output: int) -> "LowRank | None":
@@ -178,7 +184,7 @@ def add_adapter(
             options = {}
             if config is not None and config.mesh is not None:
                 options = {"out_sharding": config.manager.resolve(own, shape=shape, name="adapter")}
-            value = init(shape, linear.param_dtype, **options)
+            value = init(shape, kernel.dtype, **options)
             factors[name] = nnx.Param(value, semantic_axes=own)
     single = linear.kernel_names == ("",)
     linear.lora_a, linear.lora_b = (f[""] if single else nnx.Dict(f) for f in found)

@@ -57,8 +57,8 @@ def started(mesh, *overrides):
         return program, dataclasses.replace(state, params=with_random_b(program, state.params))
 
 
-def on_one_device(params):
-    wanted = program_on(ONE_DEVICE, *LORA).abstract_state.params
+def on_one_device(params, *overrides):
+    wanted = program_on(ONE_DEVICE, *LORA, *overrides).abstract_state.params
     return jax.tree.map(
         lambda x, want: jax.device_put(np.asarray(x), want.sharding), params, wanted
     )
@@ -152,11 +152,42 @@ def test_train_steps_equal_steps_written_by_hand(fields, mesh, overlap, residual
             np.testing.assert_array_equal(array, before[name], err_msg=name)
 
 
-def test_gradients_equal_those_of_merged_kernels(fields):  # noqa: F811
-    program, state = started(GRID, "parallel.overlap=split")
-    alone = program_on(ONE_DEVICE)
+SPARSE = (
+    "model.moe.num_experts=4",
+    "model.moe.num_shared_experts=1",
+    "model.moe.first_k_dense_replace=1",
+    "model.moe.router_aux_loss_coef=0",
+    "model.tie_word_embeddings=true",
+)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        (GRID, ("parallel.overlap=split", "model.remat=full")),
+        pytest.param(
+            MeshConfig(ep=2, fsdp=2, tp=2),
+            (*SPARSE, "parallel.overlap=ring"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MeshConfig(ep=2, tp=4),
+            (*SPARSE, "parallel.residual=hidden", "model.moe.expert_rule=unified"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            MESHES["ep2-fsdp2-sp2"],
+            (*SPARSE, "parallel.residual=replicated", "model.moe.exchange=ragged"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_gradients_equal_those_of_merged_kernels(fields, mesh, options):  # noqa: F811
+    program, state = started(mesh, *options)
+    model = [option for option in options if option.startswith("model.")]
+    alone = program_on(ONE_DEVICE, *model)
     with jax.set_mesh(alone.tp.mesh):
-        params = on_one_device(state.params)
+        params = on_one_device(state.params, *model)
         batch = {name: field[0] for name, field in placed(alone, fields).items()}
 
         def loss(adapters):
