@@ -70,14 +70,14 @@ class Run:
     def without_adapters(self, params: Any) -> tuple[Program, Any]:
         """Return the program of the model without adapters, and parameters with them merged.
 
-        params: those of `load_params`; they are donated. Without LoRA both stay as they are.
+        params: those of `load_params`. Without LoRA both stay as they are.
         """
         program, lora = self.program, self.config.lora
         if not lora.rank:
             return program, params
         plan = dataclasses.replace(program.plan, lora=LoRAConfig())
         merge = partial(merge_adapters, lora=lora, dtype=self.config.model.param_dtype)
-        merged = jax.jit(merge, donate_argnums=0)(params)
+        merged = jax.jit(merge)(params)
         return dataclasses.replace(program, plan=plan), merged
 
 

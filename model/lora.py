@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from model.config import ModelConfig
+from model.config import ModelConfig, as_tuple
 from model.layers import Embedding, truncated_normal
 from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
 from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear, named_rngs
@@ -52,7 +53,9 @@ class LoRAConfig(
     """Probability with which an input feature of A is dropped in training. One set of features is
     dropped for all tokens of a microbatch, in every layer another: it then acts on the rows of A,
     so tokens need no masks of their own."""
-    targets: Annotated[tuple[LoRATarget, ...], Field(min_length=1)] = _ALL
+    targets: Annotated[tuple[LoRATarget, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
+        _ALL
+    )
     """Linears with adapters: groups (qkv, o, mlp, experts), or single outputs (q, k, v, gate, up,
     down) of any group. mlp includes shared experts; routers have none."""
     base_dtype: Literal["float32", "bfloat16"] | None = None

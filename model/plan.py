@@ -97,8 +97,9 @@ class ExecutionPlan:
             f"stream {residual}, remat {model.remat}"
         )
         if (lora := self.lora).rank:
+            targets = [name for name in lora.targets if name != "experts" or self.experts]
             yield (
-                f"LoRA of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(lora.targets)}; "
+                f"LoRA of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(targets)}; "
                 f"other parameters are frozen, kernels in {lora.base_dtype or model.param_dtype}"
             )
         for choice in dict.fromkeys(choice for _, choice in self.overlap):
