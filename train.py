@@ -26,11 +26,11 @@ from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, dump_config, load_config
 from data.files import DataError
 from data.pipeline import Dataset
-from data.tokenizers.base import open_tokenizer
+from data.tokenizers.base import open_tokenizer, with_bos, without_ends
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
 from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
-from parallel.cluster.distributed import Cluster, find_cluster, initialize, is_cluster
+from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from parallel.planning.sharding_table import render
@@ -82,10 +82,9 @@ def open_session(
     )
 
     def sample(params: Any, prompt: str, tokens: int) -> str:
-        ids = dataset.tokenizer.encode(prompt)
-        stop_ids = [dataset.tokenizer.eos_id]
-        (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=stop_ids)
-        return dataset.tokenizer.decode(text)
+        ids = with_bos(tokenizer.encode(prompt), dataset.bos_id)
+        (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=tokenizer.eos_ids)
+        return tokenizer.decode(without_ends(text, dataset.bos_id, tokenizer.eos_ids))
 
     settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
     with (
@@ -135,13 +134,8 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
         ProcessGroupError: A process is missing, or runs another program.
     """
     given = (args.coordinator, args.num_processes, args.process_id)
-    if None not in given:
-        cluster = Cluster(*given)
-    elif any(value is not None for value in given):
-        raise ValueError("give all of --coordinator, --num-processes and --process-id, or none")
-    elif args.distributed or is_cluster(os.environ):
-        cluster = find_cluster(config.cluster)
-    else:
+    cluster = select_cluster(given, config.cluster, os.environ, detect=args.distributed)
+    if cluster is None:
         return ProcessGroup()
     group = initialize(cluster, config.cluster, config.mesh.num_devices)
     if not group.is_primary:

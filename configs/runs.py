@@ -12,7 +12,7 @@ import jax
 
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
-from data.tokenizers.base import Tokenizer, open_tokenizer
+from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_tokenizer
 from model.lora import LoRAConfig, merge_adapters
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
@@ -31,6 +31,11 @@ class Run:
     program: Program
     tokenizer: Tokenizer
     notice: str | None
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id before every document and prompt."""
+        return document_bos(self.tokenizer, self.config.data.add_bos)
 
     def load_params(self, step: int | None = None, *, ema: bool = False) -> tuple[int, Any]:
         """Return (step, parameters) of a checkpoint, by default of the newest, on the run's mesh.
@@ -92,7 +97,7 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
         raise ValueError(f"{directory} has no config.yaml; give a run directory of train.py")
     config = load_config(path, overrides)
     devices, notice = open_devices(config)
-    saved = directory / "tokenizer.json"
-    name = str(saved) if saved.is_file() else config.data.tokenizer
+    saved = saved_tokenizer(directory)
+    name = config.data.tokenizer if saved is None else str(saved)
     tokenizer = open_tokenizer(name, config.data.eos_token)
     return Run(directory, config, build_program(config, devices), tokenizer, notice)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, field_validator
 from ruamel.yaml import YAML
@@ -97,7 +98,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises: ConfigError.
     """
-    tree = read_tree(path, overrides)
+    return make_config(read_tree(path, overrides))
+
+
+def make_config(tree: dict[str, Any]) -> Config:
+    """Check the values of a configuration file, and return them with all defaults.
+
+    Raises: ConfigError.
+    """
     import_plugins(tree)
     config = validate({**tree, "plugins": tuple(tree.get("plugins") or ())}, Config)
     _cross_check(config)

@@ -1,7 +1,7 @@
 """Chat templates: messages to pieces of text, and which of them contribute to the loss.
 
 A new template is one function with `@register_chat_template("name")`; `data.chat_template` names
-it.
+it. Templates of Hugging Face tokenizers are in data/chat_jinja.py.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.tokenizers.base import IM_END, IM_START, Tokenizer, id_dtype
+from data.files import DataError
+from data.tokenizers.base import IM_END, IM_START, Tokenizer, id_dtype, with_bos
 from registry import Registry
 
 
@@ -23,17 +24,42 @@ class ChatPiece(NamedTuple):
     """Whether it is a marker: one control token if `Tokenizer.controls` has it, else text."""
 
 
-ChatTemplate = Callable[
-    [Sequence[tuple[str, str]]], Iterable[ChatPiece | tuple[str, bool] | tuple[str, bool, bool]]
+Messages = Sequence[tuple[str, str]]
+"""(role, content) of each message of a conversation."""
+PieceTemplate = Callable[
+    [Messages], Iterable[ChatPiece | tuple[str, bool] | tuple[str, bool, bool]]
 ]
-"""(role, content) of each message to pieces, without the end of the document."""
+"""Messages to pieces, without the end of the document."""
 
-CHAT_TEMPLATES: Registry[ChatTemplate] = Registry("chat template")
+
+class ConversationError(DataError):
+    """A template refuses a conversation, or its assistant tokens cannot be found."""
+
+
+class ConversationTemplate:
+    """A template that renders a whole conversation, BOS included, instead of pieces."""
+
+    def encode(self, tokenizer: Tokenizer, messages: Messages) -> "EncodedChat":
+        """Encode a conversation, without an end. Raises: ConversationError."""
+        raise NotImplementedError
+
+    def encode_prompt(self, tokenizer: Tokenizer, messages: Messages) -> np.ndarray:
+        """Return the ids of a conversation up to where the assistant answers."""
+        raise NotImplementedError
+
+    def find_end(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the control token that the template puts after an answer, if there is one."""
+        raise NotImplementedError
+
+
+ChatTemplate = PieceTemplate | ConversationTemplate
+
+CHAT_TEMPLATES: Registry[PieceTemplate] = Registry("chat template")
 register_chat_template = CHAT_TEMPLATES.register
 
 
 @register_chat_template("chatml")
-def chatml(messages: Sequence[tuple[str, str]]) -> Iterable[ChatPiece]:
+def chatml(messages: Messages) -> Iterable[ChatPiece]:
     r"""Yield `<|im_start|>role\ncontent<|im_end|>\n` for each message.
 
     Assistant content and the <|im_end|> that closes it contribute to the loss.
@@ -56,14 +82,19 @@ class EncodedChat(NamedTuple):
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[tuple[str, str]], template: ChatTemplate = chatml
+    tokenizer: Tokenizer, messages: Messages, template: ChatTemplate = chatml
 ) -> EncodedChat:
     """Encode the (role, content) messages of a chat, without an end.
 
     A marker is a control token, which content cannot forge, if the tokenizer has it. Otherwise it
     is ordinary text, and content can forge it.
     """
-    pieces = [ChatPiece(*piece) for piece in template(messages)]
+    if isinstance(template, ConversationTemplate):
+        return template.encode(tokenizer, messages)
+    return _encode_pieces(tokenizer, [ChatPiece(*piece) for piece in template(messages)])
+
+
+def _encode_pieces(tokenizer: Tokenizer, pieces: Sequence[ChatPiece]) -> EncodedChat:
     texts = tokenizer.encode_batch([piece.text for piece in pieces])
     ids = [np.empty(0, id_dtype(tokenizer.vocab_size))]
     for piece, text in zip(pieces, texts, strict=True):
@@ -72,3 +103,29 @@ def encode_chat(
     mask = np.repeat([piece.is_learned for piece in pieces], [len(part) for part in ids[1:]])
     num_bytes = sum(len(p.text.encode()) for p in pieces if p.is_learned and not p.is_control)
     return EncodedChat(np.concatenate(ids), mask.astype(bool), num_bytes)
+
+
+def encode_chat_prompt(
+    tokenizer: Tokenizer, messages: Messages, template: ChatTemplate, bos_id: int | None = None
+) -> np.ndarray:
+    """Return the ids of a conversation up to where the assistant answers.
+
+    bos_id: id in front, unless the template renders it itself.
+    """
+    if isinstance(template, ConversationTemplate):
+        return template.encode_prompt(tokenizer, messages)
+    before = sum(1 for _ in template(messages))
+    pieces = [ChatPiece(*piece) for piece in template([*messages, ("assistant", "")])]
+    answer = (index for index in range(before, len(pieces)) if pieces[index].is_learned)
+    return with_bos(_encode_pieces(tokenizer, pieces[: next(answer)]).ids, bos_id)
+
+
+def find_answer_end(tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], str | None]:
+    """Return the marker that a template puts after an answer: (ids, None), or ([], text)."""
+    if isinstance(template, ConversationTemplate):
+        return template.find_end(tokenizer), None
+    pieces = [ChatPiece(*piece) for piece in template([("assistant", "answer")])]
+    marker = next((p.text for p in pieces if p.is_learned and p.is_control), None)
+    if marker is None or marker not in tokenizer.controls:
+        return [], marker
+    return [tokenizer.controls[marker]], None

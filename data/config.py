@@ -36,7 +36,8 @@ def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
 
 
 def _check_chat_template(name: str) -> str:
-    CHAT_TEMPLATES[name]
+    if name not in ("auto", "tokenizer") and not name.endswith(".jinja"):
+        CHAT_TEMPLATES[name]
     return name
 
 
@@ -60,7 +61,7 @@ class SourceConfig(
     """
     field: str = "text"
     """Field of JSON lines, Parquet and saved datasets that holds the text of a document, or its
-    list of messages with role and content."""
+    list of messages with role and content, or with from and value."""
     weight: Scheduled[NonNegativeFloat] = 1.0
     """Share of the rows, relative to the weights of the other sources; may change at steps."""
 
@@ -78,9 +79,13 @@ class DataConfig(
     """bytes, the path of a Hugging Face tokenizer.json, or the name of a registered tokenizer."""
     eos_token: str | None = None
     """Token of tokenizer.json that ends a document; null: the special token with a usual name."""
-    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = "chatml"
-    """Registered template that turns messages into text: chatml. In chats, only assistant tokens
-    contribute to the loss."""
+    add_bos: bool | Literal["auto"] = "auto"
+    """Put the BOS token before every document and prompt. auto: as the files beside the
+    tokenizer.json say; a tokenizer.json alone has no BOS."""
+    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = "auto"
+    """Template that turns messages into text: chatml or another registered one; tokenizer: the
+    Jinja template beside the tokenizer.json; FILE.jinja; auto: tokenizer if there is one, else
+    chatml. In chats, only assistant tokens contribute to the loss."""
     packing: Packing = "split"
     """split: concatenate documents and cut at row ends; best_fit: keep documents whole if they
     fit."""

@@ -28,10 +28,10 @@ from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, open_packed_store
 from data.packing import PACK_VERSION, PackedRows, count_bytes
-from data.prepare import StoreJob, TokenizationProgress, prepare
+from data.prepare import TokenizationProgress, prepare, store_job
 from data.store import Store
 from data.tokenization import bind_to_parent
-from data.tokenizers.base import Tokenizer, open_tokenizer
+from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 
 # Larger inputs must be tokenized before the run, by scripts/prepare_data.py.
 MAX_UNPREPARED_BYTES = 2**30
@@ -110,6 +110,7 @@ class Dataset:
         self.config = config
         self.schedule = BatchSchedule(config)
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
+        self.bos_id = document_bos(self.tokenizer, config.add_bos)
         cache = Path(os.path.expanduser(config.cache_dir))
         # Sorted, so that the order in the configuration has no influence.
         names = sorted(config.named_sources)
@@ -125,13 +126,7 @@ class Dataset:
     def _open(self, name: str, cache: Path) -> Source:
         config = self.config
         key = f"data.sources.{name}" if config.sources else "data"
-        job = StoreJob(
-            name,
-            config.named_sources[name],
-            self.tokenizer,
-            config.on_error,
-            config.chat_template,
-        )
+        job = store_job(name, config, self.tokenizer)
         with TokenizationProgress(name) as progress:
             store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
         try:
@@ -201,7 +196,10 @@ class Dataset:
         shares = before_step(config.shares)
         used = {name for _, now in shares for name in now}
         shuffle = grain.MapDataset.range(1000).seed(0).shuffle().repeat()
+        # Runs without BOS are older than this key.
+        bos = {} if self.bos_id is None else {"add_bos": self.bos_id}
         return {
+            **bos,
             "version": [ORDER_VERSION, PACK_VERSION],
             "seed": config.seed,
             "tokenizer": self.tokenizer.digest,

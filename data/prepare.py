@@ -21,14 +21,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.chat import CHAT_TEMPLATES
-from data.config import OnError, SourceConfig
+from data.chat_jinja import JinjaTemplate, as_chat_template, find_chat_template
+from data.config import DataConfig, OnError, SourceConfig
 from data.files import DataError, find_files, fingerprint, input_bytes
 from data.formats.base import InputShard, plan_shards
 from data.store import INFO, VERSION, InputFile, Store, StorePlan
 from data.store_writer import StoreWriter, remove_journal
 from data.tokenization import TokenizeSettings, document_remedy, tokenize_shards
-from data.tokenizers.base import Tokenizer
+from data.tokenizers.base import Tokenizer, document_bos
 
 log = logging.getLogger("torus")
 
@@ -44,7 +44,8 @@ class StoreJob:
     source: SourceConfig
     tokenizer: Tokenizer
     on_error: OnError
-    chat_template: str = "chatml"
+    chat_template: str | JinjaTemplate = "chatml"
+    bos_id: int | None = None
 
     @cached_property
     def paths(self) -> list[str]:
@@ -61,7 +62,10 @@ class StoreJob:
         """Hash of everything that decides the content of the store."""
         parts = [VERSION, fingerprint(self.paths), self.tokenizer.digest, self.source.field]
         if self.chat_template != "chatml":  # stores of chatml are older than this setting
-            parts.append(self.chat_template)
+            template = self.chat_template
+            parts.append(template if isinstance(template, str) else template.digest)
+        if self.bos_id is not None:
+            parts.append(f"bos {self.bos_id}")
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def folder(self, cache: Path) -> Path:
@@ -88,6 +92,18 @@ class StoreJob:
         )
 
 
+def store_job(name: str, config: DataConfig, tokenizer: Tokenizer) -> StoreJob:
+    """Return the job of a source of the configuration. Raises: DataError."""
+    return StoreJob(
+        name,
+        config.named_sources[name],
+        tokenizer,
+        config.on_error,
+        find_chat_template(config.chat_template, tokenizer),
+        document_bos(tokenizer, config.add_bos),
+    )
+
+
 def files_key(name: str) -> str:
     """Return the configuration key that names the files of a source."""
     return "data.files" if name == "text" else f"data.sources.{name}.files"
@@ -109,7 +125,7 @@ def prepare(
         either, or a kill, the next call continues.
     """
     if (folder := prepared_folder(job.source)) is not None:
-        return open_prepared(folder, job.tokenizer, files_key(job.name))
+        return open_prepared(folder, job.tokenizer, files_key(job.name), job.bos_id)
     folder = job.folder(cache)
     if _is_free(folder) and limit is not None and job.num_bytes > limit:
         raise DataError(
@@ -128,14 +144,19 @@ def prepared_folder(source: SourceConfig) -> Path | None:
     return None
 
 
-def open_prepared(folder: Path, tokenizer: Tokenizer, key: str) -> Store:
-    """Open a store that the user names. Raises: DataError if another tokenizer made it."""
+def open_prepared(folder: Path, tokenizer: Tokenizer, key: str, bos_id: int | None = None) -> Store:
+    """Open a store that the user names. Raises: DataError if it has other tokens or no BOS."""
     store = Store(folder)
     if store.info.tokenizer_digest != tokenizer.digest:
         raise DataError(
             f"{key}={folder} was made with tokenizer {store.info.tokenizer} "
             f"({store.info.tokenizer_digest[:16]}), but data.tokenizer is {tokenizer.name} "
             f"({tokenizer.digest[:16]}); use the same, or prepare it again"
+        )
+    if bos_id is not None and store.tokens[0] != bos_id:
+        raise DataError(
+            f"{key}={folder} was prepared without BOS before its documents, which "
+            f"data.tokenizer={tokenizer.name} adds; prepare it again, or set data.add_bos=false"
         )
     return store
 
@@ -199,9 +220,10 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
         job.name,
         job.source.field,
         job.tokenizer,
-        CHAT_TEMPLATES[job.chat_template],
+        as_chat_template(job.chat_template),
         job.on_error,
         plan.dtype,
+        job.bos_id,
     )
     with StoreWriter(folder, plan) as writer:
         done = len(writer.shards)

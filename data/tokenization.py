@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.chat import ChatTemplate, encode_chat
+from data.chat import ChatTemplate, ConversationError, ConversationTemplate, encode_chat
 from data.config import OnError
 from data.files import DataError
 from data.formats.base import (
@@ -27,7 +27,7 @@ from data.formats.base import (
 )
 from data.store import Skipped
 from data.store_writer import MAX_EXAMPLES, TokenizedDocuments, add_skipped
-from data.tokenizers.base import Tokenizer
+from data.tokenizers.base import Tokenizer, with_bos
 
 _BATCH_CHARACTERS = 2**20
 _PR_SET_PDEATHSIG = 1
@@ -45,6 +45,8 @@ class TokenizeSettings:
     chat_template: ChatTemplate
     on_error: OnError
     dtype: np.dtype
+    bos_id: int | None = None
+    """Id before every document."""
     formats: tuple[Format, ...] = field(default_factory=lambda: tuple(FORMATS.values()))
     """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
 
@@ -125,8 +127,12 @@ def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedSh
         outputs.append(output)
         for document in read_documents(file_range, settings.text_field):
             if isinstance(document, Document):
-                output.add(document)
-                continue
+                try:
+                    output.add(document)
+                    continue
+                except ConversationError as error:
+                    place = document.file_range, document.number
+                    document = DocumentError(*place, "chat template", str(error))
             if settings.on_error == "raise" and document.kind != "empty":
                 raise unreadable(document, settings.source)
             before = skipped.get(document.kind)
@@ -179,14 +185,14 @@ class _TextBatch:
         """Encode the texts of the batch and fill their slots."""
         batch = self.settings.tokenizer.encode_batch(self.texts) if self.texts else []
         for (output, index), ids in zip(self.slots, batch, strict=True):
-            output.tokens[index] = self.with_end(ids)
+            output.tokens[index] = self.as_document(ids, self.settings.bos_id)
         self.texts, self.slots, self.characters = [], [], 0
 
-    def with_end(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a document followed by the end of text."""
+    def as_document(self, ids: np.ndarray, bos_id: int | None) -> np.ndarray:
+        """Return the ids of a document between BOS, if there is one, and the end of text."""
         tokenizer = self.settings.tokenizer
         assert not len(ids) or int(ids.max()) < tokenizer.vocab_size
-        return np.append(ids, tokenizer.eos_id).astype(self.settings.dtype)
+        return np.append(with_bos(ids, bos_id), tokenizer.eos_id).astype(self.settings.dtype)
 
 
 @dataclass
@@ -200,16 +206,24 @@ class _RangeTokens:
     num_bytes: list[int] = field(default_factory=list)
 
     def add(self, document: Document) -> None:
-        """Append a document."""
+        """Append a document. Raises: ConversationError."""
         if document.messages is None:
             assert document.text is not None
             self.batch.add(self, document.text)
             return
         settings = self.batch.settings
-        chat = encode_chat(settings.tokenizer, document.messages, settings.chat_template)
+        ids, mask, num_bytes = encode_chat(
+            settings.tokenizer, document.messages, settings.chat_template
+        )
+        bos_id, eos_id = settings.bos_id, settings.tokenizer.eos_id
+        if isinstance(settings.chat_template, ConversationTemplate):
+            bos_id = None  # it renders BOS itself
+            if ids[-1:] == [eos_id]:  # and perhaps the end
+                ids, mask = ids[:-1], mask[:-1]
         # The end of text contributes to the loss only after an assistant message.
-        mask = np.append(chat.loss_mask, document.messages[-1][0] == "assistant")
-        self.append(self.batch.with_end(chat.ids), mask, chat.num_bytes)
+        mask = np.append(mask, document.messages[-1][0] == "assistant")
+        mask = mask if bos_id is None else np.insert(mask, 0, False)
+        self.append(self.batch.as_document(ids, bos_id), mask, num_bytes)
 
     def append(self, ids: np.ndarray, loss_mask: np.ndarray | None, num_bytes: int) -> None:
         """Append ids that end with the end of text; loss_mask None: all of them count."""

@@ -1,12 +1,13 @@
 """Low-rank adapters (LoRA) of a model: their configuration, and the linears that have them."""
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from pydantic import (
@@ -163,6 +164,20 @@ def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of parameters without the adapters."""
+    return {
+        name: without_adapters(value) if isinstance(value, Mapping) else value
+        for name, value in params.items()
+        if name not in FACTORS
+    }
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a dotted path is that of a factor of an adapter."""
+    return any(part in FACTORS for part in name.split("."))
+
+
 def with_adapters(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters with the adapters of another tree, as `adapters_of` returns them."""
     return {
@@ -233,3 +248,17 @@ def _merged(
         return kernel.astype(dtype)
     wide = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))
     return merge(wide, a, b, lora.scale).astype(dtype)
+
+
+def read_merged(
+    read: Callable[[str], np.ndarray], adapters: Collection[str], lora: LoRAConfig, path: str
+) -> np.ndarray:
+    """Return a parameter by its dotted path, with its adapter merged in float32 if it has one.
+
+    read: Returns a parameter as it is stored. adapters: Paths of all factors.
+    """
+    kernel, parts = read(path), path.split(".")
+    a, b = (".".join(name if part == "kernel" else part for part in parts) for name in FACTORS)
+    if a not in adapters:
+        return kernel
+    return kernel.astype(np.float32) + np.float32(lora.scale) * (read(a) @ read(b))

@@ -25,9 +25,10 @@ from data.prepare import (
     files_key,
     open_prepared,
     prepared_folder,
+    store_job,
 )
 from data.store import Store
-from data.tokenizers.base import Tokenizer, open_tokenizer
+from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
@@ -71,11 +72,11 @@ def pack(store: Store, data: DataConfig) -> str:
     return f"{packed.info.train_rows:,} rows of {data.row_length}"
 
 
-def verify(name: str, tokenizer: Tokenizer, folder: Path) -> str:
+def verify(job: StoreJob, folder: Path) -> str:
     """Read the whole store of a source; return a line about it. Raises: DataError for damage."""
-    store = open_prepared(folder, tokenizer, files_key(name))
+    store = open_prepared(folder, job.tokenizer, files_key(job.name), job.bos_id)
     store.verify()
-    return f"{name}: {store.summary()}; verified, digest {store.digest[:16]}; {folder}"
+    return f"{job.name}: {store.summary()}; verified, digest {store.digest[:16]}; {folder}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> None:
         ensure_tokenizer(data, args.train_tokenizer, lambda line: print(line, flush=True))
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
     for name, source in sources.items():
-        job = StoreJob(name, source, tokenizer, data.on_error, data.chat_template)
+        job = store_job(name, data, tokenizer)
         prepared = prepared_folder(source)
         if prepared is not None and args.out is not None:
             raise ValueError(
@@ -101,10 +102,10 @@ def run(args: argparse.Namespace) -> None:
             )
         folder = prepared or args.out or job.folder(Path(data.cache_dir))
         if args.verify:
-            print(verify(name, tokenizer, folder), flush=True)
+            print(verify(job, folder), flush=True)
             continue
         store, speed = (
-            (open_prepared(prepared, tokenizer, files_key(name)), "already prepared")
+            (open_prepared(prepared, tokenizer, files_key(name), job.bos_id), "already prepared")
             if prepared is not None
             else make(job, folder, args.workers)
         )

@@ -213,6 +213,20 @@ def test_a_run_of_two_processes_resumes_on_any_number_with_the_same_data(lab, pr
 
 
 @pytest.mark.slow
+def test_two_processes_start_from_the_parameters_of_another_run_like_one(lab):
+    stage = (f"training.init_from={lab.folder / 'half'}", "training.steps=10")
+    with kept_signals():
+        assert run(str(lab.config), f"run.dir={lab.folder / 'alone'}", *stage) == 0
+    command = lab.launch("together", *stage)
+    assert command.finish() == 0, command.err
+    for number in range(2):
+        assert f"from checkpoint {STEPS // 2} of {lab.folder / 'half'} in" in lab.log(
+            "together", number
+        )
+    assert lab.differences("alone", "together", CLOSE) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(lab, number):
     name = f"killed-{number}"

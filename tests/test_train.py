@@ -174,6 +174,19 @@ def test_a_finished_run_has_nothing_left_to_train(half, tmp_path, capsys):
     assert losses(tmp_path / "run") == before
 
 
+def test_an_extended_run_says_what_happens_to_the_learning_rate(tmp_path):
+    config, log = write_config(tmp_path), tmp_path / "run" / "log.txt"
+    cosine = ("optimizer.schedule=cosine", "training.sample_tokens=0")
+    assert run(config, *cosine, "training.steps=2") == 0
+    assert run(config, *cosine, "training.steps=4", "optimizer.schedule_steps=2") == 0
+    assert "schedule covered" not in log.read_text()
+    assert run(config, *cosine, "training.steps=6") == 0
+    assert "the cosine schedule covered 2 steps and now covers 6: " in log.read_text()
+    assert "; optimizer.schedule_steps=2 keeps the old schedule, 0.001" in log.read_text()
+    rates = [line["learning_rate"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert rates[2:4] == pytest.approx([1e-3, 1e-3]) and rates[4] > 1e-3
+
+
 def test_a_run_resumes_on_another_mesh(undisturbed, half, tmp_path):
     assert run(half, "mesh.dp=1", "mesh.fsdp=2", "mesh.tp=4") == 0
     wanted = losses(undisturbed / "run")

@@ -30,6 +30,7 @@ from training.checkpoint_record import (
     DamageError,
     check_leaves,
     checksum,
+    holds_only_parameters,
     read_error,
     read_record,
     shapes_and_dtypes,
@@ -120,7 +121,7 @@ class Checkpoints:
 
     def save(
         self,
-        state: TrainState,
+        state: TrainState | Mapping[str, Any],
         step: int,
         record: dict[str, Any],
         eval_loss: float | None = None,
@@ -131,7 +132,7 @@ class Checkpoints:
         failure is logged, and `needs_retry` is true from a later step on.
 
         Args:
-            state: the state after `step`.
+            state: the state after `step`; for step 0 `{"params": ...}` is enough.
             step: number of finished steps.
             record: JSON values, returned by `record`.
             eval_loss: evaluation loss of the step, for `keep_best`.
@@ -275,7 +276,10 @@ class Checkpoints:
                 dtype.
             CheckpointError: the record cannot be read.
         """
-        check_leaves(step, self.record(step)["leaves"], shapes_and_dtypes(_by_name(abstract_state)))
+        found, wanted = self.record(step)["leaves"], shapes_and_dtypes(_by_name(abstract_state))
+        if holds_only_parameters(found):
+            wanted = {name: leaf for name, leaf in wanted.items() if name.startswith("params.")}
+        check_leaves(step, found, wanted)
 
     def restore(self, step: int, abstract_state: TrainState) -> TrainState:
         """Return the state of a step on the mesh of `abstract_state`, bit-equal to what was saved.
@@ -291,7 +295,12 @@ class Checkpoints:
         return _in_place_of(abstract_state, arrays)
 
     def restore_params(self, step: int, abstract_state: TrainState, part: str = "params") -> Any:
-        """Return only the parameters of a step, or with `part="ema"` their moving average."""
+        """Return only the parameters of a step, or with `part="ema"` their moving average.
+
+        A checkpoint with parameters alone is one before the first step: they are the average too.
+        """
+        if holds_only_parameters(self.record(step)["leaves"]):
+            part = "params"
         wanted = {part: getattr(abstract_state, part)}
         return _in_place_of(wanted, self._load(step, _by_name(wanted)))[part]
 

@@ -81,6 +81,11 @@ def shapes_and_dtypes(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:
     return {name: [list(x.shape), str(x.dtype)] for name, x in arrays.items()}
 
 
+def holds_only_parameters(leaves: Leaves) -> bool:
+    """Return whether a checkpoint holds no optimizer state: training starts from it."""
+    return all(name.startswith("params.") for name in leaves)
+
+
 def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
     """Check that the arrays of a checkpoint are those of this model.
 

@@ -131,7 +131,7 @@ def find_damage(checkpoints: Checkpoints, step: int, progress: Progress | None =
     except CheckpointError as error:
         return [str(error)]
     found, done, total = [], 0, sum(map(leaf_bytes, leaves.values()))
-    device = _one_device()
+    device = one_device()
     for name, leaf in leaves.items():
         if progress is not None:
             progress(done, total, name)
@@ -145,7 +145,7 @@ def find_damage(checkpoints: Checkpoints, step: int, progress: Progress | None =
     return found
 
 
-def _one_device() -> NamedSharding:
+def one_device() -> NamedSharding:
     """Return a sharding that puts whole arrays on the first CPU device."""
     mesh = build_mesh(MeshConfig(), jax.devices("cpu")[:1])
     return NamedSharding(mesh, PartitionSpec())
@@ -182,7 +182,7 @@ def compare_arrays(
     """
     (from_a, step_a), (from_b, step_b) = a, b
     before, after = from_a.record(step_a), from_b.record(step_b)
-    found, device = [], _one_device()
+    found, device = [], one_device()
     for name in names:
         old, new = before["leaves"].get(name), after["leaves"].get(name)
         if old != new:

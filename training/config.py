@@ -27,6 +27,11 @@ class TrainingConfig(
     """Total number of optimizer steps, those before a resume included."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial parameters."""
+    init_from: str | None = Field(default=None, min_length=1)
+    """Where the initial parameters come from: a run directory (its newest checkpoint),
+    RUN_DIR/checkpoints/STEP, or a Hugging Face model directory; null: drawn from the seed.
+    Optimizer, schedule and data start anew. A run that has a checkpoint of its own resumes from
+    that instead."""
     gradient_accumulation: PositiveInt = 1
     """Microbatches per optimizer step; the global batch size stays the same."""
     log_every: PositiveInt = 10

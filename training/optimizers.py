@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from registry import Registry
 
@@ -36,6 +36,9 @@ class OptimizerConfig(
     """Learning rate after warm-up by name: cosine decays to the end of the run, wsd (warm-up,
     stable, decay) stays flat and then decays linearly, constant stays flat; and others that are
     registered."""
+    schedule_steps: PositiveInt | None = None
+    """Steps over which the schedule is computed, after which the rate stays at its end; null:
+    training.steps. Keep it when a finished run is extended."""
     warmup_steps: NonNegativeInt = 100
     """Steps of linear warm-up to the peak."""
     decay_steps: NonNegativeInt = 0

@@ -16,6 +16,8 @@ from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
+from training.optimizers import OptimizerConfig
+from training.schedules import describe_change
 from training.step import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -58,9 +60,9 @@ class ResumePoint:
         entry = {key: record[key] for key in keys if key in record}
         return cls(
             step,
-            tuple((first, last) for first, last in record["skipped"]),
-            tuple(record["pending"]),
-            (*record["lineage"], entry),
+            tuple((first, last) for first, last in record.get("skipped", ())),
+            tuple(record.get("pending", ())),
+            (*record.get("lineage", ()), entry),
             record.get("goodput", {}),
         )
 
@@ -151,6 +153,8 @@ class Resumer:
                 f"training.steps={self.steps}, but the run directory already holds step {step}; "
                 "raise training.steps, or give another run.dir"
             )
+        if not step:  # no batch has been read
+            return
         order = self.dataset.order(batch_number(step, record["skipped"]))
         if record["order"] != order:
             raise ValueError(
@@ -190,6 +194,19 @@ def describe_process(
     }
 
 
+def first_record(process: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record of a checkpoint from which training starts; no data has been read."""
+    return {
+        **process,
+        "from_step": 0,
+        "lineage": [],
+        "skipped": [],
+        "pending": [],
+        "order": {"sources": {}},
+        "order_hash": "",
+    }
+
+
 def make_record(
     resume_point: ResumePoint,
     process: Mapping[str, Any],
@@ -211,9 +228,10 @@ def make_record(
 
 
 def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
-    """Log the keys whose values differ from the configuration of a checkpoint."""
+    """Log the keys whose values differ from those of a checkpoint, and another learning rate."""
     yaml = YAML(typ="safe", pure=True)
-    before, now = (flatten(yaml.load(text)) for text in (record["config"], resolved_config))
+    trees = [yaml.load(text) for text in (record["config"], resolved_config)]
+    before, now = map(flatten, trees)
     changed = [
         f"{key} {before.get(key)!r} -> {value!r}"
         for key, value in now.items()
@@ -221,6 +239,12 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     ]
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
+    then, here = (
+        (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])
+        for tree in trees
+    )
+    if line := describe_change(then, here, record["step"]):
+        log.info("%s", line)
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,6 +4,7 @@ A new schedule is one function with `@register("name")`: (config, steps, warmup)
 rate of step 0, 1, ... after warm-up, in a run of `steps` steps of which `warmup` warm up.
 """
 
+import math
 from collections.abc import Callable
 
 import optax
@@ -17,12 +18,42 @@ register = SCHEDULES.register
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Return the learning rate of optimizer steps 0 to `steps - 1`. Raises: ValueError."""
+    """Return the learning rate of optimizer steps 0 to `steps - 1`. Raises: ValueError.
+
+    steps: `training.steps`, unless `optimizer.schedule_steps` overrides it.
+    """
+    steps = config.schedule_steps or steps
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     after = SCHEDULES[config.schedule](config, steps, warmup)
     # The first step has learning rate peak / warmup, not 0.
     rise = optax.linear_schedule(peak / max(1, warmup), peak, max(1, warmup - 1))
     return optax.join_schedules([rise, after], [warmup])
+
+
+def describe_change(
+    before: tuple[OptimizerConfig, int], now: tuple[OptimizerConfig, int], step: int
+) -> str | None:
+    """Return a line on the learning rate after `step`, unless the schedule is the same there.
+
+    before, now: configuration and `training.steps`, of the checkpoint of `step` and of this run.
+    """
+    (old, old_steps), (new, new_steps) = before, now
+    if old.schedule not in SCHEDULES:  # of a plugin that is no longer imported
+        return None
+    covered, covers = old.schedule_steps or old_steps, new.schedule_steps or new_steps
+    schedule = make_schedule(old, old_steps)
+    last, kept = (float(schedule(max(0, count))) for count in (step - 1, step))
+    rate = float(make_schedule(new, new_steps)(step))
+    is_same = math.isclose(rate, kept, rel_tol=1e-6)
+    if is_same and covered == covers:
+        return None
+    line = f"learning rate {last:.3g} at step {step}, {rate:.3g} at step {step + 1}"
+    if covered == covers:
+        return line
+    line = f"the {new.schedule} schedule covered {covered} steps and now covers {covers}: {line}"
+    if is_same:
+        return line
+    return f"{line}; optimizer.schedule_steps={covered} keeps the old schedule, {kept:.3g}"
 
 
 @register("constant")

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from data.pipeline import Dataset
+from data.tokenizers.base import save_tokenizer
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from training.agreement import StepCoordinator
@@ -25,9 +26,19 @@ from training.directory import (
 from training.evaluation import Evaluation, GenerateText, Sampling
 from training.goodput import Goodput
 from training.health import ExpertHealth
+from training.initial_parameters import (
+    InitialParameters,
+    check_is_elsewhere,
+    open_initial_parameters,
+)
 from training.logs import log, logging_to, replace_text
 from training.reporter import StepReporter
-from training.resume import ResumePoint, Resumer, describe_process, log_config_changes
+from training.resume import (
+    ResumePoint,
+    Resumer,
+    describe_process,
+    log_config_changes,
+)
 from training.spikes import SpikeHandler
 from training.step import Program
 from training.stragglers import StragglerMonitor
@@ -75,14 +86,14 @@ def open_run(
                 checkpoints.set_eval_loss(step, loss)
         config = settings.training
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
-        resume_point = resumer.find()
+        start = _find_start(resumer, program, settings, directory)
         if group.is_primary:
             replace_text(directory / "config.yaml", settings.resolved_config)
-            dataset.tokenizer.save(directory / "tokenizer.json")
+            save_tokenizer(dataset.tokenizer, directory)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
-        if resume_point.step:
-            log_config_changes(checkpoints.record(resume_point.step), settings.resolved_config)
+        if step := start[0].step:
+            log_config_changes(checkpoints.record(step), settings.resolved_config)
         # The other processes write log lines alone.
         names = [name for name in config.writers if group.is_primary or name == "console"]
         context = WriterContext(
@@ -92,7 +103,7 @@ def open_run(
             program,
             settings,
             resumer,
-            resume_point,
+            start,
             generate=generate,
             stop=stop,
             directory=directory,
@@ -104,14 +115,15 @@ def build_trainer(
     program: Program,
     settings: RunSettings,
     resumer: Resumer,
-    resume_point: ResumePoint,
+    start: tuple[ResumePoint, InitialParameters | None],
     *,
     generate: GenerateText,
     stop: StopRequest,
     directory: Path,
     writers: MetricsWriter,
 ) -> Trainer:
-    """Return a trainer, with one object for each of its concerns."""
+    """Return a trainer, with one object for each of its concerns; start: see `_find_start`."""
+    resume_point, initial = start
     config, dataset, checkpoints = settings.training, resumer.dataset, resumer.checkpoints
     group = checkpoints.group
     # The last process may have logged seconds after its last checkpoint.
@@ -128,6 +140,7 @@ def build_trainer(
         dataset=dataset,
         config=config,
         resume_point=resume_point,
+        initial=initial,
         resumer=resumer,
         group=group,
         coordinator=StepCoordinator(group, stop, stragglers, every=config.log_every),
@@ -157,6 +170,22 @@ def build_trainer(
         goodput=goodput,
         clock=clock,
     )
+
+
+def _find_start(
+    resumer: Resumer, program: Program, settings: RunSettings, directory: Path
+) -> tuple[ResumePoint, InitialParameters | None]:
+    """Return the checkpoint to resume from, and the parameters to start from if there is none."""
+    resume_point, path = resumer.find(), settings.training.init_from
+    if resume_point.step:
+        return resume_point, None
+    if 0 in resumer.checkpoints.steps:  # made by scripts/convert.py; it wins over init_from
+        path = str(directory / "checkpoints" / "0")
+    elif path is not None:
+        check_is_elsewhere(path, directory)
+    if path is None:
+        return resume_point, None
+    return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:

@@ -86,7 +86,12 @@ class Program:
         return state.params if state.ema is None else self.with_trained(state.params, state.ema)
 
     def _init(self) -> TrainState:
-        params = nnx.to_pure_dict(nnx.state(self._build()))
+        return self._start(self._init_params())
+
+    def _init_params(self) -> Any:
+        return nnx.to_pure_dict(nnx.state(self._build()))
+
+    def _start(self, params: Any) -> TrainState:
         trained = self.trained(params)
         opt_state = self.optimizer.init(trained)
         ema = None if self.ema_decay is None else init_ema(trained)
@@ -111,6 +116,21 @@ class Program:
         # same without optimisation.
         options = {"xla_backend_optimization_level": 0} if self._on_cpu else None
         return jax.jit(self._init, out_shardings=shardings, compiler_options=options)()
+
+    def init_from(self, params: Any) -> TrainState:
+        """Return a fresh state with these parameters, cast to their types; they are donated.
+
+        params: with the shapes and shardings of `abstract_state.params`. With LoRA they may lack
+        the adapters, which then start fresh.
+        """
+        wanted = self.abstract_state
+        if self.plan.lora.rank and not adapters_of(params):
+            layouts = jax.tree.map(lambda x: x.sharding, adapters_of(wanted.params))
+            fresh = jax.jit(lambda: adapters_of(self._init_params()), out_shardings=layouts)
+            params = with_adapters(params, fresh())
+        params = jax.tree.map(lambda x, want: x.astype(want.dtype), params, wanted.params)
+        shardings = jax.tree.map(lambda x: x.sharding, wanted)
+        return jax.jit(self._start, out_shardings=shardings, donate_argnums=0)(params)
 
     @cached_property
     def batch_sharding(self) -> jax.sharding.NamedSharding:

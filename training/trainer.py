@@ -20,6 +20,7 @@ from training.clock import StepClock
 from training.config import TrainingConfig
 from training.evaluation import Evaluation, Sampling
 from training.goodput import Goodput
+from training.initial_parameters import InitialParameters
 from training.logs import log, peak_memory
 from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer
@@ -41,6 +42,8 @@ class Trainer:
     config: TrainingConfig
     resume_point: ResumePoint
     """Where this process, or the latest rollback, begins."""
+    initial: InitialParameters | None
+    """Parameters before the first step; None: drawn from the seed."""
     resumer: Resumer
     group: ProcessGroup
     coordinator: StepCoordinator
@@ -168,8 +171,15 @@ class Trainer:
         begin, memory = time.perf_counter(), peak_memory()
         self.group.set_phase("the first state")
         if not self.resume_point.step:
-            state = jax.block_until_ready(self.program.init())
-            log.info("initialised parameters in %.1f s", time.perf_counter() - begin)
+            program, initial = self.program, self.initial
+            state = (
+                program.init()
+                if initial is None
+                else program.init_from(initial.read(program.abstract_state))
+            )
+            jax.block_until_ready(state)
+            origin = "" if initial is None else f" from {initial.description}"
+            log.info("initialised parameters%s in %.1f s", origin, time.perf_counter() - begin)
         else:
             self.resume_point, state = self.resumer.restore(self.resume_point)
             log.info(

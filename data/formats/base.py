@@ -18,7 +18,9 @@ SHARD_BYTES = 16 * 2**20
 """Input of one task: about a second of tokenization, small beside the memory of a machine."""
 
 # Fields that usually hold the text of a document, in order of preference.
-_USUAL_FIELDS = ("text", "content", "body", "messages", "document", "markdown")
+_USUAL_FIELDS = ("text", "content", "body", "messages", "conversations", "document", "markdown")
+# Roles of ShareGPT by their usual names; others stay as they are.
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 _JSON_TYPES = {
     dict: "an object",
     list: "a list",
@@ -77,8 +79,8 @@ class Document:
 class DocumentError:
     """Document, or rest of a file, that cannot be read, and the reason.
 
-    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, truncated file or corrupt
-        file. The last two, and a missing field of a table, end the range.
+    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, chat template, truncated
+        file or corrupt file. The last two, and a missing field of a table, end the range.
     suggested_field: field that may hold the text, when the configured one is missing.
     """
 
@@ -254,7 +256,11 @@ def invalid_utf8(
 def to_document(
     file_range: FileRange, number: int | None, value: Any, field: str
 ) -> Document | DocumentError:
-    """Make a document of the value of its field: a text (str or UTF-8 bytes), or messages."""
+    """Make a document of the value of its field: a text (str or UTF-8 bytes), or messages.
+
+    A message has role and content (OpenAI; content may be a list of text parts), or from and value
+    (ShareGPT).
+    """
     if isinstance(value, bytes):
         value = decode_utf8(file_range, number, value)
     if isinstance(value, DocumentError):
@@ -277,17 +283,31 @@ def _to_chat(
         if not isinstance(value, dict):
             detail = f"message {index} is {type_name(value)}, not role and content"
             return DocumentError(file_range, number, "wrong type", detail)
-        for key in ("role", "content"):
+        is_sharegpt = "from" in value and "role" not in value
+        texts = []
+        for key in ("from", "value") if is_sharegpt else ("role", "content"):
             if key not in value:
                 detail = f"message {index} has {_no_field(key, value)}"
                 return DocumentError(file_range, number, "missing field", detail)
-            if not isinstance(value[key], str):
-                detail = f"{key} of message {index} is {type_name(value[key])}, not text"
+            text = _joined_parts(value[key]) if key == "content" else value[key]
+            if not isinstance(text, str):
+                detail = f"{key} of message {index} is {type_name(text)}, not text"
                 return DocumentError(file_range, number, "wrong type", detail)
-        messages.append((value["role"], value["content"]))
+            texts.append(text)
+        role, content = texts
+        messages.append((_SHAREGPT_ROLES.get(role, role) if is_sharegpt else role, content))
     if not any(content for _, content in messages):
         return DocumentError(file_range, number, "empty", "no message has a character")
     return Document(file_range, number, None, tuple(messages))
+
+
+def _joined_parts(content: Any) -> Any:
+    """Return the text of a list of text parts, as OpenAI writes it, and other content as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if found and len(found) == len(texts) else content
 
 
 def missing_field(

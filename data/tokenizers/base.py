@@ -12,15 +12,17 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from data.files import DataError
+from data.tokenizers.settings import TokenizerSettings
 from registry import Registry
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TOKENIZER_FOLDER = "tokenizer.json", "tokenizer"
 
 
 class Tokenizer(Protocol):
@@ -34,6 +36,14 @@ class Tokenizer(Protocol):
     """1 + the largest id, added tokens included."""
     eos_id: int
     """Id that ends a document; no text encodes to it."""
+    eos_ids: tuple[int, ...]
+    """Ids that end a generation, `eos_id` first."""
+    bos_id: int | None
+    """Id that begins a document, if the tokenizer has one."""
+    adds_bos: bool
+    """Whether documents begin with `bos_id` by the tokenizer's own settings."""
+    settings: TokenizerSettings
+    """Files beside the tokenizer.json."""
     controls: Mapping[str, int]
     """Ids of control tokens by name: the end, and the chat markers that the vocabulary has."""
 
@@ -69,6 +79,50 @@ def open_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     """
     prefix = name.partition(":")[0]
     return TOKENIZERS[prefix if prefix in TOKENIZERS else TOKENIZER_FILE](name, eos_token)
+
+
+def save_tokenizer(tokenizer: Tokenizer, run_directory: Path) -> None:
+    """Write the tokenizer of a run: tokenizer.json, and a folder if it has settings beside it."""
+    tokenizer.save(run_directory / TOKENIZER_FILE)
+    folder = run_directory / TOKENIZER_FOLDER
+    if tokenizer.settings.files and Path(tokenizer.name).expanduser().resolve() != folder.resolve():
+        tokenizer.save(folder / TOKENIZER_FILE)
+        for name, content in tokenizer.settings.files.items():
+            write_atomically(folder / name, content)
+
+
+def saved_tokenizer(run_directory: Path) -> Path | None:
+    """Return what `save_tokenizer` wrote, as `open_tokenizer` takes it, or None."""
+    folder, file = run_directory / TOKENIZER_FOLDER, run_directory / TOKENIZER_FILE
+    if (folder / TOKENIZER_FILE).is_file():
+        return folder
+    return file if file.is_file() else None
+
+
+def document_bos(tokenizer: Tokenizer, add_bos: bool | Literal["auto"]) -> int | None:
+    """Return the id before every document and prompt, as `data.add_bos` says, or None.
+
+    Raises: DataError when there is no such token.
+    """
+    if add_bos == "auto":
+        return tokenizer.bos_id if tokenizer.adds_bos else None
+    if add_bos and tokenizer.bos_id is None:
+        raise DataError(
+            f"data.add_bos=true, but data.tokenizer={tokenizer.name} has no BOS token; give a "
+            "folder whose tokenizer_config.json names bos_token, or use data.add_bos=auto"
+        )
+    return tokenizer.bos_id if add_bos else None
+
+
+def with_bos(ids: np.ndarray, bos_id: int | None) -> np.ndarray:
+    """Return ids with the BOS in front, if there is one."""
+    return ids if bos_id is None else np.insert(ids, 0, bos_id)
+
+
+def without_ends(ids: np.ndarray, bos_id: int | None, stop_ids: Sequence[int]) -> np.ndarray:
+    """Return generated ids without the BOS in front and the stop id at the end."""
+    first = int(bos_id is not None and ids[0] == bos_id)
+    return ids[first : len(ids) - int(ids[-1] in stop_ids)]
 
 
 def id_dtype(vocab_size: int) -> np.dtype:

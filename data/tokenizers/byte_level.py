@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from data.files import DataError
 from data.tokenizers.base import END, cut_at_end, register_tokenizer, write_atomically
+from data.tokenizers.settings import TokenizerSettings
 
 
 def _byte_level_json() -> dict[str, Any]:
@@ -65,6 +66,10 @@ class ByteTokenizer:
     digest = tokenizer_digest(BYTE_LEVEL_JSON, 256)
     vocab_size = 257
     eos_id = 256
+    eos_ids: tuple[int, ...] = (256,)
+    bos_id: int | None = None
+    adds_bos = False
+    settings = TokenizerSettings()
     controls: Mapping[str, int] = MappingProxyType({END: 256})
 
     def encode(self, text: str) -> np.ndarray:

@@ -1,13 +1,15 @@
 """Hugging Face tokenizer.json files, through the `tokenizers` library.
 
 What loses tokens or is random in such a file is switched off: truncation, padding and BPE dropout.
-Post-processing templates that add tokens around a text are not applied.
+Post-processing templates that add tokens around a text are not applied. The settings beside the
+file say whether documents begin with BOS.
 """
 
 import difflib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from data.tokenizers.base import (
     write_atomically,
 )
 from data.tokenizers.byte_level import BYTE_LEVEL_JSON, ByteTokenizer, tokenizer_digest
+from data.tokenizers.settings import TokenizerSettings
 
 # In this order, since some vocabularies hold </s> as ordinary markup beside their own end token.
 # <|im_end|> and [SEP] are missing: they end a message or a sentence, not a document.
@@ -39,13 +42,22 @@ class HuggingFaceTokenizer:
 
     name: value of data.tokenizer. content: text of the file; it is pickled, so that a file that is
         replaced during a run changes nothing.
-    eos_token: token that ends a document; None: the first special token with a usual name.
+    eos_token: token that ends a document; None: the first special token with a usual name, else
+        the one that the settings name.
+    settings: files beside the tokenizer.json.
     Raises: DataError when the content is no tokenizer.json, or has no such token.
     """
 
-    def __init__(self, name: str, content: str, eos_token: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        content: str,
+        eos_token: str | None = None,
+        settings: TokenizerSettings | None = None,
+    ) -> None:
         library = load_library("tokenizers")
         self.name = name
+        self.settings = settings or TokenizerSettings()
         try:
             value = _make_deterministic(json.loads(content), {IM_START, IM_END, eos_token})
             self._content = json.dumps(value, ensure_ascii=False)
@@ -55,6 +67,8 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True  # text that spells a control token stays text
         special = [token["content"] for token in value["added_tokens"] if token["special"]]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if eos_token is None and not set(_USUAL_ENDS) & set(special):
+            eos_token = self.settings.special_tokens.get("eos_token")
         self._eos_token = _find_end(name, eos_token, special, vocabulary)
         self.eos_id = vocabulary[self._eos_token]
         self.vocab_size = 1 + max(vocabulary.values())
@@ -66,9 +80,20 @@ class HuggingFaceTokenizer:
         self._spellings: dict[int, np.ndarray] = {}
         self._spellings = self._spell_controls()
         self._check_all_characters_have_ids()
+        self.bos_id, self.adds_bos = self._find_bos(vocabulary)
+        ends = [self.eos_id, vocabulary.get(self.settings.special_tokens.get("eos_token"))]
+        ends += [token for token in self.settings.eos_ids if token < self.vocab_size]
+        self.eos_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
+
+    def _find_bos(self, vocabulary: Mapping[str, int]) -> tuple[int | None, bool]:
+        """Return BOS and whether documents begin with it; the settings must name it."""
+        bos_id = vocabulary.get(self.settings.special_tokens.get("bos_token", ""))
+        if bos_id is None or self.settings.add_bos is not None:
+            return bos_id, bos_id is not None and self.settings.add_bos is True
+        return bos_id, self._tokenizer.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HuggingFaceTokenizer, (self.name, self._content, self._eos_token)
+        return HuggingFaceTokenizer, (self.name, self._content, self._eos_token, self.settings)
 
     def _spell_controls(self) -> dict[int, np.ndarray]:
         """Return ordinary ids for the control tokens that the model finds in text.
@@ -115,6 +140,23 @@ class HuggingFaceTokenizer:
             ) from error
         arrays = [np.array(encoding.ids, id_dtype(self.vocab_size)) for encoding in batch]
         return [self._respell(ids) for ids in arrays] if self._spellings else arrays
+
+    @cached_property
+    def special_tokens(self) -> list[str]:
+        """Texts of the special tokens, which `encode_markup` reads as such."""
+        added = json.loads(self._content)["added_tokens"]
+        return [token["content"] for token in added if token["special"]]
+
+    @cached_property
+    def _markup(self) -> Any:
+        # A post-processor would take the space before a word out of its offsets.
+        content = json.loads(self._content) | {"post_processor": None}
+        return load_library("tokenizers").Tokenizer.from_str(json.dumps(content))
+
+    def encode_markup(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return ids and character offsets of a text in which special tokens are control tokens."""
+        encoding = self._markup.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
 
     def _respell(self, ids: np.ndarray) -> np.ndarray:
         """Replace every control token by ordinary ids."""
@@ -180,12 +222,13 @@ def _remedy() -> str:
 
 @register_tokenizer(TOKENIZER_FILE)
 def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
-    """Open the path of a tokenizer.json, or of the folder that holds one.
+    """Open the path of a tokenizer.json, or of the folder that holds one beside its settings.
 
     A file that `ByteTokenizer.save` wrote opens as bytes, without the library.
     Raises: DataError with the path and what is wrong.
     """
     path = Path(os.path.expanduser(name))
+    settings = TokenizerSettings.read(path) if path.is_dir() else None
     path = path / TOKENIZER_FILE if path.is_dir() else path
     try:
         content = path.read_text("utf-8")
@@ -196,4 +239,4 @@ def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
         raise DataError(_not_a_tokenizer(path, error)) from error
     if value == BYTE_LEVEL_JSON and eos_token in (None, END):
         return ByteTokenizer()
-    return HuggingFaceTokenizer(name, content, eos_token)
+    return HuggingFaceTokenizer(name, content, eos_token, settings)

@@ -63,6 +63,26 @@ def find_cluster(config: ClusterConfig) -> Cluster:
     return Cluster(coordinator, num_processes, process_id, local_device_ids)
 
 
+def select_cluster(
+    given: tuple[str | None, int | None, int | None],
+    config: ClusterConfig,
+    environment: Mapping[str, str],
+    *,
+    detect: bool,
+) -> Cluster | None:
+    """Return the cluster that the command line or the environment names; None: this process alone.
+
+    given: coordinator, number of processes and number of this process. detect: ask the metadata
+    server of a Cloud TPU. Raises: ValueError if they do not describe a cluster.
+    """
+    coordinator, num_processes, process_id = given
+    if coordinator is not None and num_processes is not None and process_id is not None:
+        return Cluster(coordinator, num_processes, process_id)
+    if any(value is not None for value in given):
+        raise ValueError("give all of --coordinator, --num-processes and --process-id, or none")
+    return find_cluster(config) if detect or is_cluster(environment) else None
+
+
 def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> ProcessGroup:
     """Connect all processes, then initialize jax.distributed; call before any jax backend starts.
 

@@ -127,6 +127,26 @@ def test_messages_are_pairs_of_role_and_content(tmp_path, write):
     assert document.messages == (("user", "a"), ("assistant", "b")) and document.text is None
 
 
+def test_messages_of_sharegpt_and_text_parts_of_openai_are_pairs_too(tmp_path):
+    sharegpt = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+    ]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    openai = [{"role": "user", "content": parts, "name": None}]
+    (tmp_path / "a.jsonl").write_bytes(lines([sharegpt, openai]))
+    first, second = (document.messages for document in read(tmp_path / "a.jsonl"))
+    assert first == (("system", "s"), ("user", "a"), ("assistant", "b"))
+    assert second == (("user", "ab"),)
+    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+    (tmp_path / "a.jsonl").write_bytes(lines([picture, [{"from": "human"}]]))
+    assert [detail for *_, detail in errors(tmp_path / "a.jsonl")] == [
+        "content of message 0 is a list, not text",
+        "message 0 has no field 'value'; the fields are from",
+    ]
+
+
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_an_empty_document_is_an_error_of_its_own_kind(tmp_path, write):
     found = read(write(tmp_path, ["a", "", "b"]))

@@ -1,12 +1,16 @@
 """`scripts/generate.py` on a trained run: stdout is the text, the same on every mesh."""
 
+import io
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from chats import BOS, write_model_directory
 from conftest import ROOT
 
 import train
+from model.generation.generator import Generator
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate as script
@@ -99,6 +103,7 @@ def test_other_checkpoints_and_seeds_give_other_text(folder, capsys) -> None:
         (("--run", "/nowhere"), "/nowhere has no config.yaml; give a run directory"),
         (("--top-p", "2"), "top_p=2.0: use more than 0 and at most 1, or none"),
         (("--prompt", ""), "every prompt needs at least one token"),
+        (("--chat",), "give either --prompt TEXT or --chat"),
         (("--max-new-tokens", "0"), "--max-new-tokens 0: use at least 1"),
         (("model.hidden_size=64",), "restore the values of the run's config.yaml"),
         (("mesh.sp=2", "--cache", "paged"), "a paged cache cannot split rows over sp"),
@@ -112,3 +117,71 @@ def test_bad_input_is_one_line(folder, capsys, arguments, law) -> None:
     out, error = capsys.readouterr()
     assert law in error and out == ""
     assert error.splitlines()[-1].startswith("error: ") and "Traceback" not in error
+
+
+def chat_with(capsys, monkeypatch, folder: Path, lines: str, *arguments: str) -> list[str]:
+    """The answers to the lines of stdin."""
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    common = ["--run", str(folder / "run"), "--max-new-tokens", "8", "--temperature", "0"]
+    assert script.main([*common, "--chat", *arguments]) == 0
+    return capsys.readouterr().out.split("\n")[:-1]
+
+
+def test_a_chat_answers_every_line_after_the_whole_conversation(
+    folder, capsys, monkeypatch
+) -> None:
+    first, second, third = "def f1", "x", "def"
+    asked = f"{first}\n{second}\n/reset\n\n{third}\n"
+    answers = "\n".join(chat_with(capsys, monkeypatch, folder, asked))
+    alone = "\n".join(chat_with(capsys, monkeypatch, folder, f"{third}\n"))
+    assert answers.endswith(alone)
+    # The same as the conversation as one prompt.
+    prompt = f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n"
+    text = stdout_of(capsys, folder, "--prompt", prompt)
+    assert text.startswith(prompt)
+    answer = text.removeprefix(prompt).removesuffix("\n").partition("<|im_end|>")[0]
+    assert answers.startswith(f"{answer}\n")
+
+
+def test_a_stop_id_ends_the_text(folder, capsys) -> None:
+    text = stdout_of(capsys, folder).removesuffix("\n")
+    token = text.removeprefix("def ").encode()[2]
+    stopped = stdout_of(capsys, folder, "--stop-id", str(token)).removesuffix("\n")
+    before = text.removeprefix("def ").encode().partition(bytes([token]))[0]
+    assert stopped.encode() == b"def " + before
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+def test_a_text_is_cut_at_a_marker_that_is_spread_over_pieces(size) -> None:
+    text = "a < b <|im_ <|im_end|> never"
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert "".join(script.cut_at("<|im_end|>", pieces)) == "a < b <|im_ "
+    assert "".join(script.cut_at("absent", pieces)) == text
+    assert "".join(script.cut_at(None, pieces)) == text
+
+
+def test_prompts_of_a_run_and_of_the_script_begin_with_bos_alike(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat\n" * 400)
+    model = write_model_directory(tmp_path / "model", generation={"temperature": 0.0})
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    overrides = [f"data.tokenizer={model}", "model.vocab_size=320", "training.sample_prompt='the '"]
+    assert train.main(["--config", str(tmp_path / "config.yaml"), *overrides]) == 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    sample = log[log.rindex("sample:\n") + len("sample:\n") :]
+    shutil.rmtree(tmp_path / "model")  # the run has its own copy
+    prompts, original = [], Generator.stream
+
+    def recorded(self, params, given, **options):
+        prompts.extend(given)
+        return original(self, params, given, **options)
+
+    monkeypatch.setattr(Generator, "stream", recorded)
+    capsys.readouterr()
+    # Greedy, as generation_config.json asks.
+    assert (
+        script.main(["--run", f"{tmp_path}/run", "--prompt", "the ", "--max-new-tokens", "8"]) == 0
+    )
+    text = capsys.readouterr().out
+    assert sample.startswith(text) and BOS not in text
+    assert prompts[0][0] == 1 and len(prompts[0]) > 1

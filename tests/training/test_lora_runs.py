@@ -4,10 +4,15 @@ import jax
 import numpy as np
 import pytest
 from runs import losses, refusal, run, write_config
+from test_initial_parameters import stored
 
+from configs.conversion import export_model, import_config, import_model
 from configs.runs import load_run
 from model.generation.generator import Generator
-from model.lora import adapters_of
+from model.lora import adapters_of, is_adapter
+from parallel.cluster.process_group import ProcessGroup
+from training.fingerprint import leaf_name
+from training.hugging_face.read import read_parameters
 
 pytestmark = pytest.mark.usefixtures("signals")
 LORA = ("lora.rank=2", "lora.dropout=0.25", "lora.base_dtype=bfloat16", "optimizer.ema_decay=0.5")
@@ -98,3 +103,48 @@ def test_another_rank_does_not_continue_a_run(run_directories, capsys):
     folder = run_directories[1].parent
     error = refusal(capsys, str(folder / "tiny.yaml"), *LORA, "lora.rank=3", "training.steps=7")
     assert "lora_a" in error
+
+
+STILL = ("training.steps=1", "training.sample_tokens=0", "optimizer.learning_rate=1e-30")
+
+
+def test_adapters_start_fresh_on_the_parameters_of_another_run(undisturbed, tmp_path):
+    config = write_config(tmp_path)
+    assert run(config, "lora.rank=2", *STILL, f"training.init_from={undisturbed}/run") == 0
+    base, found = stored(undisturbed / "run", 6), stored(tmp_path / "run", 1)
+    assert base.keys() == {name for name in found if not is_adapter(name)}
+    for name, array in base.items():
+        np.testing.assert_array_equal(found[name], array)
+    opened = load_run(tmp_path / "run")
+    with jax.set_mesh(opened.program.tp.mesh):
+        fresh = adapters_of(opened.program.init().params)
+    for path, array in jax.tree_util.tree_leaves_with_path(fresh):
+        np.testing.assert_array_equal(found[leaf_name(path)], np.asarray(array))
+
+
+def test_a_second_stage_continues_the_adapters_of_the_first(run_directories, tmp_path):
+    config = write_config(tmp_path)
+    assert run(config, *LORA, *STILL, f"training.init_from={run_directories[0]}") == 0
+    base, found = stored(run_directories[0], 6), stored(tmp_path / "run", 1)
+    assert base.keys() == found.keys()
+    for name, array in base.items():
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (found[name], array)))
+
+
+@pytest.mark.parametrize("ema", [False, True])
+def test_an_exported_model_has_merged_kernels(run_directories, tmp_path, ema):
+    export_model(run_directories[0], tmp_path / "model", ema=ema)
+    opened = load_run(run_directories[0])
+    with jax.set_mesh(opened.program.tp.mesh):
+        program, merged = opened.without_adapters(opened.load_params(ema=ema)[1])
+        wanted = program.abstract_state.params
+        found = read_parameters(tmp_path / "model", opened.config.model, wanted)
+    for a, b in zip(*(map(np.asarray, jax.tree.leaves(x)) for x in (found, merged)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_conversion_with_adapters_is_refused(run_directories, tmp_path):
+    export_model(run_directories[0], tmp_path / "model")
+    config = import_config(tmp_path / "model", tmp_path / "run", ["lora.rank=2"])
+    with pytest.raises(ValueError, match=r"lora.rank=2: a converted model has no adapters"):
+        import_model(tmp_path / "model", config, ProcessGroup())

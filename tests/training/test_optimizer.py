@@ -15,7 +15,7 @@ from configs.build import build_program
 from configs.schema import load_config
 from training import optimizers, schedules
 from training.optimizers import OPTIMIZERS, OptimizerConfig, decays, make_optimizer
-from training.schedules import SCHEDULES, make_schedule
+from training.schedules import SCHEDULES, describe_change, make_schedule
 
 PEAK = 3e-3
 LONGEST = 48
@@ -148,6 +148,41 @@ def adamw(config: OptimizerConfig, params: dict, gradients: list[dict]) -> dict:
             update = mean / (np.sqrt(square) + config.eps) + decay * params[name]
             params[name] = params[name] - rate * update
     return params
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_schedule_steps_fix_the_schedule_whatever_the_length_of_the_run(schedule):
+    config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=2)
+    fixed = config.model_copy(update={"schedule_steps": 10})
+    assert np.array_equal(rates(fixed, 40)[:11], rates(config, 10))
+    assert rates(fixed, 40)[10:] == pytest.approx(PEAK * config.final_fraction)
+
+
+def test_an_extended_run_says_what_happens_to_the_learning_rate():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, final_fraction=0.1)
+    rate = 0.1 + 0.9 * (1 + math.cos(math.pi * 10 / 20)) / 2
+    last = 0.1 + 0.9 * (1 + math.cos(math.pi * 9 / 10)) / 2
+    assert describe_change((config, 10), (config, 20), 10) == (
+        "the cosine schedule covered 10 steps and now covers 20: learning rate "
+        f"{last:.3g} at step 10, {rate:.3g} at step 11; optimizer.schedule_steps=10 keeps the old "
+        "schedule, 0.1"
+    )
+    fixed = config.model_copy(update={"schedule_steps": 10})
+    assert describe_change((config, 10), (fixed, 20), 10) is None
+    assert describe_change((fixed, 20), (fixed, 40), 20) is None
+
+
+def test_a_change_that_is_no_extension_is_said_without_an_offer():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=0, schedule="constant")
+    halved = config.model_copy(update={"learning_rate": 0.5})
+    line = "learning rate 1 at step 10, 0.5 at step 11"
+    assert describe_change((config, 20), (halved, 20), 10) == line
+    assert describe_change((config, 20), (config, 20), 10) is None
+    longer = describe_change((config, 10), (config, 20), 10)
+    assert longer == (
+        "the constant schedule covered 10 steps and now covers 20: learning rate 1 at step 10, 1 "
+        "at step 11"
+    )
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, 1e9, None])

@@ -1,0 +1,207 @@
+"""Conversion of Hugging Face model directories into run directories, and back."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs.build import build_program, open_devices
+from configs.reading import apply_overrides
+from configs.schema import Config, dump_config, load_config, make_config
+from data.tokenizers.base import TOKENIZER_FILE, open_tokenizer
+from model.families.base import nested
+from model.families.layouts import Shape
+from model.lora import is_adapter, read_merged
+from parallel.cluster.process_group import ProcessGroup
+from training import checkpoint_tools as tools
+from training.checkpoint import Checkpoints
+from training.directory import locked_run, run_directory
+from training.fingerprint import leaf_name
+from training.hugging_face.companions import (
+    TOKENIZER_FOLDER,
+    copy_companions,
+    end_token,
+    export_companions,
+    load_source,
+)
+from training.hugging_face.model_directory import ModelDirectory
+from training.hugging_face.read import read_parameters
+from training.hugging_face.write import (
+    describe_source,
+    plan_export,
+    write_config,
+    write_tensors,
+)
+from training.logs import replace_text
+from training.resume import describe_process, first_record
+from training.step import Program
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+def import_config(directory: Path, run: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a run that starts from a Hugging Face model.
+
+    The vocabulary is padded to a multiple of `mesh.tp` unless an override says otherwise.
+    Raises: ValueError for a model that is not supported, or an override that does not fit it.
+    """
+    source = ModelDirectory(directory)
+    data: dict[str, Any] = {}
+    if (source.path / TOKENIZER_FILE).is_file():
+        saved = run_directory(str(run)) / TOKENIZER_FOLDER
+        data = {"tokenizer": str(saved), "eos_token": end_token(source.path, source.keys)}
+    tree = {"run": {"dir": str(run)}, "model": nested(source.read_fields()), "data": data}
+    apply_overrides(tree, overrides)
+    tp = (tree.get("mesh") or {}).get("tp", 1)
+    if isinstance(tp, int) and tp > 0 and tree["model"]["vocab_size"] % tp:
+        tree["model"].setdefault("pad_vocab_to_multiple_of", tp)
+    return make_config(tree)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did. notice: a line on simulated devices, or None."""
+
+    num_bytes: int
+    """Bytes of the parameters on the devices of this process."""
+    has_tokenizer: bool
+    notice: str | None
+
+
+def import_model(
+    directory: Path, config: Config, group: ProcessGroup, progress: Progress | None = None
+) -> Imported:
+    """Write the run directory `config.run.dir` with the parameters of a model as checkpoint 0.
+
+    All processes call this; each reads what its own devices hold.
+
+    Raises:
+        ValueError: the model does not fit, or the run directory is not empty; nothing was written.
+        CheckpointError: the checkpoint could not be written.
+    """
+    run = run_directory(config.run.dir)
+    if config.lora.rank:
+        raise ValueError(
+            f"lora.rank={config.lora.rank}: a converted model has no adapters; convert it without, "
+            "and set lora.rank and training.init_from in train.py"
+        )
+    if group.is_primary:
+        check_empty(run)
+    group.barrier("empty")
+    devices, notice = open_devices(config)
+    program = build_program(config, devices)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(program.tp.manager.mesh))
+        abstract = program.abstract_state.params
+        source = describe_source(directory, config.model, _shapes(abstract))
+        if group.is_primary:
+            num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+            stack.enter_context(locked_run(run, num_bytes, group))
+        params = read_parameters(directory, config.model, abstract, progress)
+        _save(run, config, program, params, group)
+        if group.is_primary:
+            copy_companions(directory, run)
+            source.save(run)
+            replace_text(run / "config.yaml", dump_config(config))
+    has_tokenizer = (directory / TOKENIZER_FILE).is_file()
+    return Imported(_local_bytes(params), has_tokenizer, notice)
+
+
+def _save(run: Path, config: Config, program: Program, params: Any, group: ProcessGroup) -> None:
+    """Save the parameters as checkpoint 0, and wait until they are on disk."""
+    mesh = program.tp.manager.mesh.shape
+    process = describe_process(dump_config(config), mesh, group.num_processes)
+    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, group=group)
+    with contextlib.closing(checkpoints):
+        checkpoints.save({"params": params}, 0, first_record(process))
+        checkpoints.finish_last()
+
+
+def _shapes(abstract: Any) -> dict[str, Shape]:
+    paths = jax.tree_util.tree_leaves_with_path(abstract)
+    return {leaf_name(path): leaf.shape for path, leaf in paths}
+
+
+def _local_bytes(params: Any) -> int:
+    return sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
+
+
+def check_empty(directory: Path) -> None:
+    """Raise ValueError if a directory exists and holds anything."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"{directory} exists and is not empty; give a new directory")
+
+
+def export_model(
+    run: Path,
+    directory: Path,
+    step: int | None = None,
+    *,
+    ema: bool = False,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write a checkpoint of a run as a Hugging Face model directory; return its step.
+
+    Args:
+        run: run directory.
+        directory: a new or empty folder.
+        step: the checkpoint; None: the newest.
+        ema: write the moving average of the parameters.
+        dtype: float32 or bfloat16; None: the types of the model that the run was made from, else
+            `model.param_dtype`.
+        progress: called after each tensor.
+
+    Raises:
+        ValueError: the run or its model cannot be exported; nothing was written.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    check_empty(directory)
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} has no config.yaml; give a run directory of train.py")
+    config, source = load_config(run / "config.yaml"), load_source(run)
+    saved = run / TOKENIZER_FILE
+    name = str(saved) if saved.is_file() else config.data.tokenizer
+    with tools.open_checkpoints(tools.find_run(str(run))) as checkpoints:
+        step = tools.choose_step(checkpoints, run, step)
+        leaves, part = checkpoints.record(step)["leaves"], "ema." if ema else "params."
+        shapes = {
+            n.removeprefix(part): tuple(x[0]) for n, x in leaves.items() if n.startswith(part)
+        }
+        adapters = {name for name in shapes if is_adapter(name)}
+        if adapters:  # the base has no moving average
+            shapes = {
+                n.removeprefix("params."): tuple(x[0])
+                for n, x in leaves.items()
+                if n.startswith("params.") and not is_adapter(n)
+            }
+        if not shapes:
+            raise ValueError(
+                f"checkpoint {step} of {run} has no moving average of its parameters (ema); train "
+                "with optimizer.ema_decay to get one"
+            )
+        others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
+        tokenizer = None
+        if source is None:
+            tokenizer = open_tokenizer(name, config.data.eos_token)
+            others |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+        export = plan_export(config.model, shapes, source, dtype=dtype, others=others)
+        directory.mkdir(parents=True, exist_ok=True)
+        device = tools.one_device()
+
+        def stored(path: str) -> np.ndarray:
+            kept = part if path in adapters or not adapters else "params."
+            return np.asarray(checkpoints.read(step, kept + path, device))
+
+        read = partial(read_merged, stored, adapters, config.lora) if adapters else stored
+
+        write_tensors(directory, export, read, progress)
+    export_companions(run, tokenizer, directory)
+    write_config(directory, export)
+    return step

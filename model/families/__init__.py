@@ -1,0 +1,31 @@
+"""Model families of Hugging Face; importing the package registers them."""
+
+from model.families import (
+    dots1,
+    gemma,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
+
+__all__ = [
+    "dots1",
+    "gemma",
+    "glm4_moe",
+    "gpt_oss",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+]

@@ -1,0 +1,27 @@
+"""dots.1: norms on the heads of queries and keys, and DeepSeek-V3's router."""
+
+from model.families.base import Family, register
+from model.families.deepseek import EXPERTS, ROUTER
+from model.families.rope import Rope
+from model.families.rules import Bias, Key, LayerTypes, Only, after_max_window_layers, dimensions
+from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
+
+DOTS1 = register(
+    Family(
+        architecture="Dots1ForCausalLM",
+        model_type="dots1",
+        rules=(
+            *dimensions(eps=1e-6),
+            Rope(),
+            LayerTypes(after_max_window_layers, window=4096, others=("max_window_layers",)),
+            Only("hidden_act", ("silu",)),
+            Bias("attention_bias", ("qkv", "o")),
+            *ROUTER,
+            Key("n_shared_experts", "moe.num_shared_experts"),
+            Key("first_k_dense_replace", "moe.first_k_dense_replace", 0),
+            Key("norm_topk_prob", "moe.norm_topk_prob", False),
+        ),
+        fields={"qk_norm": True, "moe.router": "sigmoid", "moe.router_bias": True},
+        tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP, *EXPERTS),
+    )
+)

@@ -1,0 +1,69 @@
+"""Gemma 2 and 3 (text): norms before and after each branch, scaled embeddings, mixed windows."""
+
+from model.families.base import Family, register
+from model.families.rope import Rope, RopeOfLayerTypes
+from model.families.rules import (
+    Bias,
+    Key,
+    LayerTypes,
+    Named,
+    Only,
+    ScaledEmbedding,
+    Unread,
+    dimensions,
+    full_every,
+)
+from model.families.shared import ATTENTION, DENSE_MLP, OUTER
+from model.families.tensors import vector
+
+_RULES = (
+    *dimensions(eps=1e-6, tied=True, head_dim=256),
+    ScaledEmbedding(),
+    Named("hidden_activation", "hidden_act", (("gelu_pytorch_tanh", "gelu_tanh"),)),
+    Unread(("hidden_act", "sliding_window_size")),
+    Key("query_pre_attn_scalar", default=256, whole=True),
+    Bias("attention_bias", ("qkv", "o")),
+    Only("use_bidirectional_attention", (False, None)),
+)
+_FIELDS = {"norm_placement": "both", "norm_offset": 1.0}
+_NORMS = (
+    *vector("model.layers.{layer}.input_layernorm.weight", "*.attention_norm.scale"),
+    *vector("model.layers.{layer}.post_attention_layernorm.weight", "*.attention_post_norm.scale"),
+    *vector("model.layers.{layer}.pre_feedforward_layernorm.weight", "*.mlp_norm.scale"),
+    *vector("model.layers.{layer}.post_feedforward_layernorm.weight", "*.mlp_post_norm.scale"),
+)
+
+GEMMA2 = register(
+    Family(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        rules=(
+            *_RULES,
+            Rope(),
+            LayerTypes(full_every(2), window=4096),
+            Key("attn_logit_softcapping", default=50.0),
+            Key("final_logit_softcapping", default=30.0),
+        ),
+        fields=_FIELDS,
+        tensors=(*OUTER, *_NORMS, *ATTENTION, *DENSE_MLP),
+    )
+)
+GEMMA3 = register(
+    Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        rules=(
+            *_RULES,
+            RopeOfLayerTypes(theta=1e6, local_theta=1e4),
+            LayerTypes(
+                full_every(6),
+                window=4096,
+                others=("sliding_window_pattern", "_sliding_window_pattern"),
+            ),
+            Key("attn_logit_softcapping", default=None),
+            Key("final_logit_softcapping", default=None),
+        ),
+        fields={**_FIELDS, "qk_norm": True},
+        tensors=(*OUTER, *_NORMS, *ATTENTION, *DENSE_MLP),
+    )
+)

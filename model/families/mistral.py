@@ -1,0 +1,21 @@
+"""Mistral: Llama with a sliding window in every layer, or in none."""
+
+from model.families.base import Family, register
+from model.families.rope import Rope
+from model.families.rules import LayerTypes, Only, dimensions, every_layer
+from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
+
+MISTRAL = register(
+    Family(
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        rules=(
+            *dimensions(eps=1e-6),
+            Rope(),
+            LayerTypes(every_layer, listed=False, window=4096),
+            Only("hidden_act", ("silu",)),
+        ),
+        fields={},
+        tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),
+    )
+)

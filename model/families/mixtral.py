@@ -1,0 +1,32 @@
+"""Mixtral: Mistral with experts, chosen before the softmax."""
+
+from model.families.base import Family, register
+from model.families.rope import Rope
+from model.families.rules import Key, LayerTypes, Only, dimensions, every_layer
+from model.families.shared import ATTENTION, OUTER, PRE_NORMS, experts
+from model.families.tensors import linear
+
+MIXTRAL = register(
+    Family(
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        rules=(
+            *dimensions(eps=1e-5),
+            Rope(theta=1e6),
+            LayerTypes(every_layer, listed=False),
+            Only("hidden_act", ("silu",)),
+            Key("num_local_experts", "moe.num_experts", 8, other="num_experts"),
+            Key("num_experts_per_tok", "moe.num_experts_per_tok", 2),
+        ),
+        fields={"moe.router": "topk_softmax"},
+        tensors=(
+            *OUTER,
+            *PRE_NORMS,
+            *ATTENTION,
+            *linear("model.layers.{layer}.block_sparse_moe.gate", "sparse_layers.mlp.router"),
+            *experts("model.layers.{layer}.block_sparse_moe.experts", "w1", "w3", "w2"),
+            *linear("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
+            *experts("model.layers.{layer}.mlp.experts"),
+        ),
+    )
+)

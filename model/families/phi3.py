@@ -1,0 +1,30 @@
+"""Phi-3 and Phi-4: q, k and v in one tensor, and gate and up in one tensor."""
+
+from model.families.base import Family, register
+from model.families.rope import Rope
+from model.families.rules import LayerTypes, Only, dimensions, every_layer
+from model.families.shared import OUTER, PRE_NORMS
+from model.families.tensors import linear
+
+PHI3 = register(
+    Family(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        rules=(
+            *dimensions(eps=1e-5),
+            Rope(partial=1.0),
+            LayerTypes(every_layer, listed=False),
+            Only("hidden_act", ("silu",)),
+            Only("attention_bias", (False,)),
+        ),
+        fields={},
+        tensors=(
+            *OUTER,
+            *PRE_NORMS,
+            *linear("model.layers.{layer}.self_attn.qkv_proj", "*.attention.qkv", "q", "k", "v"),
+            *linear("model.layers.{layer}.self_attn.o_proj", "*.attention.o"),
+            *linear("model.layers.{layer}.mlp.gate_up_proj", "layers.mlp.gate_up", "gate", "up"),
+            *linear("model.layers.{layer}.mlp.down_proj", "layers.mlp.down"),
+        ),
+    )
+)

@@ -1,0 +1,71 @@
+"""Qwen3, dense and with experts: norms on the heads of queries and keys."""
+
+from model.families.base import Family, register
+from model.families.rope import Rope
+from model.families.rules import (
+    Bias,
+    DenseLayers,
+    Key,
+    LayerTypes,
+    Only,
+    after_max_window_layers,
+    dimensions,
+    every_layer,
+)
+from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts
+from model.families.tensors import linear
+
+QWEN3 = register(
+    Family(
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        rules=(
+            *dimensions(eps=1e-6, head_dim=128),
+            Rope(),
+            LayerTypes(
+                after_max_window_layers,
+                window=4096,
+                switch="use_sliding_window",
+                others=("max_window_layers",),
+            ),
+            Only("hidden_act", ("silu",)),
+            Bias("attention_bias", ("qkv", "o")),
+        ),
+        fields={"qk_norm": True},
+        tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),
+    )
+)
+QWEN3_MOE = register(
+    Family(
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        rules=(
+            *dimensions(eps=1e-6),
+            Rope(),
+            LayerTypes(
+                every_layer,
+                listed=False,
+                window=4096,
+                switch="use_sliding_window",
+                others=("max_window_layers",),
+            ),
+            Only("hidden_act", ("silu",)),
+            Bias("attention_bias", ("qkv", "o")),
+            Key("num_experts", "moe.num_experts", 128, other="num_local_experts"),
+            Key("num_experts_per_tok", "moe.num_experts_per_tok", 8),
+            Key("moe_intermediate_size", "moe.moe_intermediate_size", 768),
+            Key("norm_topk_prob", "moe.norm_topk_prob", False),
+            Key("decoder_sparse_step", "moe.decoder_sparse_step", 1),
+            DenseLayers(),
+        ),
+        fields={"qk_norm": True, "moe.router": "softmax"},
+        tensors=(
+            *OUTER,
+            *PRE_NORMS,
+            *ATTENTION,
+            *DENSE_MLP,
+            *linear("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
+            *experts("model.layers.{layer}.mlp.experts"),
+        ),
+    )
+)

@@ -1,0 +1,46 @@
+"""SmolLM3: Llama in which some layers have no rope. SmolLM 1 and 2 are Llama."""
+
+from model.families.base import Family, register
+from model.families.rope import Rope
+from model.families.rules import (
+    Bias,
+    Keys,
+    LayerTypes,
+    NoRopeLayers,
+    Only,
+    dimensions,
+)
+from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
+from model.segments import LayerType
+
+
+def _sliding_without_rope(keys: Keys, count: int, window: int | None) -> list[LayerType]:
+    """Return sliding attention for layers without rope, if there is a window."""
+    fields: dict[str, tuple[bool, ...]] = {}
+    NoRopeLayers().read(keys, fields)
+    has_rope = fields["rope_layers"]
+    return [
+        "full_attention" if window is None or has_rope[n % len(has_rope)] else "sliding_attention"
+        for n in range(count)
+    ]
+
+
+SMOLLM3 = register(
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        rules=(
+            *dimensions(eps=1e-6, tied=True),
+            Rope(theta=2e6),
+            NoRopeLayers(),
+            LayerTypes(
+                _sliding_without_rope, switch="use_sliding_window", others=("max_window_layers",)
+            ),
+            Only("hidden_act", ("silu",)),
+            Bias("attention_bias", ("qkv", "o")),
+            Bias("mlp_bias", ("mlp",)),
+        ),
+        fields={},
+        tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),
+    )
+)

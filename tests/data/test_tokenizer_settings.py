@@ -1,0 +1,142 @@
+"""BOS and every EOS of a model directory: in documents, in runs, and nowhere else."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from chats import BOS, EOS, SPECIAL, TURN_END, write_model_directory
+
+from data.config import DataConfig, SourceConfig
+from data.files import DataError
+from data.pipeline import Dataset, explain_change
+from data.prepare import StoreJob, store_job
+from data.tokenizers.base import (
+    document_bos,
+    open_tokenizer,
+    save_tokenizer,
+    saved_tokenizer,
+    without_ends,
+)
+from data.tokenizers.byte_level import ByteTokenizer
+
+BOS_ID, EOS_ID, TURN_ID = (SPECIAL.index(token) for token in (BOS, EOS, TURN_END))
+
+
+def dataset(tmp_path, tokenizer: str, **settings) -> Dataset:
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    (tmp_path / "b.txt").write_text("what is one and one?")
+    given = {"sequence_length": 8, "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache")}
+    return Dataset(
+        DataConfig(files=str(tmp_path / "*.txt"), tokenizer=tokenizer, **given, **settings)
+    )
+
+
+@pytest.mark.parametrize(
+    ("adds_bos", "settings", "wanted"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (False, {"add_bos_token": True}, True),
+        (True, {"add_bos_token": False}, False),
+        (True, {"bos_token": None}, False),
+        (True, {"bos_token": {"content": BOS, "special": True}}, True),
+    ],
+)
+def test_documents_begin_with_bos_as_the_tokenizer_itself_says(
+    tmp_path, adds_bos, settings, wanted
+):
+    folder = write_model_directory(tmp_path / "model", adds_bos=adds_bos, **settings)
+    tokenizer = open_tokenizer(folder)
+    assert tokenizer.adds_bos == wanted
+    assert document_bos(tokenizer, "auto") == (BOS_ID if wanted else None)
+    assert not set(tokenizer.encode(f"the {BOS}").tolist()) & {BOS_ID, EOS_ID}
+
+
+def test_every_document_of_a_store_is_between_bos_and_eos(tmp_path):
+    rows = dataset(tmp_path, write_model_directory(tmp_path / "model"))
+    store, tokenizer = rows.sources[0].store, rows.tokenizer
+    first, last = np.split(np.asarray(store.tokens), store.ends[:1])
+    for part, text in ((first, "the cat sat on the mat"), (last, "what is one and one?")):
+        assert part.tolist() == [BOS_ID, *tokenizer.encode(text), EOS_ID]
+
+
+def test_add_bos_overrides_the_tokenizer_and_decides_the_store(tmp_path):
+    folder = write_model_directory(tmp_path / "model")
+    with_it, without = (dataset(tmp_path, folder, add_bos=value) for value in ("auto", False))
+    assert BOS_ID not in without.sources[0].store.tokens
+    assert with_it.sources[0].store.folder != without.sources[0].store.folder
+    change = explain_change(without.order(0), with_it.order(0))
+    assert change.endswith(f"data.add_bos was None, is now {BOS_ID}")
+    with pytest.raises(DataError, match=r"data\.add_bos=true, but .*=bytes has no BOS"):
+        dataset(tmp_path, "bytes", add_bos=True)
+
+
+def test_a_tokenizer_json_alone_has_no_bos_and_keeps_its_stores(tmp_path):
+    folder = write_model_directory(tmp_path / "model", "{{ messages }}")
+    alone = open_tokenizer(f"{folder}/tokenizer.json")
+    assert (alone.bos_id, alone.adds_bos, alone.eos_ids) == (None, False, (EOS_ID,))
+    assert alone.digest == open_tokenizer(folder).digest
+    source = SourceConfig(files=__file__)
+    config = DataConfig(files=__file__)
+    for tokenizer in (ByteTokenizer(), alone):
+        plain = StoreJob("text", source, tokenizer, "raise")
+        assert store_job("text", config, tokenizer).key == plain.key
+
+
+def test_a_prepared_store_without_bos_is_refused_by_a_tokenizer_that_adds_it(tmp_path):
+    folder = write_model_directory(tmp_path / "model")
+    store = dataset(tmp_path, folder, add_bos=False).sources[0].store
+    config = DataConfig(files=str(store.folder), tokenizer=folder, sequence_length=8)
+    with pytest.raises(ValueError, match="without BOS before its documents"):
+        Dataset(config)
+
+
+def test_generation_ends_at_every_eos_of_the_files(tmp_path):
+    generation = {"eos_token_id": [TURN_ID, SPECIAL.index("<|im_end|>"), 10**6]}
+    folder = write_model_directory(tmp_path / "model", generation=generation)
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"eos_token_id": EOS_ID}))
+    ids = open_tokenizer(folder).eos_ids
+    assert ids == (EOS_ID, TURN_ID, SPECIAL.index("<|im_end|>"))
+    assert ByteTokenizer().eos_ids == (256,)
+
+
+def test_the_end_of_documents_is_the_usual_one_even_if_the_settings_name_another(tmp_path):
+    assert open_tokenizer(write_model_directory(tmp_path / "a")).eos_id == EOS_ID
+    folder = write_model_directory(tmp_path / "b")
+    path = tmp_path / "b" / "tokenizer.json"
+    path.write_text(path.read_text().replace(EOS, "<|unusual|>"))
+    assert open_tokenizer(folder).eos_id == TURN_ID
+
+
+def test_a_run_keeps_the_files_beside_the_tokenizer(tmp_path):
+    given = open_tokenizer(
+        write_model_directory(tmp_path / "model", "t", generation={"top_p": 0.5})
+    )
+    save_tokenizer(given, tmp_path / "run")
+    kept = open_tokenizer(str(saved_tokenizer(tmp_path / "run")))
+    for name in ("digest", "bos_id", "adds_bos", "eos_ids", "settings"):
+        assert getattr(kept, name) == getattr(given, name)
+        assert getattr(pickle.loads(pickle.dumps(given)), name) == getattr(given, name)
+    assert kept.settings.sampling == {"top_p": 0.5} and kept.settings.chat_template == "t"
+    save_tokenizer(ByteTokenizer(), tmp_path / "plain")
+    assert [path.name for path in (tmp_path / "plain").iterdir()] == ["tokenizer.json"]
+    assert saved_tokenizer(tmp_path / "plain").name == "tokenizer.json"
+    assert saved_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize(("name", "content"), [("config.json", "{"), ("config.json", "[]")])
+def test_damaged_settings_are_one_line(tmp_path, name, content):
+    folder = write_model_directory(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=r"config\.json .*; get it again"):
+        open_tokenizer(folder)
+
+
+def test_the_bos_and_the_stop_id_are_no_part_of_a_generated_text():
+    ids = np.array([1, 5, 6, 2])
+    assert without_ends(ids, 1, (2, 3)).tolist() == [5, 6]
+    assert without_ends(ids, None, (3,)).tolist() == [1, 5, 6, 2]

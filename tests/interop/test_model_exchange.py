@@ -1,0 +1,93 @@
+"""Every family goes in and out: bit-equal tensors, and a model that transformers loads."""
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from conftest import ROOT
+from safetensors.numpy import load_file
+from tiny_models import MODELS, save_model, tokens
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from model.families.base import IGNORED, family_of, model_config
+from model.families.quantization import Mxfp4Tensor
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import convert as script
+
+SETTINGS = ("run.compilation_cache=null", "data.sequence_length=32", "data.global_batch_size=8")
+
+
+def convert(*arguments: Any) -> None:
+    assert script.main(list(map(str, arguments))) == 0
+
+
+def load(directory: Path) -> Any:
+    """Load a directory with transformers; every weight must come from it."""
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(tokens(2, 64))).logits
+
+
+def greedy(model: Any) -> list[int]:
+    prompt = torch.tensor(tokens(1, 16, seed=4))
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0].tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_trip_is_bit_equal_and_loads(name, tmp_path) -> None:
+    model = save_model(name, tmp_path / "hf")
+    convert("from-hf", tmp_path / "hf", tmp_path / "run", *SETTINGS)
+    convert("to-hf", tmp_path / "run", tmp_path / "out")
+    want, got = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "out"))
+    assert got.keys() == want.keys()
+    for key, x in want.items():
+        assert got[key].dtype == x.dtype and got[key].tobytes() == x.tobytes(), key
+    exported = load(tmp_path / "out")
+    torch.testing.assert_close(logits(exported), logits(model), rtol=0, atol=0)
+    assert greedy(exported) == greedy(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_configuration_that_torus_writes_is_the_same_model(name, tmp_path) -> None:
+    model = save_model(name, tmp_path / "hf")
+    convert("from-hf", tmp_path / "hf", tmp_path / "run", *SETTINGS)
+    path = tmp_path / "run/hugging_face.json"
+    source = json.loads(path.read_text())
+    keys = json.loads((tmp_path / "hf/config.json").read_text())
+    family = family_of(keys)
+    others = {name: keys[name] for name in IGNORED & keys.keys()}
+    source["config"] = others | family.write(model_config(family.read(keys)))
+    path.write_text(json.dumps(source))
+    convert("to-hf", tmp_path / "run", tmp_path / "out")
+    torch.testing.assert_close(logits(load(tmp_path / "out")), logits(model), rtol=0, atol=0)
+
+
+def test_mxfp4_weights_are_decoded_as_transformers_does() -> None:
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (3, 8, 4, 16), dtype=np.uint8)
+    scales = rng.integers(110, 140, (3, 8, 4), dtype=np.uint8)
+    want = convert_moe_packed_tensors(
+        torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
+    )
+    stored = Mxfp4Tensor(blocks, scales)
+    for expert in range(3):
+        np.testing.assert_array_equal(stored[expert], want[expert].numpy())

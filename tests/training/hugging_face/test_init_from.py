@@ -1,0 +1,69 @@
+"""`training.init_from` with a Hugging Face model directory, and with a run that was imported."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from hf_files import write_model
+from runs import losses, refusal, write_config
+from runs import run as train
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import convert as script
+
+pytestmark = pytest.mark.usefixtures("signals")
+SHORT = ("training.steps=2", "training.sample_tokens=0", "run.compilation_cache=null")
+
+
+@pytest.fixture
+def imported(tmp_path) -> Path:
+    """A folder with model directory `hf`, and `run` with its parameters and a configuration."""
+    write_config(tmp_path)
+    write_model(tmp_path / "hf")
+    values = [f"data.files={tmp_path}/*.txt", f"data.cache_dir={tmp_path}/cache"]
+    values += ["data.sequence_length=32", "data.global_batch_size=8", "model.dtype=float32"]
+    arguments = ["from-hf", f"{tmp_path}/hf", f"{tmp_path}/run", *values, *SHORT]
+    assert script.main(arguments) == 0
+    return tmp_path
+
+
+def test_a_model_directory_and_the_run_made_from_it_start_alike_on_every_mesh(imported):
+    config = str(imported / "run" / "config.yaml")
+    sources = {
+        "directory": (f"training.init_from={imported}/hf",),
+        "mesh": (f"training.init_from={imported}/hf", "mesh.fsdp=2", "mesh.tp=1", "mesh.ep=2"),
+        "step": (f"training.init_from={imported}/run/checkpoints/0",),
+    }
+    for name, values in sources.items():
+        assert train(config, *SHORT, f"run.dir={imported}/{name}", *values) == 0
+    assert train(config, *SHORT, "training.init_from=/nowhere") == 0  # its own checkpoint wins
+    wanted = losses(imported / "run")
+    assert losses(imported / "directory") == wanted == losses(imported / "step")
+    assert losses(imported / "mesh") == pytest.approx(wanted, rel=1e-5)
+    logs = [(imported / name / "log.txt").read_text() for name in ("directory", "step", "run")]
+    origins = (f"{imported}/hf", *[f"checkpoint 0 of {imported}/run"] * 2)
+    for log, origin in zip(logs, origins, strict=True):
+        assert f"initialised parameters from {origin} in" in log
+    assert np.isfinite([*wanted.values()]).all()
+
+
+def test_settings_that_differ_from_config_json_are_said(imported):
+    config, target = str(imported / "run" / "config.yaml"), imported / "other"
+    values = (f"training.init_from={imported}/hf", f"run.dir={target}", "model.rope_theta=2000")
+    assert train(config, *SHORT, *values) == 0
+    log = (target / "log.txt").read_text()
+    assert "training.init_from: model.rope_theta was 1000000.0, is 2000.0" in log
+
+
+def test_another_shape_names_the_tensors_and_the_key(imported, capsys):
+    config, target = str(imported / "run" / "config.yaml"), imported / "other"
+    values = (f"training.init_from={imported}/hf", f"run.dir={target}")
+    error = refusal(capsys, config, *values, "model.intermediate_size=64")
+    assert (
+        f"training.init_from: {imported}/hf: " in error and "wrong shape: model.layers.0" in error
+    )
+    assert error.endswith("; set model.intermediate_size=48\n")
+    (imported / "hf" / "model.safetensors").unlink()
+    assert "only safetensors are read" in refusal(capsys, config, *values)

@@ -1,0 +1,219 @@
+"""`training.init_from`: the parameters of another run, on any mesh, and what differs."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import ONE_DEVICE, tensor_parallel
+from runs import kept_signals, losses, read_lines, refusal, run, write_config
+
+from model.config import ModelConfig
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import checksum
+from training.initial_parameters import SHAPE_KEYS
+
+pytestmark = pytest.mark.usefixtures("signals")
+QUIET = ("training.sample_tokens=0", "training.eval_every=100", "checkpoint.every=100")
+FRESH = ("training.steps=1", *QUIET, "optimizer.learning_rate=1e-30")
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> Path:
+    """Folder of a first stage of four steps, with checkpoints 2 and 4; read-only."""
+    folder = tmp_path_factory.mktemp("first")
+    with kept_signals():
+        assert run(write_config(folder), "training.steps=4", *QUIET[:2]) == 0
+    return folder
+
+
+def stored(run_directory: Path, step: int, part: str = "params") -> dict[str, np.ndarray]:
+    """Return the arrays of one part of a checkpoint by name."""
+    checkpoints = Checkpoints(run_directory / "checkpoints", CheckpointConfig(), read_only=True)
+    mesh = tensor_parallel(ONE_DEVICE).manager.mesh
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    names = [name for name in checkpoints.record(step)["leaves"] if name.startswith(f"{part}.")]
+    arrays = {name: np.asarray(checkpoints.read(step, name, sharding)) for name in names}
+    checkpoints.close()
+    return {name.removeprefix(f"{part}."): x for name, x in arrays.items()}
+
+
+def log_of(folder: Path) -> str:
+    return (folder / "run" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("mesh", [("mesh.dp=1", "mesh.tp=1"), ("mesh.tp=1", "mesh.fsdp=4"), ()])
+def test_a_second_stage_starts_from_the_parameters_of_the_first_on_every_mesh(
+    first, tmp_path, mesh
+):
+    config = write_config(tmp_path)
+    assert run(config, f"training.init_from={first}/run", *FRESH, *mesh) == 0
+    assert f"initialised parameters from checkpoint 4 of {first}/run in" in log_of(tmp_path)
+    # The learning rate is below the precision of float32: the step changes no parameter.
+    wanted, found = stored(first / "run", 4), stored(tmp_path / "run", 1)
+    assert wanted.keys() == found.keys()
+    assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_the_second_stage_has_its_own_step_optimizer_and_schedule(first, tmp_path):
+    config = write_config(tmp_path)
+    stage = (f"training.init_from={first}/run", *QUIET)
+    schedule = ("optimizer.schedule=cosine", "optimizer.warmup_steps=3")
+    assert run(config, *stage, *schedule, "training.steps=2") == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2 / 2, 1e-2])
+    assert lines[0]["loss"] < 0.9 * losses(first / "run")[1]
+
+
+def test_one_checkpoint_can_be_named(first, tmp_path):
+    config = write_config(tmp_path)
+    assert run(config, f"training.init_from={first}/run/checkpoints/2", *FRESH) == 0
+    wanted, found = stored(first / "run", 2), stored(tmp_path / "run", 1)
+    assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+    assert f"from checkpoint 2 of {first}/run in" in log_of(tmp_path)
+
+
+def test_the_moving_average_starts_from_the_same_parameters(first, tmp_path):
+    config = write_config(tmp_path)
+    assert run(config, f"training.init_from={first}/run", *FRESH, "optimizer.ema_decay=0.5") == 0
+    wanted, found = stored(first / "run", 4), stored(tmp_path / "run", 1, "ema")
+    assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+def test_other_dtypes_of_parameters_are_cast_and_said(first, tmp_path):
+    config = write_config(tmp_path)
+    assert run(config, f"training.init_from={first}/run", *FRESH, "model.param_dtype=bfloat16") == 0
+    line = "training.init_from: model.param_dtype was 'float32', is 'bfloat16'"
+    assert line in log_of(tmp_path)
+    wanted, found = stored(first / "run", 4), stored(tmp_path / "run", 1)
+    for name, array in found.items():
+        assert array.dtype.name == "bfloat16"
+        assert np.array_equal(wanted[name].astype(array.dtype), array), name
+
+
+def test_every_key_of_the_model_that_differs_is_one_line(first, tmp_path):
+    config = write_config(tmp_path)
+    other = ("model.rope_theta=5e5", "model.rms_norm_eps=1e-6", "model.moe.router_z_loss_coef=0")
+    assert run(config, f"training.init_from={first}/run", *FRESH, *other[:2]) == 0
+    lines = [part for part in log_of(tmp_path).splitlines() if "init_from: " in part]
+    assert [line.partition("init_from: ")[2] for line in lines] == [
+        "model.rope_theta was 10000.0, is 500000.0",
+        "model.rms_norm_eps was 1e-05, is 1e-06",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("model.hidden_size=64",),
+            "(264, 32) embed.table, but the model of this run has (264, 64); set "
+            "model.hidden_size=32",
+        ),
+        (
+            ("model.vocab_size=300", "model.rope_theta=5e5"),
+            "(264, 32) embed.table, but the model of this run has (300, 32); set "
+            "model.vocab_size=264",
+        ),
+        (
+            ("model.qk_norm=true",),
+            "k_norm.scale, but the model of this run has (1, 8); set model.qk_norm=false",
+        ),
+        (
+            ("model.tie_word_embeddings=true",),
+            "(32, 264) head.kernel, but the model of this run has no; set "
+            "model.tie_word_embeddings=false",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else value[0],
+)
+def test_other_shapes_are_refused_with_the_key_to_set(first, tmp_path, capsys, overrides, message):
+    config = write_config(tmp_path)
+    error = refusal(capsys, config, f"training.init_from={first}/run", *overrides)
+    assert f"training.init_from: checkpoint 4 of {first}/run: it has " in error and message in error
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere", "training.init_from=/nowhere holds no checkpoint (found: none); give a run "),
+        ("FIRST/run/checkpoints/3", "checkpoints/3 holds no checkpoint (found: 2, 4); give"),
+        ("OWN/run", "/run is run.dir itself, which the run overwrites; give another run.dir"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(first, tmp_path, capsys, path, message):
+    config = write_config(tmp_path)
+    path = path.replace("FIRST", str(first)).replace("OWN", str(tmp_path))
+    assert message in refusal(capsys, config, f"training.init_from={path}")
+
+
+def edit_record(checkpoint: Path, edit: Callable[[dict], dict]) -> None:
+    """Replace the record of a checkpoint."""
+    file = checkpoint / "_CHECKPOINT_METADATA"
+    metadata = json.loads(file.read_bytes())
+    record = edit(metadata["custom_metadata"]["record"])
+    metadata["custom_metadata"] = {"record": record, "sha256": checksum(record)}
+    file.write_text(json.dumps(metadata))
+
+
+def with_another_fingerprint(record: dict) -> dict:
+    prints = record["fingerprints"] | {"params.embed.table": "0" * 16}
+    return record | {"fingerprints": prints}
+
+
+def test_a_damaged_source_is_an_error_and_stays_where_it_is(first, tmp_path, capsys):
+    shutil.copytree(first / "run", tmp_path / "damaged")
+    edit_record(tmp_path / "damaged" / "checkpoints" / "4", with_another_fingerprint)
+    config = write_config(tmp_path)
+    assert run(config, f"training.init_from={tmp_path}/damaged", *FRESH) == 1
+    error = capsys.readouterr().err
+    assert "params.embed.table: fingerprint mismatch; name another checkpoint" in error
+    assert error.count("\n") == 1
+    assert (tmp_path / "damaged" / "checkpoints" / "4").is_dir()
+
+
+def test_a_resumed_run_does_not_read_its_source_again(first, tmp_path):
+    shutil.copytree(first / "run", tmp_path / "source")
+    config = write_config(tmp_path)
+    stage = (f"training.init_from={tmp_path}/source", *QUIET[:2])
+    assert run(config, *stage, f"run.dir={tmp_path}/whole") == 0
+    assert run(config, *stage, "training.steps=2") == 0
+    shutil.rmtree(tmp_path / "source")
+    assert run(config, *stage) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert "resumed from step 2" in log_of(tmp_path)
+
+
+def with_parameters_only(record: dict) -> dict:
+    parts = {key: record[key] for key in ("fingerprints", "config")}
+    leaves = {name: leaf for name, leaf in record["leaves"].items() if name.startswith("params.")}
+    return parts | {"step": 0, "leaves": leaves}
+
+
+def test_checkpoint_0_of_parameters_only_starts_its_own_run_and_others(first, tmp_path):
+    shutil.copytree(first / "run", tmp_path / "imported")
+    folder = tmp_path / "imported" / "checkpoints"
+    shutil.rmtree(folder / "2")
+    (folder / "4").rename(folder / "0")
+    edit_record(folder / "0", with_parameters_only)
+    config, wanted = write_config(tmp_path), stored(first / "run", 4)
+    assert run(config, f"training.init_from={tmp_path}/imported", *FRESH) == 0
+    assert run(config, f"run.dir={tmp_path}/imported", *FRESH, "training.init_from=/nowhere") == 0
+    for directory in (tmp_path / "run", tmp_path / "imported"):
+        found = stored(directory, 1)
+        assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+        log = (directory / "log.txt").read_text()
+        assert f"initialised parameters from checkpoint 0 of {tmp_path}/imported in" in log
+
+
+def test_the_keys_that_decide_shapes_exist():
+    config = ModelConfig()
+    for key in SHAPE_KEYS:
+        section, _, name = key.rpartition(".")
+        assert name in type(getattr(config, section) if section else config).model_fields

@@ -1,0 +1,252 @@
+"""Initial parameters of a run that come from elsewhere: `training.init_from`.
+
+Only parameters are read: optimizer, schedule, data and step start anew. They may belong to another
+configuration, as long as every parameter has the same shape.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+from ruamel.yaml import YAML
+
+from model.config import ModelConfig
+from model.families.base import FamilyError
+from model.lora import is_adapter, without_adapters
+from parallel.cluster.process_group import ProcessGroup
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import CheckpointError, Leaves, read_record
+from training.fingerprint import leaf_name
+from training.hugging_face.model_directory import CONFIG, ModelDirectory
+from training.hugging_face.read import read_parameters
+from training.logs import log
+from training.resume import flatten
+from training.step import Program, TrainState
+
+_KEY = "training.init_from"
+# Keys of the model that decide which parameters there are, and their shapes.
+SHAPE_KEYS = (
+    "vocab_size",
+    "pad_vocab_to_multiple_of",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "qk_norm",
+    "layer_types",
+    "attention_sinks",
+    "tie_word_embeddings",
+    "moe.num_experts",
+    "moe.moe_intermediate_size",
+    "moe.num_shared_experts",
+    "moe.first_k_dense_replace",
+    "moe.decoder_sparse_step",
+    "moe.bias_update_speed",
+    "moe.router_bias",
+    "moe.shared_expert_gate",
+    "biases",
+    "norm_placement",
+    "qk_norm_across_heads",
+    "rope_layers",
+)
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class InitialParameters(Protocol):
+    """Parameters that exist already."""
+
+    @property
+    def description(self) -> str:
+        """Where they are, for a log line."""
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The keys of the section `model` that they belong to, by dotted path."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether they include low-rank adapters."""
+
+    def find_problem(self, shapes: Shapes) -> str | None:
+        """Return why they are not the parameters of these shapes, or None."""
+
+    def read(self, abstract_state: TrainState) -> Any:
+        """Return them with the shardings of `abstract_state.params`, in any dtype.
+
+        Adapters that they lack are left out.
+        """
+
+
+@dataclass(frozen=True)
+class CheckpointParameters:
+    """The parameters of a checkpoint of ours."""
+
+    folder: Path
+    """The folder `checkpoints` of a run directory."""
+    step: int
+    model: Mapping[str, Any]
+    leaves: Leaves
+    """Shape and dtype of every parameter, by its dotted path."""
+
+    @property
+    def description(self) -> str:
+        """The step and the run directory."""
+        return f"checkpoint {self.step} of {self.folder.parent}"
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the run had LoRA."""
+        return any(map(is_adapter, self.leaves))
+
+    def find_problem(self, shapes: Shapes) -> str | None:
+        """Return the first parameter that is missing, extra, or has another shape."""
+        for name in sorted(self.leaves.keys() | shapes.keys()):
+            there = tuple(self.leaves[name][0]) if name in self.leaves else "no"
+            if (here := shapes.get(name, "no")) != there:
+                return f"it has {there} {name}, but the model of this run has {here}"
+        return None
+
+    def read(self, abstract_state: TrainState) -> Any:
+        """Return the parameters as stored, verified against their fingerprints.
+
+        Raises:
+            CheckpointError: they cannot be read, or are damaged.
+        """
+
+        def stored(path: Any, want: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            dtype = self.leaves[leaf_name(path)][1]
+            return jax.ShapeDtypeStruct(want.shape, dtype, sharding=want.sharding)
+
+        wanted = (
+            abstract_state.params if self.has_adapters else without_adapters(abstract_state.params)
+        )
+        params = jax.tree_util.tree_map_with_path(stored, wanted)
+        checkpoints = Checkpoints(self.folder, CheckpointConfig(), read_only=True)
+        with contextlib.closing(checkpoints):
+            try:
+                return checkpoints.restore_params(self.step, replace(abstract_state, params=params))
+            except CheckpointError as error:
+                raise CheckpointError(f"{_KEY}: {error}; name another checkpoint") from error
+
+
+@dataclass(frozen=True)
+class HuggingFaceParameters:
+    """The parameters of a Hugging Face model directory."""
+
+    source: ModelDirectory
+    config: ModelConfig
+    """The model of this run."""
+
+    @property
+    def description(self) -> str:
+        """The directory."""
+        return str(self.source.path)
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The keys that config.json decides. Raises: ValueError for an unsupported model."""
+        return json.loads(json.dumps(self.source.read_fields()))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Never: adapters have files of their own."""
+        return False
+
+    def find_problem(self, shapes: Shapes) -> str | None:
+        """Return which tensors are missing, unknown, or of another shape."""
+        try:
+            self.source.find_pieces(self.config, shapes)
+        except FamilyError as error:
+            return str(error)
+        return None
+
+    def read(self, abstract_state: TrainState) -> Any:
+        """Return the parameters in the dtypes of `abstract_state`."""
+        return read_parameters(
+            self.source.path, self.config, without_adapters(abstract_state.params)
+        )
+
+
+def check_is_elsewhere(path: str, run_directory: Path) -> None:
+    """Raise ValueError if `training.init_from` names the run itself."""
+    if Path(path).expanduser().resolve().is_relative_to(run_directory.resolve()):
+        raise ValueError(
+            f"{_KEY}={path} is run.dir itself, which the run overwrites; give another run.dir"
+        )
+
+
+def open_initial_parameters(path: str, program: Program, group: ProcessGroup) -> InitialParameters:
+    """Find the parameters that `training.init_from` names, and log how their model differs.
+
+    No array is read. Communication: process 0 chooses the checkpoint and broadcasts its step.
+
+    Raises:
+        ValueError: there are none, they cannot be read, or they do not fit the model of this run.
+    """
+    folder = Path(path).expanduser()
+    is_model = (folder / CONFIG).is_file() and not (folder / "checkpoints").is_dir()
+    found: InitialParameters = (
+        HuggingFaceParameters(ModelDirectory(folder), program.config)
+        if is_model
+        else _open_checkpoint(folder, group)
+    )
+    different = _different_keys(found.model, program.config)
+    wanted = program.abstract_state.params
+    wanted = wanted if found.has_adapters else without_adapters(wanted)
+    paths = jax.tree_util.tree_leaves_with_path(wanted)
+    if problem := found.find_problem({leaf_name(path): leaf.shape for path, leaf in paths}):
+        keys = [key for key in different if key in SHAPE_KEYS] or list(different)
+        # As the command line takes them.
+        settings = ", ".join(f"model.{key}={json.dumps(different[key][0])}" for key in keys)
+        remedy = f"set {settings or 'the section model as in that run'}"
+        raise ValueError(f"{_KEY}: {found.description}: {problem}; {remedy}")
+    for key, (there, here) in different.items():
+        log.info("%s: model.%s was %r, is %r", _KEY, key, there, here)
+    return found
+
+
+def _different_keys(there: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Return (value there, value of this run) of the keys of the model that differ."""
+    here = flatten(model.model_dump(mode="json"))
+    return {key: (value, here.get(key)) for key, value in there.items() if here.get(key) != value}
+
+
+def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
+    """Return the parameters of RUN_DIR/checkpoints/STEP, or of the newest step of RUN_DIR."""
+    run, asked = path, None
+    if path.name.isdecimal() and path.parent.name == "checkpoints":
+        run, asked = path.parent.parent, int(path.name)
+    folder = run / "checkpoints"
+    step = group.broadcast("init_from", lambda: _find_step(path, folder, asked))
+    try:
+        record = read_record(folder / str(step), step)
+        # A checkpoint that no run has written has no configuration of its own.
+        text = record.get("config") or (run / "config.yaml").read_text("utf-8")
+        section = YAML(typ="safe", pure=True).load(text).get("model") or {}
+        model = ModelConfig.model_validate(section)
+    except (CheckpointError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{_KEY}={path}: {reason}; name another checkpoint") from error
+    leaves = {
+        name.removeprefix("params."): leaf
+        for name, leaf in record["leaves"].items()
+        if name.startswith("params.")
+    }
+    return CheckpointParameters(folder, step, flatten(model.model_dump(mode="json")), leaves)
+
+
+def _find_step(path: Path, folder: Path, asked: int | None) -> int:
+    found = sorted(int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdecimal())
+    if not found or asked not in (None, *found):
+        raise ValueError(
+            f"{_KEY}={path} holds no checkpoint (found: {', '.join(map(str, found)) or 'none'}); "
+            "give a run directory of train.py, RUN_DIR/checkpoints/STEP, or a Hugging Face model"
+        )
+    return found[-1] if asked is None else asked
