@@ -1,7 +1,7 @@
 """Conversion of Hugging Face model directories into run directories, and back."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,6 +128,11 @@ def _shapes(abstract: Any) -> dict[str, Shape]:
     return {leaf_name(path): leaf.shape for path, leaf in paths}
 
 
+def _shapes_of(leaves: Mapping[str, Any], part: str) -> dict[str, Shape]:
+    """Return the shapes of the arrays of one part of a checkpoint, by their paths in it."""
+    return {n.removeprefix(part): tuple(x[0]) for n, x in leaves.items() if n.startswith(part)}
+
+
 def _local_bytes(params: Any) -> int:
     return sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
 
@@ -171,21 +176,15 @@ def export_model(
     with tools.open_checkpoints(tools.find_run(str(run))) as checkpoints:
         step = tools.choose_step(checkpoints, run, step)
         leaves, part = checkpoints.record(step)["leaves"], "ema." if ema else "params."
-        shapes = {
-            n.removeprefix(part): tuple(x[0]) for n, x in leaves.items() if n.startswith(part)
-        }
-        adapters = {name for name in shapes if is_adapter(name)}
-        if adapters:  # the base has no moving average
-            shapes = {
-                n.removeprefix("params."): tuple(x[0])
-                for n, x in leaves.items()
-                if n.startswith("params.") and not is_adapter(n)
-            }
+        shapes = _shapes_of(leaves, part)
         if not shapes:
             raise ValueError(
                 f"checkpoint {step} of {run} has no moving average of its parameters (ema); train "
                 "with optimizer.ema_decay to get one"
             )
+        adapters = {*filter(is_adapter, shapes)}
+        base = "params." if adapters else part  # frozen parameters have no moving average
+        shapes = {n: x for n, x in _shapes_of(leaves, base).items() if not is_adapter(n)}
         others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
         tokenizer = None
         if source is None:
@@ -196,11 +195,10 @@ def export_model(
         device = tools.one_device()
 
         def stored(path: str) -> np.ndarray:
-            kept = part if path in adapters or not adapters else "params."
-            return np.asarray(checkpoints.read(step, kept + path, device))
+            name = (part if path in adapters else base) + path
+            return np.asarray(checkpoints.read(step, name, device))
 
-        read = partial(read_merged, stored, adapters, config.lora) if adapters else stored
-
+        read = partial(read_merged, stored, adapters, config.lora)
         write_tensors(directory, export, read, progress)
     export_companions(run, tokenizer, directory)
     write_config(directory, export)
