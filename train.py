@@ -19,6 +19,7 @@ from configs.build import (
     build_plan,
     build_program,
     build_sharding_table,
+    describe_parameters,
     open_devices,
 )
 from configs.preflight import describe_machine, describe_program
@@ -32,7 +33,7 @@ from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
-from parallel.planning.sharding_table import render, summary
+from parallel.planning.sharding_table import render
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
 from training.logs import log
@@ -70,7 +71,7 @@ def open_session(
         *([notice] if notice else []),
         *program.plan.describe(),
         *(source.summary for source in dataset.sources),
-        f"parameters and optimizer: {summary([*table['parameters'], *table['optimizer']])}",
+        *describe_parameters(program, table),
     ]
     generator = Generator(
         program.definition,

@@ -1,8 +1,9 @@
 """Devices, execution plan, program and sharding table of a configuration."""
 
 import dataclasses
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 import jax
@@ -15,7 +16,13 @@ from model.footprint import activation_tensors, ring_shapes
 from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import Choice, choose_overlap
 from parallel.linear.config import TensorParallelConfig
-from parallel.planning.sharding_table import Row, sharding_table, tensors_of_model, tensors_of_state
+from parallel.planning.sharding_table import (
+    Row,
+    sharding_table,
+    summary,
+    tensors_of_model,
+    tensors_of_state,
+)
 from parallel.sharding.axes import KV_HEAD, TP
 from parallel.sharding.devices import CHIPS, find_devices
 from parallel.sharding.mesh import build_mesh
@@ -56,7 +63,9 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
     overlap = _choose_overlaps(config, tp.manager)
     tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in overlap.items()})
     lengths = {config.data.row_length, *values_by_step(config.data.sequence_length).values()}
-    return make_plan(config.model, tp, lengths=sorted(lengths), overlap=overlap.items())
+    return make_plan(
+        config.model, tp, lengths=sorted(lengths), overlap=overlap.items(), lora=config.lora
+    )
 
 
 def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
@@ -150,3 +159,19 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
         "optimizer": sharding_table(others, manager),
         "activations": sharding_table(activations, manager),
     }
+
+
+def describe_parameters(program: Program, table: Mapping[str, list[Row]]) -> Iterator[str]:
+    """Yield lines with the memory of the parameters and of the optimizer, and what is trained."""
+    rows = [*table["parameters"], *table["optimizer"]]
+    yield f"parameters and optimizer: {summary(rows)}"
+    if program.plan.lora.rank:
+        params = program.abstract_state.params
+        trained, total = (
+            sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+            for tree in (program.trained(params), params)
+        )
+        yield (
+            f"LoRA: {trained:,} trainable of {total:,} parameters ({trained / total:.2%}); "
+            f"optimizer: {summary(table['optimizer'])}"
+        )

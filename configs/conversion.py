@@ -1,8 +1,9 @@
 """Conversion of Hugging Face model directories into run directories, and back."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from configs.schema import Config, dump_config, load_config, make_config
 from data.tokenizers.base import TOKENIZER_FILE, open_tokenizer
 from model.families.base import nested
 from model.families.layouts import Shape
+from model.lora import is_adapter, read_merged
 from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
@@ -84,6 +86,11 @@ def import_model(
         CheckpointError: the checkpoint could not be written.
     """
     run = run_directory(config.run.dir)
+    if config.lora.rank:
+        raise ValueError(
+            f"lora.rank={config.lora.rank}: a converted model has no adapters; convert it without, "
+            "and set lora.rank and training.init_from in train.py"
+        )
     if group.is_primary:
         check_empty(run)
     group.barrier("empty")
@@ -119,6 +126,11 @@ def _save(run: Path, config: Config, program: Program, params: Any, group: Proce
 def _shapes(abstract: Any) -> dict[str, Shape]:
     paths = jax.tree_util.tree_leaves_with_path(abstract)
     return {leaf_name(path): leaf.shape for path, leaf in paths}
+
+
+def _shapes_of(leaves: Mapping[str, Any], part: str) -> dict[str, Shape]:
+    """Return the shapes of the arrays of one part of a checkpoint, by their paths in it."""
+    return {n.removeprefix(part): tuple(x[0]) for n, x in leaves.items() if n.startswith(part)}
 
 
 def _local_bytes(params: Any) -> int:
@@ -164,14 +176,15 @@ def export_model(
     with tools.open_checkpoints(tools.find_run(str(run))) as checkpoints:
         step = tools.choose_step(checkpoints, run, step)
         leaves, part = checkpoints.record(step)["leaves"], "ema." if ema else "params."
-        shapes = {
-            n.removeprefix(part): tuple(x[0]) for n, x in leaves.items() if n.startswith(part)
-        }
+        shapes = _shapes_of(leaves, part)
         if not shapes:
             raise ValueError(
                 f"checkpoint {step} of {run} has no moving average of its parameters (ema); train "
                 "with optimizer.ema_decay to get one"
             )
+        adapters = {*filter(is_adapter, shapes)}
+        base = "params." if adapters else part  # frozen parameters have no moving average
+        shapes = {n: x for n, x in _shapes_of(leaves, base).items() if not is_adapter(n)}
         others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
         tokenizer = None
         if source is None:
@@ -181,9 +194,11 @@ def export_model(
         directory.mkdir(parents=True, exist_ok=True)
         device = tools.one_device()
 
-        def read(path: str) -> np.ndarray:
-            return np.asarray(checkpoints.read(step, part + path, device))
+        def stored(path: str) -> np.ndarray:
+            name = (part if path in adapters else base) + path
+            return np.asarray(checkpoints.read(step, name, device))
 
+        read = partial(read_merged, stored, adapters, config.lora)
         write_tensors(directory, export, read, progress)
     export_companions(run, tokenizer, directory)
     write_config(directory, export)

@@ -1,14 +1,19 @@
 """Opening a finished or running training run: its configuration, tokenizer and parameters."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from configs.build import build_program, open_devices
 from configs.schema import Config, load_config
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_tokenizer
+from model.lora import LoRAConfig, merge_adapters
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.step import Program
@@ -59,8 +64,26 @@ class Run:
                 )
             state = self.program.abstract_state
             checkpoints.check(chosen, state)
-            part = "ema" if ema else "params"
-            return chosen, checkpoints.restore_params(chosen, state, part)
+            if not ema:
+                return chosen, checkpoints.restore_params(chosen, state)
+            average = checkpoints.restore_params(chosen, state, "ema")
+            if not self.config.lora.rank:
+                return chosen, average
+            params = checkpoints.restore_params(chosen, state)
+            return chosen, self.program.with_trained(params, average)
+
+    def without_adapters(self, params: Any) -> tuple[Program, Any]:
+        """Return the program of the model without adapters, and parameters with them merged.
+
+        params: those of `load_params`. Without LoRA both stay as they are.
+        """
+        program, lora = self.program, self.config.lora
+        if not lora.rank:
+            return program, params
+        plan = dataclasses.replace(program.plan, lora=LoRAConfig())
+        merge = partial(merge_adapters, lora=lora, dtype=self.config.model.param_dtype)
+        merged = jax.jit(merge)(params)
+        return dataclasses.replace(program, plan=plan), merged
 
 
 def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:

@@ -22,6 +22,7 @@ from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.checks import check_model
 from model.config import ModelConfig
+from model.lora import LoRAConfig, check_lora
 from model.remat import REMAT_POLICIES
 from model.router import ROUTERS, check_router
 from parallel.cluster.config import ClusterConfig
@@ -72,6 +73,8 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     """Output directory, logging and compilation cache."""
     model: ModelConfig = ModelConfig()
     """Model dimensions and numerics."""
+    lora: LoRAConfig = LoRAConfig()
+    """Low-rank adapters for fine-tuning."""
     mesh: MeshConfig = MeshConfig()
     """Device mesh."""
     cluster: ClusterConfig = ClusterConfig()
@@ -171,6 +174,7 @@ def _cross_check(config: Config) -> None:
             )
     _check_experts(config)
     _require("model", lambda: check_model(model))
+    _require("lora", lambda: check_lora(config.lora, model))
     _check_longrope(config)
     _check_registered(config)
 

@@ -41,7 +41,7 @@ NormPlacement = Literal["pre", "post", "both"]
 """Place of the norms of a block: before its attention and MLP, after them, or both."""
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
     """Convert a YAML list to a tuple, so that the configuration is hashable."""
     if not isinstance(value, list | tuple):
         raise ValueError("expected a list; write [...]")
@@ -154,7 +154,7 @@ class ModelConfig(
     of clamped gate and up (gpt-oss); or a registered one."""
     swiglu_limit: PositiveFloat | None = None
     """clamped_swiglu: gate is at most this, up lies between minus this and this."""
-    biases: Annotated[tuple[BiasGroup, ...], BeforeValidator(_as_tuple)] = ()
+    biases: Annotated[tuple[BiasGroup, ...], BeforeValidator(as_tuple)] = ()
     """Linears with a trained bias: qkv, o, mlp (shared experts included), experts, router (on the
     logits, unlike moe.router_bias)."""
     norm_placement: NormPlacement = "pre"
@@ -171,7 +171,7 @@ class ModelConfig(
     rope_scaling, as in full_attention layers."""
     rope_scaling: RopeScaling = RopeScaling()
     """Scaling of rotary frequencies for contexts longer than the original training length."""
-    rope_layers: Annotated[tuple[bool, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
+    rope_layers: Annotated[tuple[bool, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         True,
     )
     """Whether each layer applies rope, from the first; the list repeats to num_hidden_layers
@@ -185,7 +185,7 @@ class ModelConfig(
     query_pre_attn_scalar: PositiveFloat | None = None
     """Attention scores are multiplied by query_pre_attn_scalar ** -0.5; null: head_dim ** -0.5."""
     layer_types: Annotated[
-        tuple[LayerType, ...], BeforeValidator(_as_tuple), Field(min_length=1)
+        tuple[LayerType, ...], BeforeValidator(as_tuple), Field(min_length=1)
     ] = ("full_attention",)
     """Attention type of each layer, from the first; the list repeats to num_hidden_layers."""
     sliding_window: PositiveInt | None = None

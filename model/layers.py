@@ -370,7 +370,7 @@ def make_linear(
     Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
     stddev = config.initializer_range / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
-    return linear(
+    built = linear(
         in_features,
         out_features,
         use_bias=kind in config.biases,
@@ -380,3 +380,5 @@ def make_linear(
         parallel_config=tp.for_kind(kind),
         rngs=rngs,
     )
+    built.kind = kind
+    return built

@@ -35,7 +35,8 @@ from parallel.experts.expert_layer import RoutedTokens, apply_experts
 from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import Initializer, ParallelLinear, named_rngs
-from parallel.linear.sharded_matmul import gather_kernel
+from parallel.linear.ring import pcast_varying
+from parallel.linear.sharded_matmul import gather_factor
 from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, GateBias, GateKernel
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.specs import SplitDim, mesh_axes_of, split_dim
@@ -238,15 +239,17 @@ class MoE(nnx.Module):
         row_spec, (row,) = self.down.kernels_for(x_BLD)
         column_bias_spec, column_biases = self.gate_up.biases_for(x_BLD)
         row_bias_spec, row_biases = self.down.biases_for(x_BLD)
+        adapters = self.gate_up.adapter_for(x_BLD), self.down.adapter_for(x_BLD)
         specs = ExpertKernels(
             (column_spec,) * len(column),
             row_spec,
             activation,
             (column_bias_spec,) * len(column_biases),
             (row_bias_spec,) * len(row_biases),
+            *(adapter_spec for adapter_spec, _ in adapters),
         )
         parameters = tuple(column), row, activation, tuple(column_biases), tuple(row_biases)
-        return specs, ExpertKernels(*parameters)
+        return specs, ExpertKernels(*parameters, *(adapter for _, adapter in adapters))
 
     def _plan(self, kernel_spec: P, dim: SplitDim | None, dropless: bool) -> ExpertLayerSpec:
         moe, manager = self.config.moe, self.tp.manager
@@ -303,7 +306,9 @@ def _moe_body(
         stats = routing_stats(routing, logits_TE, valid_T=valid_T, token_axes=token_axes)
     x_TD = x_BLD.reshape(B * L, D)
     tokens = RoutedTokens(x_TD, routing.experts_TK, routing.weights_TK, routing.max_assignments)
-    gather = partial(gather_kernel, keep=(axis, *layer.axes), dtype=x_BLD.dtype, like=x_BLD)
+    has_adapters = kernels.column_adapter is not None or kernels.row_adapter is not None
+    like = pcast_varying(x_BLD, (axis,)) if has_adapters else x_BLD
+    gather = partial(gather_factor, keep=(axis, *layer.axes), like=like)
     y_TD, dropped = apply_experts(tokens, jax.tree.map(gather, kernels, specs), layer)
     # tp devices that hold the same tokens all counted the same drops.
     repeats = 1 if axis in token_axes else lax.axis_size(axis)

@@ -7,7 +7,7 @@ run: it chooses the overlap methods, and this file everything else.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from model.attention.registry import AttentionChoice, choose_for_layer
 from model.attention.ring import row_order
 from model.config import LayerType, LinearKind, ModelConfig
+from model.lora import LoRAConfig
 from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
 from parallel.linear.config import TensorParallelConfig
@@ -44,6 +45,8 @@ class ExecutionPlan:
     """Token exchange and grouped matmul in training; None for a dense model."""
     dropless_experts: MoEBackend | None
     """The same where no token may be dropped: evaluation and generation."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Low-rank adapters, and the storage of the parameters that they freeze."""
 
     def attention_of(self, layer_type: LayerType, length: int) -> AttentionChoice:
         """Return the operation for training rows of `length` tokens.
@@ -79,6 +82,11 @@ class ExecutionPlan:
         choices = [self.attention_of(kind, length) for kind in {*self.model.layer_kinds}]
         return row_order(choices, self.model, self.tp.manager, length)
 
+    def flops_per_token(self, length: int) -> float:
+        """Return the training FLOPs per token; frozen kernels have no gradient of their own."""
+        flops = self.model.flops_per_token(length)
+        return flops - 2 * self.model.num_matmul_parameters if self.lora.rank else flops
+
     def describe(self) -> Iterator[str]:
         """Yield the plan as lines for a person, one per choice, with its reason."""
         model, sizes = self.model, self.tp.manager.mesh.shape
@@ -88,6 +96,12 @@ class ExecutionPlan:
             f"model {model.num_parameters:,} parameters, mesh {mesh or 'one device'}, residual "
             f"stream {residual}, remat {model.remat}"
         )
+        if (lora := self.lora).rank:
+            targets = [name for name in lora.targets if name != "experts" or self.experts]
+            yield (
+                f"LoRA of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(targets)}; "
+                f"other parameters are frozen, kernels in {lora.base_dtype or model.param_dtype}"
+            )
         for choice in dict.fromkeys(choice for _, choice in self.overlap):
             kinds = ", ".join(kind for kind, other in self.overlap if other == choice)
             yield f"overlap {choice.overlap} for {kinds}: {choice.reason}"
@@ -154,6 +168,7 @@ def make_plan(
     *,
     lengths: Iterable[int],
     overlap: Iterable[tuple[LinearKind, Choice]] = (),
+    lora: LoRAConfig | None = None,
 ) -> ExecutionPlan:
     """Choose implementations for a model on a mesh.
 
@@ -162,6 +177,7 @@ def make_plan(
         tp: Mesh, rules, and the overlap methods as already chosen.
         lengths: Tokens per row of all training and evaluation batches.
         overlap: The reasons for the overlap methods in `tp`.
+        lora: Low-rank adapters; None: all parameters are trained.
 
     Raises:
         ValueError: A configured implementation cannot serve this model on this mesh.
@@ -179,7 +195,9 @@ def make_plan(
         choose_experts(model, tp.manager, dropless=dropless) if is_sparse else None
         for dropless in (False, True)
     )
-    return ExecutionPlan(model, tp, tuple(overlap), attention, experts, dropless)
+    return ExecutionPlan(
+        model, tp, tuple(overlap), attention, experts, dropless, lora or LoRAConfig()
+    )
 
 
 def _attention_choices(

@@ -11,6 +11,7 @@ import jax
 
 from model.attention.registry import RESULT_NAME
 from parallel.experts.expert_mlp import SAVED_NAMES
+from parallel.linear import low_rank
 from registry import Registry
 
 RematPolicy = Callable[..., Any]
@@ -23,6 +24,6 @@ REMAT_POLICIES["none"] = None
 # saved by name.
 REMAT_POLICIES["dots"] = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, RESULT_NAME),
+    jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *low_rank.SAVED_NAMES, RESULT_NAME),
 )
-REMAT_POLICIES["full"] = jax.checkpoint_policies.nothing_saveable
+REMAT_POLICIES["full"] = jax.checkpoint_policies.save_only_these_names(*low_rank.SAVED_NAMES)

@@ -19,6 +19,7 @@ from model.attention.registry import AttentionChoice
 from model.generation.cache import DenseCache
 from model.head import Head
 from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo
+from model.lora import add_adapters, store_base
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
@@ -45,6 +46,7 @@ class Block(nnx.Module):
         self.mlp_post_norm = RMSNorm(config, tp) if after else None
         mlp_rngs = named_rngs(rngs, "mlp")
         self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else SwiGLU(config, tp, rngs=mlp_rngs)
+        add_adapters(self, plan.lora, rngs)
 
     def __call__(
         self,
@@ -97,6 +99,7 @@ class Transformer(nnx.Module):
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         self.head = Head(config, tp, rngs=named_rngs(rngs, "head"))
+        store_base(self, plan.lora)
 
     def __call__(
         self,

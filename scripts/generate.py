@@ -142,8 +142,9 @@ def generate(args: argparse.Namespace) -> None:
     SamplingConfig(**asked)  # before the run is opened
     run = load_run(Path(args.run).expanduser(), args.overrides)
     sampling = SamplingConfig(**{"temperature": 0.7} | run.tokenizer.settings.sampling | asked)
-    program = run.program
-    with jax.set_mesh(program.tp.manager.mesh):
+    with jax.set_mesh(run.program.tp.manager.mesh):
+        step, params = run.load_params(args.step, ema=args.ema)
+        program, params = run.without_adapters(params)
         generator = Generator(
             program.definition,
             program.plan,
@@ -153,7 +154,6 @@ def generate(args: argparse.Namespace) -> None:
             seed=args.seed,
             num_tokens=run.tokenizer.vocab_size,
         )
-        step, params = run.load_params(args.step, ema=args.ema)
         stop_ids = list(dict.fromkeys([*run.tokenizer.eos_ids, *args.stop_id]))
         session = Session(run, generator, params, args.max_new_tokens, stop_ids)
         longest = max((len(run.tokenizer.encode(prompt)) for prompt in args.prompt), default=1)

@@ -38,9 +38,8 @@ class Evaluation:
         """
         if not self.dataset.num_eval:
             return {}
-        params = state.params if state.ema is None else state.ema
         with self.goodput.spend("evaluation"):
-            metrics = self._evaluate(params)
+            metrics = self._evaluate(self.program.averaged(state))
         if metrics:
             self._log(step, metrics)
         else:

@@ -16,6 +16,7 @@ from ruamel.yaml import YAML
 
 from model.config import ModelConfig
 from model.families.base import FamilyError
+from model.lora import is_adapter, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
@@ -69,11 +70,18 @@ class InitialParameters(Protocol):
     def model(self) -> Mapping[str, Any]:
         """The keys of the section `model` that they belong to, by dotted path."""
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether they include low-rank adapters."""
+
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return how the parameters differ from these shapes, or None if they fit."""
 
     def read(self, abstract_state: TrainState) -> Any:
-        """Return them with the shardings of `abstract_state.params`, in any dtype."""
+        """Return them with the shardings of `abstract_state.params`, in any dtype.
+
+        Adapters that they lack are left out.
+        """
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ class CheckpointParameters:
     def description(self) -> str:
         """The step and the run directory."""
         return f"checkpoint {self.step} of {self.folder.parent}"
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the run had LoRA."""
+        return any(map(is_adapter, self.leaves))
 
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return the first parameter that is missing, extra, or has another shape."""
@@ -111,7 +124,10 @@ class CheckpointParameters:
             dtype = self.leaves[leaf_name(path)][1]
             return jax.ShapeDtypeStruct(want.shape, dtype, sharding=want.sharding)
 
-        params = jax.tree_util.tree_map_with_path(stored, abstract_state.params)
+        wanted = (
+            abstract_state.params if self.has_adapters else without_adapters(abstract_state.params)
+        )
+        params = jax.tree_util.tree_map_with_path(stored, wanted)
         checkpoints = Checkpoints(self.folder, CheckpointConfig(), read_only=True)
         with contextlib.closing(checkpoints):
             try:
@@ -138,6 +154,11 @@ class HuggingFaceParameters:
         """The keys that the family's rules set. Raises: ValueError for an unsupported model."""
         return json.loads(json.dumps(self.source.read_fields()))
 
+    @property
+    def has_adapters(self) -> bool:
+        """Never: adapters have files of their own."""
+        return False
+
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return which tensors are missing, unknown, or of another shape."""
         try:
@@ -148,7 +169,9 @@ class HuggingFaceParameters:
 
     def read(self, abstract_state: TrainState) -> Any:
         """Return the parameters in the dtypes of `abstract_state`."""
-        return read_parameters(self.source.path, self.config, abstract_state.params)
+        return read_parameters(
+            self.source.path, self.config, without_adapters(abstract_state.params)
+        )
 
 
 def check_is_elsewhere(path: str, run_directory: Path) -> None:
@@ -175,7 +198,9 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
         else _open_checkpoint(folder, group)
     )
     different = _different_keys(found.model, program.config)
-    paths = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
+    wanted = program.abstract_state.params
+    wanted = wanted if found.has_adapters else without_adapters(wanted)
+    paths = jax.tree_util.tree_leaves_with_path(wanted)
     if problem := found.find_problem({leaf_name(path): leaf.shape for path, leaf in paths}):
         keys = [key for key in different if key in SHAPE_KEYS] or list(different)
         # As the command line takes them.

@@ -139,7 +139,8 @@ def tree_where(condition: Any, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-_DECAYED, _NOT_DECAYED = {"kernel", "table"}, {"scale", "bias", "logit_bias", "sinks"}
+_DECAYED = {"kernel", "table", "lora_a", "lora_b"}
+_NOT_DECAYED = {"scale", "bias", "logit_bias", "sinks"}
 
 
 def decays(params: Any) -> Any:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
+from model.lora import adapters_of, drop_features, with_adapters
 from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bias
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
@@ -72,12 +73,28 @@ class Program:
         """The model definition without its parameters."""
         return nnx.graphdef(nnx.eval_shape(self._build))
 
+    def trained(self, params: Any) -> Any:
+        """Return the parameters that are trained: all, or with LoRA the tree of the adapters."""
+        return adapters_of(params) if self.plan.lora.rank else params
+
+    def with_trained(self, params: Any, trained: Any) -> Any:
+        """Return all parameters, with these values for the trained ones."""
+        return with_adapters(params, trained) if self.plan.lora.rank else trained
+
+    def averaged(self, state: TrainState) -> Any:
+        """Return the parameters with their moving average, or as they are if there is none."""
+        return state.params if state.ema is None else self.with_trained(state.params, state.ema)
+
     def _init(self) -> TrainState:
-        return self._start(nnx.to_pure_dict(nnx.state(self._build())))
+        return self._start(self._init_params())
+
+    def _init_params(self) -> Any:
+        return nnx.to_pure_dict(nnx.state(self._build()))
 
     def _start(self, params: Any) -> TrainState:
-        opt_state = self.optimizer.init(params)
-        ema = None if self.ema_decay is None else init_ema(params)
+        trained = self.trained(params)
+        opt_state = self.optimizer.init(trained)
+        ema = None if self.ema_decay is None else init_ema(trained)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, fresh_guard(), ema)
 
     @cached_property
@@ -103,9 +120,14 @@ class Program:
     def init_from(self, params: Any) -> TrainState:
         """Return a fresh state with these parameters, cast to their types; they are donated.
 
-        params: with the shapes and shardings of `abstract_state.params`.
+        params: with the shapes and shardings of `abstract_state.params`. With LoRA they may lack
+        the adapters, which then start fresh.
         """
         wanted = self.abstract_state
+        if self.plan.lora.rank and not adapters_of(params):
+            layouts = jax.tree.map(lambda x: x.sharding, adapters_of(wanted.params))
+            fresh = jax.jit(lambda: adapters_of(self._init_params()), out_shardings=layouts)
+            params = with_adapters(params, fresh())
         params = jax.tree.map(lambda x, want: x.astype(want.dtype), params, wanted.params)
         shardings = jax.tree.map(lambda x: x.sharding, wanted)
         return jax.jit(self._start, out_shardings=shardings, donate_argnums=0)(params)
@@ -132,6 +154,9 @@ class Program:
             dropout_key: None: no dropout.
             dropless: compute every assignment, beyond the expert capacity too.
         """
+        if dropout_key is not None and self.plan.lora.dropout:
+            key = jax.random.fold_in(dropout_key, 2**31)
+            params = drop_features(params, key, self.plan.lora.dropout)
         model = nnx.merge(self.definition, params)
         order = self.plan.row_order(batch["tokens"].shape[1])
         index_L = None
@@ -147,7 +172,7 @@ class Program:
                 batch["positions"],
                 batch["segment_ids"],
                 index_L=index_L,
-                dropout_key=dropout_key,
+                dropout_key=dropout_key if self.config.attention_dropout else None,
                 dropless=dropless,
             )
             return model.loss(hidden, batch["targets"], batch["loss_mask"]), report
@@ -173,36 +198,37 @@ class Program:
         count = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
         parts = batch["tokens"].shape[0]
 
-        def objective(params: Any, part: Batch, key: Any) -> tuple[jax.Array, Any]:
-            total, report = self.loss_sum(params, part, key)
+        def objective(trained: Any, part: Batch, key: Any) -> tuple[jax.Array, Any]:
+            total, report = self.loss_sum(self.with_trained(params, trained), part, key)
             loss = total / count
             if report is None:
                 return loss, (loss, None)
             return loss + auxiliary_loss(report, self.config) / parts, (loss, report)
 
-        def micro(params: Any, part: Batch, number: Any) -> tuple[Any, Any]:
+        def micro(trained: Any, part: Batch, number: Any) -> tuple[Any, Any]:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
             # Also around the derivative: custom derivative rules are traced after the forward.
             with jax.default_matmul_precision(self._precision):
-                (_, output), grads = jax.value_and_grad(objective, has_aux=True)(params, part, key)
+                (_, output), grads = jax.value_and_grad(objective, has_aux=True)(trained, part, key)
             return output, grads
 
+        trained = self.trained(params)
         first = {name: field[0] for name, field in batch.items()}
         if parts == 1:
-            (loss, report), grads = micro(params, first, 0)
+            (loss, report), grads = micro(trained, first, 0)
             return loss, report, grads
 
         def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, micro(params, *part)), None
+            return jax.tree.map(jnp.add, total, micro(trained, *part)), None
 
-        output = jax.eval_shape(micro, params, first, 0)[0]
-        zero = (jax.tree.map(jnp.zeros_like, output), jax.tree.map(jnp.zeros_like, params))
+        output = jax.eval_shape(micro, trained, first, 0)[0]
+        zero = (jax.tree.map(jnp.zeros_like, output), jax.tree.map(jnp.zeros_like, trained))
         (loss, report), grads = lax.scan(body, zero, (batch, jnp.arange(parts)))[0]
         return loss, report, grads
 
     def _dropout_key(self, step: jax.Array) -> jax.Array | None:
         """Return the key of a step, a function of seed and step: equal after a resume."""
-        if not self.config.attention_dropout:
+        if not self.config.attention_dropout and not self.plan.lora.dropout:
             return None
         # Distinct from the keys of the parameters, which are folded from the same seed.
         stream = jax.random.fold_in(jax.random.key(self.seed), 2**31)
@@ -214,10 +240,9 @@ class Program:
         """Return the state after an update with these gradients, and the metrics of the step."""
         norm = optax.tree.norm(grads)
         is_good, guard, verdict = judge(state.guard, loss, norm, self.guard)
-        updates, opt_state = self.optimizer.update(
-            grads, state.opt_state, state.params, is_good=is_good
-        )
-        params = optax.apply_updates(state.params, updates)
+        before = self.trained(state.params)
+        updates, opt_state = self.optimizer.update(grads, state.opt_state, before, is_good=is_good)
+        params = optax.apply_updates(before, updates)
         num_updates = state.step - state.guard.skipped_steps
         rate = self.schedule(num_updates)
         metrics: dict[str, Any] = {
@@ -229,9 +254,10 @@ class Program:
         if report is not None:
             metrics["experts"] = report_arrays(report, state.params)
             params = with_updated_bias(params, report.stats.load_E, self.config)
-        params, ema = tree_where(is_good, params, state.params), state.ema
+        params, ema = tree_where(is_good, params, before), state.ema
         if self.ema_decay is not None:
             ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
+        params = self.with_trained(state.params, params)
         return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
 
     @cached_property

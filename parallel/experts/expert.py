@@ -22,7 +22,14 @@ from parallel.experts.names import ExpertRule
 from parallel.experts.row_layout import RowGroups
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import Initializer, named_rngs
-from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
+from parallel.linear.low_rank import LowRank, adapter_of
+from parallel.linear.ring import pcast_varying
+from parallel.linear.sharded_matmul import (
+    adapter_for_shard_map,
+    gather_factor,
+    gather_kernel,
+    params_for_shard_map,
+)
 from parallel.sharding.axes import (
     ExpertColumnBias,
     ExpertColumnWise,
@@ -60,6 +67,7 @@ class _ExpertLinear(nnx.Module):
     """
 
     is_column: bool
+    kind = "experts"
 
     def __init__(  # noqa: PLR0913  # the arguments of ParallelLinear, and those of experts
         self,
@@ -94,9 +102,18 @@ class _ExpertLinear(nnx.Module):
         self.kernel: Any = kernels[""] if is_single else nnx.Dict(kernels)
         self.bias: Any = None if not biases else biases[""] if is_single else nnx.Dict(biases)
 
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """Names of the outputs in order; a single output is named ""."""
+        return self.output_names
+
     def kernels(self) -> list[jax.Array]:
-        """Return one array `E in out` per output, in the order of `out_features`."""
-        return self._arrays_of(self.kernel)
+        """Return one array `E in out` per output, in the order of `out_features`.
+
+        They have no gradient if the linear has adapters.
+        """
+        arrays = self._arrays_of(self.kernel)
+        return arrays if adapter_of(self) is None else [lax.stop_gradient(w) for w in arrays]
 
     def _arrays_of(self, parameter: Any) -> list[jax.Array]:
         if parameter is None:
@@ -115,15 +132,20 @@ class _ExpertLinear(nnx.Module):
         spec, config = self.parallel_config.manager.resolve(self.bias_axes), self.parallel_config
         return params_for_shard_map(self._arrays_of(self.bias), spec, x, config.axis_name)
 
+    def adapter_for(self, x: jax.Array) -> tuple[Any, LowRank | None]:
+        """Return the specs of the adapters, and the adapters, as `kernels_for` does; or None."""
+        return adapter_for_shard_map(adapter_of(self), self.axes, x, self.parallel_config)
+
     def _run(self, x: jax.Array, groups: RowGroups, out_spec: P, impl: str) -> list[jax.Array]:
         """Multiply local rows in a shard_map; one array laid out as `out_spec` per kernel."""
         config, spec = self.parallel_config, jax.typeof(x).sharding.spec
         tokens = spec if self.is_column else out_spec
         kernel_spec, kernels = self.kernels_for(x)
         bias_spec, biases = self.biases_for(x)
+        adapter_spec, adapter = self.adapter_for(x)
         body = partial(
             _linear_body,
-            specs=(kernel_spec, bias_spec),
+            specs=(kernel_spec, bias_spec, adapter_spec),
             is_column=self.is_column,
             spec=ExpertLinearSpec(
                 axis_name=config.axis_name,
@@ -135,10 +157,10 @@ class _ExpertLinear(nnx.Module):
         island = jax.shard_map(
             body,
             mesh=config.manager.mesh,
-            in_specs=(spec, P(tokens[0]), kernel_spec, bias_spec),
+            in_specs=(spec, P(tokens[0]), kernel_spec, bias_spec, adapter_spec),
             out_specs=out_spec,
         )
-        return island(x, groups, kernels, biases)
+        return island(x, groups, kernels, biases, adapter)
 
 
 class ExpertColumnParallelLinear(_ExpertLinear):
@@ -181,19 +203,23 @@ def _linear_body(
     groups: RowGroups,
     kernels: list[jax.Array],
     biases: list[jax.Array],
+    adapter: LowRank | None,
     *,
-    specs: tuple[P, P],
+    specs: tuple[P, P, Any],
     is_column: bool,
     spec: ExpertLinearSpec,
 ) -> list[jax.Array]:
     """Apply a linear to local rows `R D` or `R F/tp` and kernels `E/ep in out`, split over fsdp.
 
-    specs: layouts of kernels and of biases.
+    specs: layouts of kernels, of biases and of adapters.
     """
     keep = (spec.axis_name, *mesh_axes_of(specs[0][0]))
     gather = partial(gather_kernel, keep=keep, dtype=x.dtype, like=x)
     whole, biases = [gather(w, specs[0]) for w in kernels], [gather(b, specs[1]) for b in biases]
+    if adapter is not None:
+        like = pcast_varying(x, (spec.axis_name,))
+        adapter = jax.tree.map(partial(gather_factor, keep=keep, like=like), adapter, specs[2])
     if is_column:
-        return column_products(x, groups, whole, spec, biases)
-    y = row_product(x, groups, whole[0], spec, biases)
+        return column_products(x, groups, whole, spec, biases, adapter)
+    y = row_product(x, groups, whole[0], spec, biases, adapter)
     return [lax.psum(y, spec.axis_name) if spec.split_dim is None else y]

@@ -197,6 +197,7 @@ def _dense(
     x, experts, weights = (all_gather(y, over, 0) for y in arrays)
     if hidden:
         x = all_gather(x, axis, -1)
+    kernels = kernels.merged()
     e = kernels.row.shape[0]
     first = lax.axis_index(spec.axes) * e if spec.axes else 0
     own = experts[..., None] == first + jnp.arange(e)

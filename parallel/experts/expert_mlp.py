@@ -8,7 +8,7 @@ Letters: R rows, E experts, e experts of this device, D embed, F intermediate.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from parallel.experts.grouped_matmul import GROUPED_MATMULS, grouped_matmul
 from parallel.experts.names import ExchangeMethod
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.collective_matmul import Overlap
+from parallel.linear.local_matmul import concat_columns
+from parallel.linear.low_rank import LowRank
 from parallel.linear.ring import Ring, all_gather, reduce_scatter
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim
 
@@ -103,7 +105,8 @@ class ExpertKernels:
 
     Outside of shard_map, a tree of their PartitionSpecs.
     activation: elementwise, from the products with `column` to the input of `row`. column_biases,
-    row_biases: `e F/tp` each and `e D`, or empty.
+    row_biases: `e F/tp` each and `e D`, or empty. column_adapter, row_adapter: factors `e D r`,
+    `e r F/tp` and `e F/tp r`, `e r D`.
     """
 
     column: tuple[Any, ...]
@@ -111,6 +114,17 @@ class ExpertKernels:
     activation: Callable[..., jax.Array] = field(metadata={"static": True})
     column_biases: tuple[Any, ...] = ()
     row_biases: tuple[Any, ...] = ()
+    column_adapter: LowRank | None = None
+    row_adapter: LowRank | None = None
+
+    def merged(self) -> "ExpertKernels":
+        """Return the same kernels with their adapters added to them."""
+        column, row = self.column, self.row
+        if self.column_adapter is not None:
+            column = tuple(self.column_adapter.merged(column))
+        if self.row_adapter is not None:
+            (row,) = self.row_adapter.merged([row])
+        return replace(self, column=column, row=row, column_adapter=None, row_adapter=None)
 
 
 def expert_mlp(
@@ -124,22 +138,28 @@ def expert_mlp(
     """
     ring = spec.ring()
     if ring is None or spec.split_dim != ROWS:
-        products = column_products(rows, groups, kernels.column, spec, kernels.column_biases)
-        hidden = _activated(products, kernels)
-        return row_product(hidden, groups, kernels.row, spec, kernels.row_biases)
+        rest = kernels.column_biases, kernels.column_adapter
+        hidden = _activated(column_products(rows, groups, kernels.column, spec, *rest), kernels)
+        rest = kernels.row_biases, kernels.row_adapter
+        return row_product(hidden, groups, kernels.row, spec, *rest)
     # Blocks stay in the order of arrival, and both rings run at the same time.
     groups_n = _groups_of_blocks(groups, ring, spec)
 
     def work(position: int, block: jax.Array) -> tuple[jax.Array, RowGroups]:
         own = groups_n[position]
-        products = _products(block, own, kernels.column, spec)
-        return _activated(_add_biases(products, kernels.column_biases, own), kernels), own
+        products = _products(block, own, column, spec)
+        biases = kernels.column_biases
+        products = _add_rest(products, biases, kernels.column_adapter, own, spec)
+        return _activated(products, kernels), own
 
     def term(hidden: tuple[jax.Array, RowGroups]) -> jax.Array:
-        return _products(hidden[0], hidden[1], [kernels.row], spec)[0]
+        return concat_columns(_products(hidden[0], hidden[1], row, spec))
 
+    column = _with_columns(kernels.column, kernels.column_adapter)
+    row = _with_columns([kernels.row], kernels.row_adapter)
     y = ring.gather_scatter(rows, work, term, dim=0)[2]
-    return _add_biases([y], kernels.row_biases, groups)[0]
+    parts = _split_columns(y, row)
+    return _add_rest(parts, kernels.row_biases, kernels.row_adapter, groups, spec)[0]
 
 
 def column_products(
@@ -148,18 +168,19 @@ def column_products(
     kernels: Sequence[jax.Array],
     spec: ExpertLinearSpec,
     biases: Sequence[jax.Array] = (),
+    adapter: LowRank | None = None,
 ) -> list[jax.Array]:
     """Gather rows over tp and multiply by each kernel: `R/tp D`, `R D/tp` or `R D` -> `R F/tp`.
 
-    biases: one `e F/tp` per kernel, or empty.
+    biases: one `e F/tp` per kernel, or empty. adapter: see `ExpertKernels`.
     """
-    axis, ring = spec.axis_name, spec.ring()
+    axis, ring, kernels = spec.axis_name, spec.ring(), _with_columns(kernels, adapter)
     if spec.split_dim == ROWS and lax.axis_size(axis) > 1:
         groups_n = _groups_of_blocks(groups, ring, spec)
 
         def products(position: int, block: jax.Array) -> list[jax.Array]:
             own = groups_n[position]
-            return _add_biases(_products(block, own, kernels, spec), biases, own)
+            return _add_rest(_products(block, own, kernels, spec), biases, adapter, own, spec)
 
         if ring is not None:
             parts = ring.gather(rows, products, 0)[1]
@@ -169,7 +190,7 @@ def column_products(
         return [jnp.concatenate(blocks) for blocks in zip(*parts, strict=True)]
     if spec.split_dim is None or ring is None:
         whole = rows if spec.split_dim is None else all_gather(rows, axis, -1)
-        return _add_biases(_products(whole, groups, kernels, spec), biases, groups)
+        return _add_rest(_products(whole, groups, kernels, spec), biases, adapter, groups, spec)
     shards = [ring.shard(w, 1) for w in kernels]
 
     def terms(position: int, block: jax.Array) -> list[jax.Array]:
@@ -178,7 +199,7 @@ def column_products(
 
     parts = ring.gather(rows, terms, -1)[1]
     sums = [sum(terms[1:], terms[0]).astype(rows.dtype) for terms in zip(*parts, strict=True)]
-    return _add_biases(sums, biases, groups)
+    return _add_rest(sums, biases, adapter, groups, spec)
 
 
 def row_product(
@@ -187,46 +208,94 @@ def row_product(
     kernel: jax.Array,
     spec: ExpertLinearSpec,
     biases: Sequence[jax.Array] = (),
+    adapter: LowRank | None = None,
 ) -> jax.Array:
     """Multiply `R F/tp` and reduce-scatter over tp: `R/tp D` or `R D/tp`; or `R D`, not summed.
 
     biases: one `e D`, or empty. If the result is not summed, only the first device of tp adds it.
+    adapter: see `ExpertKernels`.
     """
-    y = _row_sums(hidden, groups, kernel, spec)
-    rank, width = lax.axis_index(spec.axis_name), y.shape[-1]
+    kernels = _with_columns([kernel], adapter)
+    if adapter is not None and spec.split_dim == FEATURES:
+        # The r columns are whole on every device, and b has the columns of the result.
+        (u,) = _products(hidden, groups, kernels[1:], spec)
+        parts = [_row_sums(hidden, groups, kernels[:1], spec), lax.psum(u, spec.axis_name)]
+    else:
+        parts = _split_columns(_row_sums(hidden, groups, kernels, spec), kernels)
+    rank, width = lax.axis_index(spec.axis_name), parts[0].shape[-1]
     if spec.split_dim == FEATURES:
         biases = [lax.dynamic_slice_in_dim(b, rank * width, width, axis=1) for b in biases]
+        if adapter is not None:
+            b = lax.dynamic_slice_in_dim(adapter.b[0], rank * width, width, axis=2)
+            adapter = replace(adapter, b=(b,))
     elif spec.split_dim is None:
         biases = [jnp.where(rank == 0, b, 0) for b in biases]
-    return _add_biases([y], biases, groups)[0]
+    return _add_rest(parts, biases, adapter, groups, spec)[0]
 
 
 def _row_sums(
-    hidden: jax.Array, groups: RowGroups, kernel: jax.Array, spec: ExpertLinearSpec
+    hidden: jax.Array, groups: RowGroups, kernels: Sequence[jax.Array], spec: ExpertLinearSpec
 ) -> jax.Array:
-    """Compute `row_product` without biases."""
+    """Compute `row_product` without biases; the columns of several kernels side by side."""
     axis, ring = spec.axis_name, spec.ring()
 
-    def product(block: jax.Array, own: RowGroups, w: jax.Array) -> jax.Array:
-        return _products(block, own, [w], spec)[0]
+    def product(block: jax.Array, own: RowGroups) -> jax.Array:
+        return concat_columns(_products(block, own, kernels, spec))
 
     if spec.split_dim is None or lax.axis_size(axis) == 1:
-        return product(hidden, groups, kernel)
+        return product(hidden, groups)
     if spec.split_dim == ROWS:
         groups_n = _groups_of_blocks(groups, ring, spec)
         if ring is None:
             blocks = zip(jnp.split(hidden, len(groups_n)), groups_n, strict=True)
-            parts = [product(block, own, kernel) for block, own in blocks]
+            parts = [product(block, own) for block, own in blocks]
             return reduce_scatter(jnp.concatenate(parts), axis, 0)
         block = ring.shard(hidden, 0)
         return ring.scatter(
             lambda position: (block(position), groups_n[position]),
-            lambda pair: product(pair[0], pair[1], kernel),
+            lambda pair: product(pair[0], pair[1]),
             dim=0,
         )
     if ring is None:
-        return reduce_scatter(product(hidden, groups, kernel), axis, -1)
-    return ring.scatter(ring.shard(kernel, 2), lambda w: product(hidden, groups, w), dim=-1)
+        return reduce_scatter(product(hidden, groups), axis, -1)
+    (kernel,) = kernels
+    return ring.scatter(
+        ring.shard(kernel, 2), lambda w: _products(hidden, groups, [w], spec)[0], dim=-1
+    )
+
+
+def _with_columns(kernels: Sequence[jax.Array], adapter: LowRank | None) -> list[jax.Array]:
+    """Return the kernels, and the matrices a of their adapters as one more."""
+    return [*kernels] if adapter is None else [*kernels, adapter.columns()]
+
+
+def _split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return the columns of y that belong to each kernel."""
+    if len(kernels) == 1:
+        return [y]
+    return list(lax.split(y, [w.shape[-1] for w in kernels], axis=y.ndim - 1))
+
+
+def _add_rest(
+    products: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    adapter: LowRank | None,
+    groups: RowGroups,
+    spec: ExpertLinearSpec,
+) -> list[jax.Array]:
+    """Add biases and adapters to products; the last product is x @ columns() of the adapters."""
+    if adapter is not None:
+        *products, u = products
+        add = partial(_add_product, groups=groups, impl=spec.grouped_matmul)
+        products = adapter.update_by(add, products, u)
+    return _add_biases(products, biases, groups)
+
+
+def _add_product(
+    y: jax.Array, u: jax.Array, b: jax.Array, scale: float, *, groups: RowGroups, impl: str
+) -> jax.Array:
+    """Return y + scale * u @ b of each row's group: `R F`, `R r` and `e r F`."""
+    return y + grouped_matmul(u * jnp.asarray(scale, u.dtype), b, groups, impl=impl)
 
 
 def _products(

@@ -30,13 +30,14 @@ from jax import lax
 
 from parallel.linear.local_matmul import (
     CHAIN_WGRAD_BLOCKS,
-    add_in_float32,
     concat_columns,
     kernel_gradient,
     kernel_gradient_of_blocks,
     matmul,
     matmul_transposed,
     split_columns,
+    split_gradient,
+    trained_columns,
 )
 from parallel.linear.ring import Direction, Ring, all_gather, pcast_varying, reduce_scatter
 from parallel.sharding.specs import ROWS, SplitDim
@@ -53,6 +54,7 @@ def gather_matmul(
     dim: SplitDim,
     overlap: Overlap = "none",
     precision: lax.PrecisionLike = None,
+    frozen: int = 0,
 ) -> tuple[jax.Array, ...]:
     """All-gather x and multiply it with every kernel; all kernels share one gather.
 
@@ -66,15 +68,18 @@ def gather_matmul(
       wgrad: dw_shard[k] = x[k]^T @ dy_shard for all k
     Communication: n - 1 blocks of x per device, and as many of dx in the backward pass.
 
+    frozen: Number of kernels, from the first, that have no gradient.
+
     Raises: ValueError for an unknown overlap, mixed dtypes, or blocks that `split` cannot halve.
     """
-    ring = _ring(axis_name, overlap, x_shard, dim, fuse_halves=dim == ROWS)
+    ring = ring_of(axis_name, overlap, x_shard, dim, fuse_halves=dim == ROWS)
     if ring is None:
+        w_shards = without_gradient(w_shards, frozen)
         x = all_gather(x_shard, axis_name, dim)
         return tuple(jnp.matmul(x, w, precision=precision) for w in w_shards)
-    x_shard, *w_shards = _same_type(x_shard, *w_shards)
+    x_shard, *w_shards = same_type(x_shard, *w_shards)
     rule = _gather_rows if dim == ROWS else _gather_features
-    return rule(ring, precision, x_shard, tuple(w_shards))
+    return rule(ring, precision, frozen, x_shard, tuple(w_shards))
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,8 @@ def gather_matmul_blocks(
     x is whole, and dx_shard is this device's term of the sum over the axis. Equations,
     communication and errors: `gather_matmul`.
     """
-    x_shard, w_shard = _same_type(x_shard, w_shard)
-    ring = None if dim is None else _ring(axis_name, overlap, x_shard, dim, dim == ROWS)
+    x_shard, w_shard = same_type(x_shard, w_shard)
+    ring = None if dim is None else ring_of(axis_name, overlap, x_shard, dim, dim == ROWS)
     multiply = partial(matmul, precision=precision, preferred_element_type=jnp.float32)
     wgrad = partial(
         kernel_gradient_of_blocks, precision=precision, blocks=CHAIN_WGRAD_BLOCKS, dtype=jnp.float32
@@ -138,12 +143,12 @@ def gather_matmul_blocks(
         return BlockedProduct(results, rows_pullback, ring)
     if ring is not None:
         (y,), residuals = _gather_features_forward(
-            ring, precision, x_shard, (w_shard,), jnp.float32
+            ring, precision, 0, x_shard, (w_shard,), jnp.float32
         )
 
         def features_pullback(dys: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             dy = (dys[0].astype(dtype),)
-            dx, (dw,) = _gather_features_backward(ring, precision, residuals, dy, jnp.float32)
+            dx, (dw,) = _gather_features_backward(ring, precision, 0, residuals, dy, jnp.float32)
             return dx, dw
 
         return BlockedProduct([epilogue(y)], features_pullback)
@@ -166,6 +171,7 @@ def matmul_scatter(
     dim: SplitDim,
     overlap: Overlap = "none",
     precision: lax.PrecisionLike = None,
+    more_columns: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply and reduce-scatter the product.
 
@@ -179,56 +185,30 @@ def matmul_scatter(
       wgrad: dw_shard[k] = x_shard^T @ dy[k] for all k
     Communication: n - 1 blocks of y per device, and as many of dy in the backward pass.
 
+    more_columns: Of rows, a second kernel `F/n E` beside w_shard, which then has no gradient:
+      y_shard `... R/n D+E`.
+
     Raises: ValueError as `gather_matmul`, and for a result that does not divide into n blocks.
     """
-    ring = _ring(axis_name, overlap, x_shard, dim, fuse_halves=dim == ROWS)
+    ring = ring_of(axis_name, overlap, x_shard, dim, fuse_halves=dim == ROWS)
+    kernels = [w_shard] if more_columns is None else [w_shard, more_columns]
+    frozen = len(kernels) - 1
     if ring is None:
-        return reduce_scatter(jnp.matmul(x_shard, w_shard, precision=precision), axis_name, dim)
-    x_shard, w_shard = _same_type(x_shard, w_shard)
-    rule = _scatter_rows if dim == ROWS else _scatter_features
-    return rule(ring, precision, x_shard, w_shard)
+        kernels = without_gradient(kernels, frozen)
+        products = [jnp.matmul(x_shard, w, precision=precision) for w in kernels]
+        return reduce_scatter(concat_columns(products), axis_name, dim)
+    x_shard, *kernels = same_type(x_shard, *kernels)
+    if dim == ROWS:
+        return _scatter_rows(ring, precision, frozen, x_shard, tuple(kernels))
+    return _scatter_features(ring, precision, x_shard, *kernels)
 
 
-def gather_matmul_scatter(
-    x_shard: jax.Array,
-    column_shards: Sequence[jax.Array],
-    bias_shards: Sequence[jax.Array],
-    row_shard: jax.Array,
-    *,
-    function: Callable[..., jax.Array],
-    axis_name: str,
-    overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Compute a column linear, elementwise work and a row linear, without reordering blocks.
-
-    x_shard `... R/n D`, column_shards (c) `D F/n` each, bias_shards `F/n`, row_shard (r) `F/n D` ->
-    y_shard `... R/n D`. `function` maps the products `... r F/n`, then the biases, to `... r F/n`.
-    It is elementwise: it sees some of the rows and this device's features.
-      forward: a[k] = x[k] @ c and h[k] = function(a[k]) for all k;
-               y_shard = sum over devices of (h[s] @ r)
-      dgrad: dh[k] = dy[k] @ r^T and da[k] = function'(a[k]) * dh[k] for all k;
-             dx_shard = sum over devices of (da[s] @ c^T)
-      wgrad: dc_shard = sum over k of x[k]^T @ da[k];  dr_shard = sum over k of h[k]^T @ dy[k]
-    Communication: n - 1 blocks each of x and y per device, and as many of dy and dx in the backward
-    pass.
-
-    Raises: ValueError for an unknown overlap, mixed dtypes, or blocks that `split` cannot halve.
-    """
-    ring = _ring(axis_name, overlap, x_shard, ROWS, fuse_halves=False)
-    function = partial(_in_dtype, function=function, dtype=x_shard.dtype)
-    if ring is not None:
-        count = len(column_shards)
-        x_shard, row_shard, *rest = _same_type(x_shard, row_shard, *column_shards, *bias_shards)
-        columns, biases = tuple(rest[:count]), tuple(rest[count:])
-        return _chain(function, ring, precision, x_shard, columns, biases, row_shard)
-    x = all_gather(x_shard, axis_name, ROWS)
-    products = [jnp.matmul(x, w, precision=precision) for w in column_shards]
-    y = jnp.matmul(function(*products, *bias_shards), row_shard, precision=precision)
-    return reduce_scatter(y, axis_name, ROWS)
+def without_gradient(kernels: Sequence[jax.Array], count: int) -> list[jax.Array]:
+    """Return the kernels, the first `count` of them without a gradient."""
+    return [*map(lax.stop_gradient, kernels[:count]), *kernels[count:]]
 
 
-def _ring(
+def ring_of(
     axis_name: str, overlap: Overlap, x: jax.Array, dim: SplitDim, fuse_halves: bool
 ) -> Ring | None:
     """Return the ring to use, or None if there is nothing to overlap."""
@@ -241,13 +221,7 @@ def _ring(
     return Ring(axis_name, overlap, halve_batch, fuse_halves)
 
 
-def _in_dtype(
-    *arrays: jax.Array, function: Callable[..., jax.Array], dtype: jnp.dtype
-) -> jax.Array:
-    return function(*arrays).astype(dtype)
-
-
-def _same_type(*arrays: jax.Array) -> list[jax.Array]:
+def same_type(*arrays: jax.Array) -> list[jax.Array]:
     """Type all arrays as varying over the same axes, so that their gradients are as well.
 
     Raises: ValueError for arrays of different dtypes.
@@ -261,19 +235,21 @@ def _same_type(*arrays: jax.Array) -> list[jax.Array]:
     return [pcast_varying(array, tuple(sorted(axes))) for array in arrays]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather_rows(
-    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
+    ring: Ring, precision: Any, frozen: int, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    return _gather_rows_forward(ring, precision, x, kernels)[0]
+    return _gather_rows_forward(ring, precision, frozen, x, kernels)[0]
 
 
 def _gather_rows_forward(
-    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
+    ring: Ring, precision: Any, frozen: int, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[tuple[jax.Array, ...], Any]:
     # A kernel with half of all columns or more gets its own matmul, whose result is written in
-    # place. Narrow kernels share one matmul, because each of their own would read x again.
-    total = sum(w.shape[1] for w in kernels)
+    # place. Narrow kernels share one matmul, because each of their own would read x again. Very
+    # narrow kernels (adapters) do not count, so that they leave the matmuls of the others alone.
+    widest = max(w.shape[1] for w in kernels)
+    total = sum(w.shape[1] for w in kernels if 16 * w.shape[1] > widest)
     narrow = [i for i, w in enumerate(kernels) if 2 * w.shape[1] < total]
     groups = [*([i] for i in range(len(kernels)) if i not in narrow), *([narrow] if narrow else [])]
     used = [concat_columns([kernels[i] for i in group]) for group in groups]
@@ -287,37 +263,46 @@ def _gather_rows_forward(
     return tuple(outs[i] for i in range(len(kernels))), (blocks, kernels)
 
 
-def _gather_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: Any) -> Any:
+def _gather_rows_backward(ring: Ring, precision: Any, frozen: int, residuals: Any, dy: Any) -> Any:
     blocks, kernels = residuals
     w, dy_at = concat_columns(kernels), ring.shard(jnp.concatenate(dy, axis=-1), ROWS)
     dys = [dy_at(position) for position in range(len(blocks))]
     dx = ring.scatter(
         dys.__getitem__, lambda g: matmul_transposed(g, w, precision), dim=ROWS, hide_last_hop=True
     )
-    return dx, split_columns(kernel_gradient_of_blocks(blocks, dys, precision), kernels)
+    trained = [trained_columns(g, kernels, frozen) for g in dys]
+    dw = kernel_gradient_of_blocks(blocks, trained, precision)
+    return dx, split_gradient(dw, kernels, frozen)
 
 
 _gather_rows.defvjp(_gather_rows_forward, _gather_rows_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _scatter_rows(ring: Ring, precision: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scatter_rows(
+    ring: Ring, precision: Any, frozen: int, x: jax.Array, kernels: tuple[jax.Array, ...]
+) -> jax.Array:
+    w = concat_columns(kernels)
     return ring.scatter(ring.shard(x, ROWS), lambda rows: matmul(rows, w, precision), dim=ROWS)
 
 
 def _scatter_rows_forward(
-    ring: Ring, precision: Any, x: jax.Array, w: jax.Array
+    ring: Ring, precision: Any, frozen: int, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, Any]:
     # Not inlined: a remat policy would otherwise see the partial products, and save them.
-    return _scatter_rows(ring, precision, x, w), (x, w)
+    return _scatter_rows(ring, precision, frozen, x, kernels), (x, kernels)
 
 
-def _scatter_rows_backward(ring: Ring, precision: Any, residuals: Any, dy: jax.Array) -> Any:
-    x, w = residuals
-    x_at = ring.shard(x, ROWS)
+def _scatter_rows_backward(
+    ring: Ring, precision: Any, frozen: int, residuals: Any, dy: jax.Array
+) -> Any:
+    x, kernels = residuals
+    x_at, w = ring.shard(x, ROWS), concat_columns(kernels)
     dys, products = ring.gather(dy, lambda _, block: matmul_transposed(block, w, precision), ROWS)
     xs = [x_at(position) for position in range(len(dys))]
-    return ring.unshard(products, ROWS), kernel_gradient_of_blocks(xs, dys, precision)
+    trained = [trained_columns(block, kernels, frozen) for block in dys]
+    dw = kernel_gradient_of_blocks(xs, trained, precision)
+    return ring.unshard(products, ROWS), split_gradient(dw, kernels, frozen)
 
 
 _scatter_rows.defvjp(_scatter_rows_forward, _scatter_rows_backward)
@@ -339,15 +324,20 @@ def _gather_and_sum(
     return blocks, running[-1].astype(dtype or x.dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather_features(
-    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...]
+    ring: Ring, precision: Any, frozen: int, x: jax.Array, kernels: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    return _gather_features_forward(ring, precision, x, kernels)[0]
+    return _gather_features_forward(ring, precision, frozen, x, kernels)[0]
 
 
 def _gather_features_forward(
-    ring: Ring, precision: Any, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any = None
+    ring: Ring,
+    precision: Any,
+    frozen: int,
+    x: jax.Array,
+    kernels: tuple[jax.Array, ...],
+    dtype: Any = None,
 ) -> tuple[tuple[jax.Array, ...], Any]:
     w_at = ring.shard(concat_columns(kernels), 0)
 
@@ -359,15 +349,16 @@ def _gather_features_forward(
 
 
 def _gather_features_backward(
-    ring: Ring, precision: Any, residuals: Any, dys: Any, dtype: Any = None
+    ring: Ring, precision: Any, frozen: int, residuals: Any, dys: Any, dtype: Any = None
 ) -> Any:
     blocks, kernels = residuals
     w_at, dy = ring.shard(concat_columns(kernels), 0), jnp.concatenate(dys, axis=-1)
     dx = ring.scatter(
         w_at, lambda w: matmul_transposed(dy, w, precision), dim=-1, hide_last_hop=True
     )
-    dw = ring.unshard([kernel_gradient(block, dy, precision, dtype) for block in blocks], 0)
-    return dx, split_columns(dw, kernels)
+    own = trained_columns(dy, kernels, frozen)
+    dw = ring.unshard([kernel_gradient(block, own, precision, dtype) for block in blocks], 0)
+    return dx, split_gradient(dw, kernels, frozen)
 
 
 _gather_features.defvjp(_gather_features_forward, _gather_features_backward)
@@ -396,72 +387,3 @@ def _scatter_features_backward(ring: Ring, precision: Any, residuals: Any, dy: j
 
 
 _scatter_features.defvjp(_scatter_features_forward, _scatter_features_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _chain(
-    function: Callable[..., jax.Array],
-    ring: Ring,
-    precision: Any,
-    x: jax.Array,
-    columns: tuple[jax.Array, ...],
-    biases: tuple[jax.Array, ...],
-    row: jax.Array,
-) -> jax.Array:
-    return _run_chain(function, ring, precision, x, columns, biases, row, hide_last_hop=False)[0]
-
-
-def _run_chain(
-    function: Callable[..., jax.Array],
-    ring: Ring,
-    precision: Any,
-    *arrays: Any,
-    hide_last_hop: bool,
-) -> tuple[jax.Array, Any]:
-    x, columns, biases, row = arrays
-    blocks, products, y = ring.gather_scatter(
-        x,
-        lambda _, block: [matmul(block, w, precision) for w in columns],
-        lambda a: matmul(function(*a, *biases), row, precision),
-        dim=ROWS,
-        hide_last_hop=hide_last_hop,
-    )
-    return y, (blocks, products, columns, biases, row)
-
-
-def _chain_backward(
-    function: Callable[..., jax.Array],
-    ring: Ring,
-    precision: Any,
-    residuals: Any,
-    dy: jax.Array,
-) -> Any:
-    blocks, products, columns, biases, row = residuals
-
-    def pull_back(position: int, block: jax.Array) -> tuple[jax.Array, Any]:
-        # h is a second output of the fusion that computes it anyway; the barrier keeps it there.
-        h, vjp = jax.vjp(function, *products[position], *biases)
-        return h, vjp(matmul_transposed(block, row, precision))
-
-    count = len(columns)
-    dys, pulled, dx = ring.gather_scatter(
-        dy,
-        pull_back,
-        lambda result: add_in_float32(
-            [
-                matmul_transposed(da, w, precision)
-                for da, w in zip(result[1][:count], columns, strict=True)
-            ]
-        ),
-        dim=ROWS,
-        hide_last_hop=True,
-    )
-    wgrad = partial(kernel_gradient_of_blocks, precision=precision, blocks=CHAIN_WGRAD_BLOCKS)
-    hs = [h for h, _ in pulled]
-    cotangents = list(zip(*(c for _, c in pulled), strict=True))
-    dcolumns = tuple(wgrad(blocks, das) for das in cotangents[:count])
-    dbiases = tuple(add_in_float32(parts) for parts in cotangents[count:])
-    return dx, dcolumns, dbiases, wgrad(hs, dys)
-
-
-_chain.defvjp(partial(_run_chain, hide_last_hop=True), _chain_backward)

@@ -28,6 +28,7 @@ from parallel.linear.config import (
     get_output_partition_spec,
     get_sharding,
 )
+from parallel.linear.low_rank import adapter_of
 from parallel.linear.sharded_matmul import column_parallel, row_parallel
 from parallel.sharding.axes import ColumnWise, Replicated, RowWise, SRowWise
 from parallel.sharding.mesh import mesh_context
@@ -106,6 +107,8 @@ class ParallelLinear(nnx.Module):
     """
 
     direction: Parallelism = "none"
+    kind: str = ""
+    """Group of linears that it belongs to, as `TensorParallelConfig.for_kind` names it."""
     distributed_matmul = None
     """Always None, here as in the reference."""
 
@@ -186,6 +189,11 @@ class ParallelLinear(nnx.Module):
         names = self.output_names or tuple(str(i) for i in range(len(self.out_features)))
         return dict(zip(names, self.out_features, strict=True))
 
+    @property
+    def kernel_names(self) -> tuple[str, ...]:
+        """Names of the outputs in order; a single output is named ""."""
+        return tuple(self._widths())
+
     def _parameter(self, shape: tuple[int, ...], axes: Any, init: Initializer) -> nnx.Param:
         if self.parallel_config is None or self.parallel_config.mesh is None:
             return nnx.Param(init(shape, self.param_dtype), semantic_axes=axes)
@@ -201,6 +209,11 @@ class ParallelLinear(nnx.Module):
         if isinstance(parameter, nnx.Dict):
             return [parameter[name][...] for name in self._widths()]
         return [parameter[...]]
+
+    def kernels(self) -> list[jax.Array]:
+        """Return the kernels, one per output; without a gradient if the linear has adapters."""
+        arrays = self.arrays_of(self.kernel)
+        return arrays if adapter_of(self) is None else [lax.stop_gradient(w) for w in arrays]
 
     def scale_factor(self) -> float:
         """Return `scale` as a number."""
@@ -251,8 +264,10 @@ class ParallelLinear(nnx.Module):
                 "out"
             )
         x = self.cast_input(inputs)
-        dtype, kernels = x.dtype, self.arrays_of(self.kernel) if w is None else [w]
+        dtype, kernels = x.dtype, self.kernels() if w is None else [w]
         config = self.parallel_config
+        if w is None and (adapter := adapter_of(self)) is not None:
+            kernels = adapter.merged(kernels)
         if config is None or config.mesh is None:
             return self._finish(
                 [jnp.matmul(x, k.astype(dtype), precision=self.precision) for k in kernels]
@@ -303,16 +318,17 @@ class ParallelLinear(nnx.Module):
             scattered = config.matmul_method is not None and not config.reduce_output
             rows = jax.typeof(x).sharding.spec[:-1]
             out_spec = P(*rows, config.axis_name if scattered else None)
-        kernels = self.arrays_of(self.kernel)
-        return self._finish(row_parallel(x, kernels, out_spec, config, self.precision))
+        kernels, adapter = self.kernels(), adapter_of(self)
+        return self._finish(row_parallel(x, kernels, out_spec, config, self.precision, adapter))
 
     @_on_config_mesh
     def sharded_forward(self, inputs: jax.Array) -> Any:
         """Compute a column-parallel `... in` -> `... out` whose features stay split over tp."""
-        if self.parallel_config is None or self.parallel_config.mesh is None:
+        config, adapter = self.parallel_config, adapter_of(self)
+        if config is None or config.mesh is None:
             return self.native_forward(inputs)
-        x, kernels = self.cast_input(inputs), self.arrays_of(self.kernel)
-        return self._finish(column_parallel(x, kernels, self.parallel_config, self.precision))
+        x, kernels = self.cast_input(inputs), self.kernels()
+        return self._finish(column_parallel(x, kernels, config, self.precision, adapter))
 
 
 Linear = ParallelLinear

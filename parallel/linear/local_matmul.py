@@ -60,8 +60,8 @@ def add_in_float32(terms: Sequence[jax.Array]) -> jax.Array:
 
 
 def concat_columns(kernels: Sequence[jax.Array]) -> jax.Array:
-    """Return one kernel with the columns of all: one matmul, and one dx."""
-    return kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=1)
+    """Return one kernel with the columns of all: one matmul, and one dx. Also of products."""
+    return kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=-1)
 
 
 def split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
@@ -69,3 +69,16 @@ def split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array
     if len(kernels) == 1:
         return (y,)
     return tuple(lax.split(y, [w.shape[1] for w in kernels], axis=y.ndim - 1))
+
+
+def trained_columns(dy: jax.Array, kernels: Sequence[jax.Array], frozen: int) -> jax.Array:
+    """Return the columns of dy that belong to `kernels[frozen:]`."""
+    start = sum(w.shape[1] for w in kernels[:frozen])
+    return dy[..., start:] if start else dy
+
+
+def split_gradient(
+    dw: jax.Array, kernels: Sequence[jax.Array], frozen: int
+) -> tuple[jax.Array | None, ...]:
+    """Return the gradients of kernels side by side from that of `kernels[frozen:]`."""
+    return (*[None] * frozen, *split_columns(dw, kernels[frozen:]))

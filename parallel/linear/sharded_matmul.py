@@ -8,24 +8,27 @@ Shape letters: L rows (tokens), D in features, F out features; local along the a
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_matmul import (
     Overlap,
     gather_matmul,
-    gather_matmul_scatter,
     matmul_scatter,
 )
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.local_matmul import split_columns
+from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
 from parallel.linear.ring import all_gather, pcast_varying
 from parallel.sharding.axes import ColumnWise, RowWise
-from parallel.sharding.specs import FEATURES, SplitDim, mesh_axes_of, split_dim, without_axis
+from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
 
 
 def gather_kernel(
@@ -81,6 +84,24 @@ def params_for_shard_map(
     return kept, [jax.sharding.reshard(param.astype(dtype or x.dtype), kept) for param in params]
 
 
+def adapter_for_shard_map(
+    adapter: LowRank | None, kernel_axes: Any, x: jax.Array, config: TensorParallelConfig
+) -> tuple[Any, LowRank | None]:
+    """Return an adapter's specs, and the adapter, as they enter a shard_map together with `x`.
+
+    kernel_axes: Semantic axes of the kernels that it belongs to.
+    """
+    if adapter is None:
+        return None, None
+    found = [
+        params_for_shard_map(factors, config.manager.resolve(axes), x, config.axis_name)
+        for axes, factors in zip(factor_axes(kernel_axes), (adapter.a, adapter.b), strict=True)
+    ]
+    (a_spec, a), (b_spec, b) = found
+    specs = replace(adapter, a=(a_spec,) * len(a), b=(b_spec,) * len(b))
+    return specs, replace(adapter, a=tuple(a), b=tuple(b))
+
+
 def _shard_map(
     body: Callable[..., tuple[jax.Array, ...]],
     x: jax.Array,
@@ -88,20 +109,33 @@ def _shard_map(
     axes: type,
     out_spec: P,
     config: TensorParallelConfig,
+    adapter: LowRank | None,
 ) -> tuple[jax.Array, ...]:
     """Call `body` on local blocks of `x` and of kernels laid out as `axes`, one output each."""
     manager, axis = config.manager, config.axis_name
     kernel_spec, kernels = params_for_shard_map(kernels, manager.resolve(axes), x, axis)
+    adapter_spec, adapter = adapter_for_shard_map(adapter, axes, x, config)
+    body = partial(body, kernel_spec=kernel_spec, axis_name=axis, overlap=config.overlap)
     island = jax.shard_map(
-        partial(body, kernel_spec=kernel_spec, axis_name=axis, overlap=config.overlap),
+        partial(_local, body=body, adapter_spec=adapter_spec),
         mesh=manager.mesh,
-        in_specs=(jax.typeof(x).sharding.spec, *(kernel_spec for _ in kernels)),
+        in_specs=(jax.typeof(x).sharding.spec, adapter_spec, *(kernel_spec for _ in kernels)),
         out_specs=tuple(out_spec for _ in kernels),
     )
-    return island(x, *kernels)
+    return island(x, adapter, *kernels)
 
 
-def _check_features(spec: P, config: TensorParallelConfig) -> None:
+def _local(
+    x: jax.Array,
+    adapter: LowRank | None,
+    *kernels: jax.Array,
+    body: Callable[..., tuple[jax.Array, ...]],
+    adapter_spec: Any,
+) -> tuple[jax.Array, ...]:
+    return body(x, *kernels, adapter=adapter, adapter_spec=adapter_spec)
+
+
+def check_features(spec: P, config: TensorParallelConfig) -> None:
     """Refuse activations whose features another axis than tp splits."""
     sizes = config.manager.mesh.shape
     for name in mesh_axes_of(spec[-1]):
@@ -121,7 +155,7 @@ def check_row_input(spec: P, config: TensorParallelConfig) -> None:
             "ColumnParallelLinear computes the input, give that one a TensorParallelConfig with "
             "reduce_scatter_output=True; otherwise use jax.sharding.reshard on the input"
         )
-    _check_features(spec, config)
+    check_features(spec, config)
 
 
 def column_parallel(
@@ -129,6 +163,7 @@ def column_parallel(
     kernels: Sequence[jax.Array],
     config: TensorParallelConfig,
     precision: lax.PrecisionLike = None,
+    adapter: LowRank | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply `x` with `ColumnWise` kernels (D, F): `... L D` -> `... L F` each, F on tp.
 
@@ -140,10 +175,10 @@ def column_parallel(
     dim, or if another axis splits its features.
     """
     axis, spec = config.axis_name, jax.typeof(x).sharding.spec
-    _check_features(spec, config)
+    check_features(spec, config)
     body = partial(column_block, dim=split_dim(spec, axis), precision=precision)
     out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
-    return _shard_map(body, x, kernels, ColumnWise, out_spec, config)
+    return _shard_map(body, x, kernels, ColumnWise, out_spec, config, adapter)
 
 
 def column_block(
@@ -154,17 +189,51 @@ def column_block(
     axis_name: str,
     overlap: Overlap,
     precision: lax.PrecisionLike,
+    adapter: LowRank | None = None,
+    adapter_spec: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Compute `column_parallel` of local blocks inside a shard_map over all mesh axes.
 
     `... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F/tp` -> `... L F/tp` each.
     """
-    whole = [gather_kernel(w, kernel_spec, keep=axis_name, dtype=x.dtype, like=x) for w in kernels]
+    frozen = 0
+    if adapter is not None:
+        # Every device computes all columns of x A. Their gradients are summed over tp: that of A in
+        # its own dtype, that of x together with the gradient through the kernels.
+        x, frozen = pcast_varying(x, (axis_name,)), len(kernels)
+    gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
+    whole = [gather(w, kernel_spec) for w in kernels]
+    if adapter is not None:
+        a, adapter = gather_column_adapter(adapter, adapter_spec, keep=axis_name, like=x)
+        whole.append(a)
     if dim is None:
-        return tuple(jnp.matmul(x, w, precision=precision) for w in whole)
-    return gather_matmul(
-        x, whole, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
-    )
+        outputs = tuple(jnp.matmul(x, w, precision=precision) for w in whole)
+    else:
+        options: Any = {"axis_name": axis_name, "overlap": overlap, "precision": precision}
+        outputs = gather_matmul(x, whole, dim=dim, frozen=frozen, **options)
+    return outputs if adapter is None else adapter.update(outputs[:-1], outputs[-1], precision)
+
+
+def gather_column_adapter(
+    adapter: LowRank, specs: LowRank, *, keep: str | tuple[str, ...], like: jax.Array
+) -> tuple[jax.Array, LowRank]:
+    """Inside shard_map, return (matrices a side by side, the adapter), gathered but for `keep`."""
+    gather = partial(gather_factor, keep=keep, like=like)
+    b = tuple(map(gather, adapter.b, specs.b))
+    return gather(adapter.columns(), specs.a[0]), replace(adapter, b=b)
+
+
+def gather_factor(
+    factor: jax.Array, spec: P, *, keep: str | tuple[str, ...], like: jax.Array
+) -> jax.Array:
+    """Inside shard_map, gather a factor of an adapter in the dtype of `like`.
+
+    It stays split over the axes of `keep` that split it. Where it is whole over such an axis, and
+    `like` is not, its gradient is summed over it in its own dtype.
+    """
+    used = {name for entry in spec for name in mesh_axes_of(entry)}
+    kept = tuple(name for name in mesh_axes_of(keep) if name in used)
+    return gather_kernel(factor, spec, keep=kept, dtype=like.dtype, like=like)
 
 
 def row_parallel(
@@ -173,6 +242,7 @@ def row_parallel(
     out_spec: P,
     config: TensorParallelConfig,
     precision: lax.PrecisionLike = None,
+    adapter: LowRank | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply `x` with `RowWise` kernels (F, D): `... L F`, F on tp -> `... L D` each.
 
@@ -193,7 +263,7 @@ def row_parallel(
             "may differ, so reshard before or after it"
         )
     body = partial(row_block, dim=split_dim(out_spec, axis, rank=x.ndim), precision=precision)
-    return _shard_map(body, x, kernels, RowWise, out_spec, config)
+    return _shard_map(body, x, kernels, RowWise, out_spec, config, adapter)
 
 
 def row_block(
@@ -204,88 +274,52 @@ def row_block(
     axis_name: str,
     overlap: Overlap,
     precision: lax.PrecisionLike,
+    adapter: LowRank | None = None,
+    adapter_spec: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Compute `row_parallel` of local blocks inside a shard_map over all mesh axes.
 
     `... L F/tp`, kernels `F/tp D/fsdp` -> `... L/tp D` or `... L D/tp` or `... L D` each.
     """
+    gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
+    ring: Any = {"axis_name": axis_name, "overlap": overlap, "precision": precision}
     outputs = []
-    for kernel in kernels:
-        w = gather_kernel(kernel, kernel_spec, keep=axis_name, dtype=x.dtype, like=x)
-        if dim is None:
-            y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
+    for index, kernel in enumerate(kernels):
+        w, own = gather(kernel, kernel_spec), None if adapter is None else adapter.of(index)
+        a = None if own is None else gather(own.a[0], adapter_spec.a[0])
+        if a is not None and dim == ROWS and lax.axis_size(axis_name) > 1:
+            y, u = split_columns(matmul_scatter(x, w, dim=dim, more_columns=a, **ring), [w, a])
         else:
-            y = matmul_scatter(
-                x, w, axis_name=axis_name, dim=dim, overlap=overlap, precision=precision
-            )
+            if dim is None:
+                y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
+            else:
+                y = matmul_scatter(x, w, dim=dim, **ring)
+            if a is not None:
+                u = lax.psum(jnp.matmul(x, a, precision=precision), axis_name)
+        if own is not None:
+            y = add_row_update(y, u, own, adapter_spec, dim, axis_name, precision)
         outputs.append(y)
     return tuple(outputs)
 
 
-def column_row_parallel(
-    x: jax.Array,
-    column_kernels: Sequence[jax.Array],
-    biases: Sequence[jax.Array],
-    row_kernel: jax.Array,
-    *,
-    function: Callable[..., jax.Array],
-    config: TensorParallelConfig,
-    precision: lax.PrecisionLike = None,
-) -> jax.Array:
-    """Compute `function(x @ column_kernels, biases) @ row_kernel` with both rings overlapped.
-
-    `... L/tp D` -> `... L/tp D`. Meaning of `function`, communication and equations:
-    `gather_matmul_scatter`.
-
-    Args:
-        x: Activations with their rows on tp.
-        column_kernels: `ColumnWise` kernels (D, F).
-        biases: Vectors (F,) on tp that `function` takes after the products.
-        row_kernel: `RowWise` kernel (F, D).
-        function: Elementwise work between the two matmuls.
-        config: Mesh, tp axis and overlap method.
-        precision: Precision of the matmuls.
-    """
-    manager, axis = config.manager, config.axis_name
-    spec = jax.typeof(x).sharding.spec
-    _check_features(spec, config)
-    to_params = partial(params_for_shard_map, x=x, keep=axis)
-    column_spec, column_kernels = to_params(column_kernels, manager.resolve(ColumnWise))
-    row_spec, (row_kernel,) = to_params([row_kernel], manager.resolve(RowWise))
-    body = partial(
-        _column_row_body,
-        specs=(column_spec, row_spec),
-        function=function,
-        axis_name=axis,
-        overlap=config.overlap,
-        precision=precision,
-    )
-    island = jax.shard_map(
-        body,
-        mesh=manager.mesh,
-        in_specs=(spec, [column_spec for _ in column_kernels], [P(axis) for _ in biases], row_spec),
-        out_specs=spec,
-    )
-    return island(x, list(column_kernels), list(biases), row_kernel)
-
-
-def _column_row_body(
-    x: jax.Array,
-    column_kernels: list[jax.Array],
-    biases: list[jax.Array],
-    row_kernel: jax.Array,
-    *,
-    specs: tuple[P, P],
+def add_row_update(
+    y: jax.Array,
+    u: jax.Array,
+    adapter: LowRank,
+    specs: LowRank,
+    dim: SplitDim | None,
     axis_name: str,
-    **options: Any,
+    precision: lax.PrecisionLike,
 ) -> jax.Array:
-    """`... L/tp D`, kernels `D/fsdp F/tp`, biases `F/tp`, kernel `F/tp D/fsdp` -> `... L/tp D`."""
-    gather = partial(gather_kernel, keep=axis_name, dtype=x.dtype, like=x)
-    return gather_matmul_scatter(
-        x,
-        [gather(w, specs[0]) for w in column_kernels],
-        [gather(bias, P(axis_name)) for bias in biases],
-        gather(row_kernel, specs[1]),
-        axis_name=axis_name,
-        **options,
-    )
+    """Add scale * u @ b to a row-parallel result, where u = x @ a is summed over tp.
+
+    y: `... L/tp D` or `... L D/tp` or `... L D`; u: the same rows, all columns.
+    """
+    u = checkpoint_name(u, SAVED_NAMES[0])
+    if dim is not None:
+        u = pcast_varying(u, (axis_name,))
+    b = gather_factor(adapter.b[0], specs.b[0], keep=(), like=u)
+    if dim == FEATURES:
+        width = y.shape[-1]
+        b = lax.dynamic_slice_in_dim(b, lax.axis_index(axis_name) * width, width, 1)
+    return add_product(y, u, b, adapter.scale, precision)

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from rings import collectives, equations, place, primitives, ring
 
+from parallel.linear.collective_chain import gather_matmul_scatter
 from parallel.linear.collective_matmul import (
     gather_matmul,
     gather_matmul_blocks,
-    gather_matmul_scatter,
     matmul_scatter,
 )
 from parallel.linear.local_matmul import CHAIN_WGRAD_BLOCKS, WGRAD_BLOCKS
