@@ -4,6 +4,7 @@ A family is one file with two tables: rules for the keys of config.json, and ent
 Nothing in this package reads or writes a file.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +29,7 @@ IGNORED = frozenset(
     resid_pdrop embd_pdrop router_jitter_noise router_aux_loss_coef aux_loss_alpha seq_aux ep_size
     is_encoder_decoder tie_encoder_decoder chunk_size_feed_forward
     is_llama_config rope_interleaved num_nextn_predict_layers num_mtp_layers
-    unsloth_version unsloth_fixed
+    unsloth_version unsloth_fixed transformers.js_config
     """.split()
 )
 """Keys of config.json that do not change what the model computes for given tokens: names, token
@@ -143,30 +144,33 @@ def family_of(keys: Keys) -> Family:
         for family in FAMILIES.values()
         if family.model_type == keys.get("model_type")
     ]
-    if len(named) != 1 or named[0] not in FAMILIES:
-        found = ", ".join(map(str, named)) or f"model_type {keys.get('model_type')!r}"
+    names = list(map(str, named)) if isinstance(named, list) else [repr(named)]
+    if len(names) != 1 or names[0] not in FAMILIES:
+        found = ", ".join(names) or f"model_type {keys.get('model_type')!r}"
         raise FamilyError(
             f"config.json: architecture {found} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    return FAMILIES[named[0]]
+    return FAMILIES[names[0]]
 
 
 def find_family(model: ModelConfig) -> Family:
     """Return the first family that can express a model. Raises: FamilyError."""
-    missed = {}
+    failures: list[tuple[float, str]] = []
     for name, family in FAMILIES.items():
         if family.is_sparse != bool(model.moe.num_experts):
             continue
         try:
-            missed[name] = family._express(model)[1]
+            missed = family._express(model)[1]
         except ValueError as error:
-            missed[name] = [str(error).partition("\n")[0]] * len(ModelConfig.model_fields)
-        if not missed[name]:
+            reason = str(error).partition("\n")[0]
+            failures.append((math.inf, f"{name}, which does not fit: {reason}"))
+            continue
+        if not missed:
             return family
-    nearest = min(missed, key=lambda name: len(missed[name]))
+        failures.append((len(missed), f"{name}, which lacks {', '.join(missed)}"))
+    _, nearest = min(failures, key=lambda failure: failure[0])
     raise FamilyError(
-        "no Hugging Face architecture can express this model; the nearest is "
-        f"{nearest}, which lacks {', '.join(missed[nearest])}"
+        f"no Hugging Face architecture can express this model; the nearest is {nearest}"
     )
 
 
@@ -213,6 +217,7 @@ def mathematics(model: ModelConfig) -> dict[str, Any]:
     values["rope_layers"] = model.has_rope
     values["biases"] = sorted(model.biases)
     values["head_dim"] = model.head_size
+    values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size
     values["rope_scaling"]["row_length"] = None  # chosen by a run
     if False not in model.sparse_layers:
         values["intermediate_size"] = None

@@ -3,21 +3,24 @@
 DeepSeek models themselves are not supported: they need MLA.
 """
 
-from model.families.rules import Key
+from model.families.rules import Key, Only
 from model.families.shared import experts, mlp
-from model.families.tensors import linear, vector
+from model.families.tensors import vector, weight
 
 ROUTER = (
     Key("n_routed_experts", "moe.num_experts", other="num_local_experts"),
     Key("num_experts_per_tok", "moe.num_experts_per_tok"),
-    Key("moe_intermediate_size", "moe.moe_intermediate_size"),
+    Key("moe_intermediate_size", "moe.moe_intermediate_size", written="expert_size"),
     Key("n_group", "moe.n_group", 1),
     Key("topk_group", "moe.topk_group", 1),
     Key("routed_scaling_factor", "moe.routed_scaling_factor", 1.0),
+    Only("scoring_func", ("sigmoid",), optional=True),
+    Only("topk_method", ("noaux_tc",), optional=True),
+    Only("moe_layer_freq", (1,), optional=True),
 )
 """Keys of a router of this kind."""
 EXPERTS = (
-    *linear("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router")[:1],
+    *weight("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
     *vector(
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",
         "sparse_layers.mlp.router.bias",

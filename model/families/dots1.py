@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.deepseek import EXPERTS, ROUTER
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, LayerTypes, Only, after_max_window_layers, dimensions
+from model.families.rules import Bias, Key, LayerTypes, Only, dimensions, sliding_from
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 DOTS1 = register(
@@ -11,9 +11,9 @@ DOTS1 = register(
         architecture="Dots1ForCausalLM",
         model_type="dots1",
         rules=(
-            *dimensions(eps=1e-6),
+            *dimensions(eps=1e-6, kv_heads=32),
             Rope(),
-            LayerTypes(after_max_window_layers, window=4096, others=("max_window_layers",)),
+            LayerTypes(sliding_from(62), window=4096, others=("max_window_layers",)),
             Only("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             *ROUTER,

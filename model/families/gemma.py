@@ -17,13 +17,13 @@ from model.families.shared import ATTENTION, DENSE_MLP, OUTER
 from model.families.tensors import vector
 
 _RULES = (
-    *dimensions(eps=1e-6, tied=True, head_dim=256),
+    *dimensions(eps=1e-6, tied=True, kv_heads=4, head_dim=256),
     ScaledEmbedding(),
     Named("hidden_activation", "hidden_act", (("gelu_pytorch_tanh", "gelu_tanh"),)),
     Unread(("hidden_act", "sliding_window_size")),
-    Key("query_pre_attn_scalar", default=256, whole=True),
+    Key("query_pre_attn_scalar", default=256, whole=True, written="head_size"),
     Bias("attention_bias", ("qkv", "o")),
-    Only("use_bidirectional_attention", (False, None)),
+    Only("use_bidirectional_attention", (False,)),
 )
 _FIELDS = {"norm_placement": "both", "norm_offset": 1.0}
 _NORMS = (
@@ -41,8 +41,8 @@ GEMMA2 = register(
             *_RULES,
             Rope(),
             LayerTypes(full_every(2), window=4096),
-            Key("attn_logit_softcapping", default=50.0),
-            Key("final_logit_softcapping", default=30.0),
+            Key("attn_logit_softcapping", default=50.0, nullable=True),
+            Key("final_logit_softcapping", default=30.0, nullable=True),
         ),
         fields=_FIELDS,
         tensors=(*OUTER, *_NORMS, *ATTENTION, *DENSE_MLP),

@@ -11,7 +11,7 @@ GLM4_MOE = register(
         architecture="Glm4MoeForCausalLM",
         model_type="glm4_moe",
         rules=(
-            *dimensions(eps=1e-5),
+            *dimensions(eps=1e-5, kv_heads=8),
             Rope(partial=0.5),
             Only("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv",)),

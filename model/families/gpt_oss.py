@@ -8,7 +8,7 @@ from model.families.layouts import SAME, Interleaved
 from model.families.rope import Rope
 from model.families.rules import Bias, Key, LayerTypes, Only, Unread, dimensions, full_every
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS
-from model.families.tensors import Entry, linear, vector
+from model.families.tensors import Entry, vector, weight
 
 _EXPERTS = "model.layers.{layer}.mlp.experts"
 _GATE_UP = "sparse_layers.mlp.gate_up"
@@ -18,7 +18,7 @@ GPT_OSS = register(
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
         rules=(
-            *dimensions(eps=1e-5, head_dim=64),
+            *dimensions(eps=1e-5, kv_heads=8, head_dim=64),
             Rope(
                 theta=150000.0,
                 scaling={
@@ -50,7 +50,7 @@ GPT_OSS = register(
             *PRE_NORMS,
             *ATTENTION,
             *vector("model.layers.{layer}.self_attn.sinks", "*.attention.sinks"),
-            *linear("model.layers.{layer}.mlp.router", "sparse_layers.mlp.router")[:1],
+            *weight("model.layers.{layer}.mlp.router", "sparse_layers.mlp.router"),
             *vector("model.layers.{layer}.mlp.router.bias", "sparse_layers.mlp.router.logit_bias"),
             *(
                 Entry(

@@ -10,7 +10,7 @@ MISTRAL = register(
         architecture="MistralForCausalLM",
         model_type="mistral",
         rules=(
-            *dimensions(eps=1e-6),
+            *dimensions(eps=1e-6, kv_heads=8),
             Rope(),
             LayerTypes(every_layer, listed=False, window=4096),
             Only("hidden_act", ("silu",)),

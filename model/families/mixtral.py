@@ -4,14 +4,14 @@ from model.families.base import Family, register
 from model.families.rope import Rope
 from model.families.rules import Key, LayerTypes, Only, dimensions, every_layer
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS, experts
-from model.families.tensors import linear
+from model.families.tensors import weight
 
 MIXTRAL = register(
     Family(
         architecture="MixtralForCausalLM",
         model_type="mixtral",
         rules=(
-            *dimensions(eps=1e-5),
+            *dimensions(eps=1e-5, kv_heads=8),
             Rope(theta=1e6),
             LayerTypes(every_layer, listed=False),
             Only("hidden_act", ("silu",)),
@@ -23,9 +23,9 @@ MIXTRAL = register(
             *OUTER,
             *PRE_NORMS,
             *ATTENTION,
-            *linear("model.layers.{layer}.block_sparse_moe.gate", "sparse_layers.mlp.router"),
+            *weight("model.layers.{layer}.block_sparse_moe.gate", "sparse_layers.mlp.router"),
             *experts("model.layers.{layer}.block_sparse_moe.experts", "w1", "w3", "w2"),
-            *linear("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
+            *weight("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
             *experts("model.layers.{layer}.mlp.experts"),
         ),
     )

@@ -16,6 +16,10 @@ PHI3 = register(
             LayerTypes(every_layer, listed=False),
             Only("hidden_act", ("silu",)),
             Only("attention_bias", (False,)),
+            Only("mlp_bias", (False,), optional=True),
+            Only("lm_head_bias", (False,), optional=True),
+            Only("full_attn_mod", (1,), optional=True),
+            Only("interpolate_factor", (1,), optional=True),
         ),
         fields={},
         tensors=(

@@ -2,7 +2,7 @@
 
 from model.families.base import Family, register
 from model.families.rope import Rope
-from model.families.rules import LayerTypes, Only, after_max_window_layers, dimensions
+from model.families.rules import LayerTypes, Only, dimensions, sliding_from
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 QWEN2 = register(
@@ -10,15 +10,16 @@ QWEN2 = register(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
         rules=(
-            *dimensions(eps=1e-6),
+            *dimensions(eps=1e-6, kv_heads=32),
             Rope(),
             LayerTypes(
-                after_max_window_layers,
+                sliding_from(28),
                 window=4096,
                 switch="use_sliding_window",
                 others=("max_window_layers",),
             ),
             Only("hidden_act", ("silu",)),
+            Only("use_mrope", (False,), optional=True),
         ),
         fields={"biases": ("qkv",)},
         tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),

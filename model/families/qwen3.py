@@ -8,22 +8,22 @@ from model.families.rules import (
     Key,
     LayerTypes,
     Only,
-    after_max_window_layers,
     dimensions,
     every_layer,
+    sliding_from,
 )
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts
-from model.families.tensors import linear
+from model.families.tensors import weight
 
 QWEN3 = register(
     Family(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
         rules=(
-            *dimensions(eps=1e-6, head_dim=128),
+            *dimensions(eps=1e-6, kv_heads=32, head_dim=128),
             Rope(),
             LayerTypes(
-                after_max_window_layers,
+                sliding_from(28),
                 window=4096,
                 switch="use_sliding_window",
                 others=("max_window_layers",),
@@ -40,7 +40,7 @@ QWEN3_MOE = register(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
         rules=(
-            *dimensions(eps=1e-6),
+            *dimensions(eps=1e-6, kv_heads=4),
             Rope(),
             LayerTypes(
                 every_layer,
@@ -53,7 +53,7 @@ QWEN3_MOE = register(
             Bias("attention_bias", ("qkv", "o")),
             Key("num_experts", "moe.num_experts", 128, other="num_local_experts"),
             Key("num_experts_per_tok", "moe.num_experts_per_tok", 8),
-            Key("moe_intermediate_size", "moe.moe_intermediate_size", 768),
+            Key("moe_intermediate_size", "moe.moe_intermediate_size", 768, written="expert_size"),
             Key("norm_topk_prob", "moe.norm_topk_prob", False),
             Key("decoder_sparse_step", "moe.decoder_sparse_step", 1),
             DenseLayers(),
@@ -64,7 +64,7 @@ QWEN3_MOE = register(
             *PRE_NORMS,
             *ATTENTION,
             *DENSE_MLP,
-            *linear("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
+            *weight("model.layers.{layer}.mlp.gate", "sparse_layers.mlp.router"),
             *experts("model.layers.{layer}.mlp.experts"),
         ),
     )

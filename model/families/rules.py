@@ -13,25 +13,39 @@ Default = Callable[[Keys], Any]
 """A default that depends on other keys."""
 
 
-def num_heads(keys: Keys) -> Any:
-    """Return num_attention_heads, the default of num_key_value_heads."""
-    return keys.get("num_attention_heads")
+def given(keys: Keys, name: str, default: Any = None) -> Any:
+    """Return the value of a key, or the default where it is absent or null."""
+    value = keys.get(name)
+    return default if value is None else value
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Return the value of a key. Raises: FamilyError unless it is a whole number >= least."""
+    if type(value) is not int or value < least:
+        raise FamilyError(
+            f"config.json: {name}={value!r} is not a whole number of at least {least}; correct it"
+        )
+    return value
 
 
 @dataclass(frozen=True)
 class Key:
     """A key that is one field of `ModelConfig`.
 
-    default: Hugging Face's value where the key is absent; a function of the keys: also where it is
-    null. other: another spelling of the key, which some versions write. whole: the key is a whole
-    number, our field is not.
+    default: Hugging Face's value where the key is absent or null, or a function of the keys. other:
+    another spelling of the key, which some versions write. nullable: null is a value of its own.
+    whole: the key is a whole number, our field is not. size: it is a whole number of at least 1.
+    written: property of `ModelConfig` that is written where our field is null.
     """
 
     name: str
     field: str = ""
     default: Any = _REQUIRED
     other: str = ""
+    nullable: bool = False
     whole: bool = False
+    size: bool = False
+    written: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,24 +54,52 @@ class Key:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set the field to the value of the key. Raises: FamilyError if it is missing."""
-        value = next((keys[name] for name in self.names if name in keys), self.default)
-        if callable(self.default) and (value is None or value is self.default):
-            value = self.default(keys)
+        found = [keys[name] for name in self.names if name in keys]
+        value = next((x for x in found if x is not None), None)
+        if value is None and not (found and self.nullable):
+            value = self.default(keys) if callable(self.default) else self.default
         if value is _REQUIRED:
             raise FamilyError(f"config.json has no {self.name}; add it")
-        fields[self.field or self.name] = value
+        fields[self.field or self.name] = whole_number(self.name, value) if self.size else value
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
-        """Set the key to the value of the field."""
-        value = get_field(model, self.field or self.name)
+        """Set the key to the value of the field. Raises: FamilyError for a null without meaning."""
+        path = self.field or self.name
+        value = get_field(model, path)
+        if value is None and self.written:
+            value = get_field(model, self.written)
+        if value is None and not self.nullable and self.default is not None:
+            raise FamilyError(f"model.{path}=None has no value of {self.name}")
         keys[self.name] = int(value) if self.whole and value is not None else value
+
+
+@dataclass(frozen=True)
+class KeyValueHeads:
+    """`num_key_value_heads`; null: as many as query heads.
+
+    default: Hugging Face's value where the key is absent; None: as for null.
+    """
+
+    default: int | None = None
+    names: tuple[str, ...] = ("num_key_value_heads",)
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Set the field to the value of the key. Raises: FamilyError."""
+        name = self.names[0]
+        value = keys.get(name, self.default)
+        value = fields["num_attention_heads"] if value is None else value
+        fields[name] = whole_number(name, value)
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write the number of heads."""
+        keys[self.names[0]] = model.num_key_value_heads
 
 
 @dataclass(frozen=True)
 class HeadDim:
     """`head_dim`, which is written in full: some models do not read null as the default.
 
-    default: Hugging Face's value where the key is absent; None: hidden_size / heads.
+    default: Hugging Face's value where the key is absent or null; None: hidden_size / heads.
     """
 
     default: int | None = None
@@ -65,7 +107,7 @@ class HeadDim:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set the field to the value of the key."""
-        fields["head_dim"] = keys.get("head_dim", self.default)
+        fields["head_dim"] = given(keys, "head_dim", self.default)
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
         """Write the width of a head."""
@@ -74,14 +116,14 @@ class HeadDim:
 
 @dataclass(frozen=True)
 class Only:
-    """A key with a few supported values, none of which sets a field. The first one is written.
+    """A key with a few supported values, none of which sets a field.
 
-    default: value where the key is absent.
+    The first one is the default. optional: the key is not written; only some models have it.
     """
 
     name: str
     values: tuple[Any, ...]
-    default: Any = None
+    optional: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +132,7 @@ class Only:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Check the value. Raises: FamilyError."""
-        value = keys.get(self.name, self.default if self.default is not None else self.values[0])
+        value = given(keys, self.name, self.values[0])
         if value not in self.values:
             supported = " or ".join(repr(v) for v in self.values)
             raise FamilyError(
@@ -99,7 +141,8 @@ class Only:
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
         """Write the first supported value."""
-        keys[self.name] = self.values[0]
+        if not self.optional:
+            keys[self.name] = self.values[0]
 
 
 @dataclass(frozen=True)
@@ -120,7 +163,7 @@ class Named:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set the field to our name. Raises: FamilyError for another value."""
-        value = keys.get(self.name, self.values[0][0])
+        value = given(keys, self.name, self.values[0][0])
         for theirs, ours in self.values:
             if value == theirs:
                 fields[self.field] = ours
@@ -148,13 +191,21 @@ def every_layer(keys: Keys, count: int, window: int | None) -> list[LayerType]:
     return ["full_attention" if window is None else "sliding_attention"] * count
 
 
-def after_max_window_layers(keys: Keys, count: int, window: int | None) -> list[LayerType]:
-    """Return sliding attention from layer `max_window_layers` on, if there is a window."""
-    first = keys.get("max_window_layers", 28)
-    return [
-        "sliding_attention" if window is not None and layer >= first else "full_attention"
-        for layer in range(count)
-    ]
+def sliding_from(default: int) -> LayerPattern:
+    """Return a pattern: sliding attention from layer `max_window_layers` on, if there is a window.
+
+    default: Hugging Face's value of `max_window_layers`.
+    """
+
+    def pattern(keys: Keys, count: int, window: int | None) -> list[LayerType]:
+        name = "max_window_layers"
+        first = whole_number(name, given(keys, name, default), least=0)
+        return [
+            "sliding_attention" if window is not None and layer >= first else "full_attention"
+            for layer in range(count)
+        ]
+
+    return pattern
 
 
 def full_every(period: int) -> LayerPattern:
@@ -164,9 +215,10 @@ def full_every(period: int) -> LayerPattern:
     """
 
     def pattern(keys: Keys, count: int, window: int | None) -> list[LayerType]:
-        given = keys.get("sliding_window_pattern", keys.get("_sliding_window_pattern", period))
+        name = "sliding_window_pattern"
+        found = whole_number(name, given(keys, name, given(keys, f"_{name}", period)))
         return [
-            "sliding_attention" if (layer + 1) % given else "full_attention"
+            "sliding_attention" if (layer + 1) % found else "full_attention"
             for layer in range(count)
         ]
 
@@ -196,11 +248,13 @@ class LayerTypes:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set layer_types and sliding_window."""
-        count, window = keys["num_hidden_layers"], keys.get("sliding_window", self.window)
+        count, window = fields["num_hidden_layers"], keys.get("sliding_window", self.window)
         if self.switch and not keys.get(self.switch, False):
             window = None
-        types = keys.get("layer_types") if self.listed else None
-        types = tuple(self.pattern(keys, count, window) if types is None else types)
+        listed = keys.get("layer_types") if self.listed else None
+        if listed is None:
+            listed = list(self.pattern(keys, count, window))
+        types = _per_layer("layer_types", listed, count)
         has_window = "sliding_attention" in types
         if has_window and window is None:
             raise FamilyError(
@@ -234,7 +288,7 @@ class Bias:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Add the groups to the biases."""
-        if keys.get(self.name, self.default):
+        if given(keys, self.name, self.default):
             fields["biases"] = (*fields.get("biases", ()), *self.groups)
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
@@ -277,14 +331,28 @@ class NoRopeLayers:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set rope_layers."""
-        count, every = keys["num_hidden_layers"], keys.get("no_rope_layer_interval", 4)
-        listed = keys.get("no_rope_layers") or [(n + 1) % every != 0 for n in range(count)]
-        has_rope = tuple(map(bool, listed[:count]))
+        count, name = fields["num_hidden_layers"], "no_rope_layer_interval"
+        every = whole_number(name, given(keys, name, 4))
+        default = [(n + 1) % every != 0 for n in range(count)]
+        listed = given(keys, "no_rope_layers", default)
+        listed = listed[:count] if isinstance(listed, list) else listed
+        has_rope = tuple(map(bool, _per_layer("no_rope_layers", listed, count)))
         fields["rope_layers"] = has_rope[: _period(has_rope)]
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
         """Write the list in full."""
         keys["no_rope_layers"] = list(map(int, model.has_rope))
+
+
+def _per_layer(name: str, listed: Any, count: int) -> tuple[Any, ...]:
+    """Return a list with one entry per layer. Raises: FamilyError for anything else."""
+    if not isinstance(listed, list) or len(listed) != count:
+        found = f"{len(listed)} entries" if isinstance(listed, list) else repr(listed)
+        raise FamilyError(
+            f"config.json: {name} has {found}, but num_hidden_layers={count}; give a list with one "
+            "entry per layer"
+        )
+    return tuple(listed)
 
 
 def _period(values: tuple[Any, ...]) -> int:
@@ -300,8 +368,8 @@ class DenseLayers:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set the number of leading dense layers. Raises: FamilyError."""
-        layers = keys.get("mlp_only_layers") or []
-        if sorted(layers) != list(range(len(layers))):
+        layers = given(keys, "mlp_only_layers", [])
+        if not isinstance(layers, list) or {*map(repr, layers)} != {*map(repr, range(len(layers)))}:
             raise FamilyError(
                 f"config.json: mlp_only_layers={layers} is not supported; only the first layers "
                 "may be dense"
@@ -314,20 +382,24 @@ class DenseLayers:
 
 
 def dimensions(
-    *, eps: float = 1e-6, tied: bool = False, head_dim: int | None = None
+    *,
+    eps: float = 1e-6,
+    tied: bool = False,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
 ) -> tuple[Rule, ...]:
     """Return the rules that all families need: sizes, epsilon of the norms, tied embeddings.
 
     The arguments are Hugging Face's defaults that differ between families.
     """
     return (
-        Key("vocab_size"),
-        Key("hidden_size"),
-        Key("num_hidden_layers"),
-        Key("num_attention_heads"),
-        Key("num_key_value_heads", default=num_heads),
+        Key("vocab_size", size=True),
+        Key("hidden_size", size=True),
+        Key("num_hidden_layers", size=True),
+        Key("num_attention_heads", size=True),
+        KeyValueHeads(kv_heads),
         HeadDim(head_dim),
-        Key("intermediate_size"),
+        Key("intermediate_size", size=True),
         Key("rms_norm_eps", default=eps),
         Key("tie_word_embeddings", default=tied),
         Key("attention_dropout", default=0.0),

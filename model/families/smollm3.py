@@ -1,6 +1,6 @@
 """SmolLM3: Llama in which some layers have no rope. SmolLM 1 and 2 are Llama."""
 
-from model.families.base import Family, register
+from model.families.base import Family, Fields, register
 from model.families.rope import Rope
 from model.families.rules import (
     Bias,
@@ -16,7 +16,7 @@ from model.segments import LayerType
 
 def _sliding_without_rope(keys: Keys, count: int, window: int | None) -> list[LayerType]:
     """Return sliding attention for layers without rope, if there is a window."""
-    fields: dict[str, tuple[bool, ...]] = {}
+    fields: Fields = {"num_hidden_layers": count}
     NoRopeLayers().read(keys, fields)
     has_rope = fields["rope_layers"]
     return [
@@ -30,7 +30,7 @@ SMOLLM3 = register(
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",
         rules=(
-            *dimensions(eps=1e-6, tied=True),
+            *dimensions(eps=1e-6, tied=True, kv_heads=4),
             Rope(theta=2e6),
             NoRopeLayers(),
             LayerTypes(

@@ -54,6 +54,11 @@ def linear(name: str, path: str, *outputs: str) -> tuple[Entry, ...]:
     )
 
 
+def weight(name: str, path: str) -> tuple[Entry, ...]:
+    """Return the entry of a linear without bias."""
+    return linear(name, path)[:1]
+
+
 @dataclass(frozen=True)
 class Piece:
     """Part of one of our arrays, and the tensor on disk that holds it."""

@@ -1,12 +1,17 @@
 """config.json of real models to `ModelConfig` and back; tables without gaps or doubles."""
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from model import families
 from model.config import ModelConfig
 from model.families.base import (
     FAMILIES,
+    Family,
     FamilyError,
     family_of,
     find_family,
@@ -111,8 +116,58 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+BUILT_IN = {
+    family.architecture
+    for module in families.__all__
+    for family in vars(getattr(families, module)).values()
+    if isinstance(family, Family)
+}
+
+
 def test_every_family_has_a_case() -> None:
-    assert FAMILIES.keys() == FIELDS.keys()
+    assert BUILT_IN == FIELDS.keys() <= FAMILIES.keys()
+
+
+# Parameters that released models are known for, without multi-token-prediction layers. Their
+# config.json files, as their makers published them, are in the folder `released`.
+RELEASED: dict[str, int | float] = {
+    "Llama-2-7b-hf": 6_738_415_616,
+    "Llama-3.2-1B": 1_235_814_400,
+    "SmolLM2-1.7B-Instruct": 1_711_376_384,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen2.5-0.5B": 494_032_768,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Phi-4-mini-instruct": 3_836_021_760,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-270m": 268_098_176,
+    "OLMo-2-0425-1B": 1_484_916_736,
+    "SmolLM3-3B": 3_075_098_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "dots.llm1.inst": 142_774_381_696,
+    "GLM-4.5-Air": 106e9,  # as announced
+}
+
+
+def released(name: str) -> dict[str, Any]:
+    path = Path(__file__).parent / "released" / f"{name}.json"
+    return json.loads(path.read_text("utf-8"))
+
+
+def test_every_family_has_a_released_model() -> None:
+    assert {released(name)["architectures"][0] for name in RELEASED} == BUILT_IN
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_model_has_the_parameters_that_it_is_known_for(name) -> None:
+    found = released(name)
+    model = model_config(family_of(found).read(found))
+    tolerance = 0 if isinstance(RELEASED[name], int) else 0.01
+    assert math.isclose(model.num_parameters, RELEASED[name], rel_tol=tolerance)
+    again = model_config(family_of(found).read(family_of(found).write(model)))
+    assert mathematics(again) == mathematics(model)
 
 
 @pytest.mark.parametrize("architecture", FIELDS)
