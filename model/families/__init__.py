@@ -11,6 +11,7 @@ from model.families import (
     olmo2,
     phi3,
     qwen2,
+    qwen2_moe,
     qwen3,
     smollm3,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "olmo2",
     "phi3",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
     "smollm3",
 ]

@@ -2,8 +2,9 @@
 
 from model.families.base import Family, register
 from model.families.deepseek import EXPERTS, ROUTER
+from model.families.layer_rules import LayerTypes, sliding_from
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, LayerTypes, Only, dimensions, sliding_from
+from model.families.rules import Bias, Key, Only, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 DOTS1 = register(

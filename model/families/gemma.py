@@ -1,18 +1,9 @@
 """Gemma 2 and 3 (text): norms before and after each branch, scaled embeddings, mixed windows."""
 
 from model.families.base import Family, register
+from model.families.layer_rules import LayerTypes, full_every
 from model.families.rope import Rope, RopeOfLayerTypes
-from model.families.rules import (
-    Bias,
-    Key,
-    LayerTypes,
-    Named,
-    Only,
-    ScaledEmbedding,
-    Unread,
-    dimensions,
-    full_every,
-)
+from model.families.rules import Bias, Key, Named, Only, ScaledEmbedding, Unread, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER
 from model.families.tensors import vector
 
@@ -60,7 +51,7 @@ GEMMA3 = register(
                 window=4096,
                 others=("sliding_window_pattern", "_sliding_window_pattern"),
             ),
-            Key("attn_logit_softcapping", default=None),
+            Only("attn_logit_softcapping", (None,)),  # transformers reads it, and ignores it
             Key("final_logit_softcapping", default=None),
         ),
         fields={**_FIELDS, "qk_norm": True},

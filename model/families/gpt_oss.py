@@ -4,9 +4,10 @@ Gate and up are interleaved columns. The released weights of the experts are MXF
 """
 
 from model.families.base import Family, register
+from model.families.layer_rules import LayerTypes, full_every
 from model.families.layouts import SAME, Interleaved
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, LayerTypes, Only, Unread, dimensions, full_every
+from model.families.rules import Bias, Key, Only, Unread, dimensions
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS
 from model.families.tensors import Entry, vector, weight
 

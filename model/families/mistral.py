@@ -1,8 +1,9 @@
 """Mistral: Llama with a sliding window in every layer, or in none."""
 
 from model.families.base import Family, register
+from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import LayerTypes, Only, dimensions, every_layer
+from model.families.rules import Only, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 MISTRAL = register(

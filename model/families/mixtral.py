@@ -1,8 +1,9 @@
 """Mixtral: Mistral with experts; the router takes the top k before its softmax."""
 
 from model.families.base import Family, register
+from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import Key, LayerTypes, Only, dimensions, every_layer
+from model.families.rules import Key, Only, dimensions
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS, experts
 from model.families.tensors import weight
 

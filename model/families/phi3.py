@@ -1,8 +1,9 @@
 """Phi-3 and Phi-4: q, k and v in one tensor, and gate and up in one tensor."""
 
 from model.families.base import Family, register
+from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import LayerTypes, Only, dimensions, every_layer
+from model.families.rules import Only, dimensions
 from model.families.shared import OUTER, PRE_NORMS
 from model.families.tensors import linear
 

@@ -1,8 +1,9 @@
 """Qwen2 and Qwen2.5: Llama with biases on the q, k and v projections."""
 
 from model.families.base import Family, register
+from model.families.layer_rules import LayerTypes, sliding_from
 from model.families.rope import Rope
-from model.families.rules import LayerTypes, Only, dimensions, sliding_from
+from model.families.rules import Only, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 QWEN2 = register(

@@ -1,17 +1,9 @@
 """Qwen3, dense and with experts: a norm on every query and key head."""
 
 from model.families.base import Family, register
+from model.families.layer_rules import DenseLayers, LayerTypes, every_layer, sliding_from
 from model.families.rope import Rope
-from model.families.rules import (
-    Bias,
-    DenseLayers,
-    Key,
-    LayerTypes,
-    Only,
-    dimensions,
-    every_layer,
-    sliding_from,
-)
+from model.families.rules import Bias, Key, Only, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts
 from model.families.tensors import weight
 

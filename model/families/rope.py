@@ -10,6 +10,7 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.families.base import FamilyError, Fields, Keys
+from model.families.rules import whole_number
 from model.rope import RopeScaling
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -45,7 +46,8 @@ class Rope:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set rope_theta, rope_scaling and partial_rotary_factor. Raises: FamilyError."""
-        found = keys.get("rope_scaling") or keys.get("rope_parameters") or self.scaling or {}
+        found = _parameters(keys, "rope_scaling") or _parameters(keys, "rope_parameters")
+        found = found or self.scaling or {}
         fields["rope_theta"] = _first(found.get("rope_theta"), keys.get("rope_theta"), self.theta)
         fields["rope_scaling"] = read_scaling(found, keys)
         default = 1.0 if self.partial is None else self.partial
@@ -86,9 +88,9 @@ class RopeOfLayerTypes:
 
     def read(self, keys: Keys, fields: Fields) -> None:
         """Set rope_theta, rope_local_theta and rope_scaling. Raises: FamilyError."""
-        found = keys.get("rope_parameters") or {}
-        full = {**(found.get("full_attention") or {}), **(keys.get("rope_scaling") or {})}
-        local = found.get("sliding_attention") or {}
+        found = _parameters(keys, "rope_parameters")
+        full = {**_parameters(found, "full_attention"), **_parameters(keys, "rope_scaling")}
+        local = _parameters(found, "sliding_attention")
         if read_scaling(local, keys)["type"] != "default":
             raise FamilyError(
                 "config.json: rope scaling of sliding_attention layers is not supported"
@@ -107,6 +109,14 @@ class RopeOfLayerTypes:
         keys["rope_scaling"] = write_scaling(model.rope_scaling)
 
 
+def _parameters(keys: Keys, name: str) -> Keys:
+    """Return a key that holds an object; empty where it is absent. Raises: FamilyError."""
+    value = keys.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise FamilyError(f"config.json: {name}={value!r} is not supported; give an object")
+    return value
+
+
 def read_scaling(parameters: Keys, keys: Keys) -> dict[str, Any]:
     """Return the fields of `RopeScaling` from `rope_scaling` or `rope_parameters`.
 
@@ -115,7 +125,7 @@ def read_scaling(parameters: Keys, keys: Keys) -> dict[str, Any]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "short_factor" in parameters):
         kind = "longrope"  # names of early versions
-    if kind not in _TYPES:
+    if str(kind) not in _TYPES:
         raise FamilyError(
             f"config.json: rope type {kind!r} is not supported; supported: {', '.join(_TYPES)}"
         )
@@ -127,11 +137,14 @@ def read_scaling(parameters: Keys, keys: Keys) -> dict[str, Any]:
                 "no effect, remove it"
             )
     values = {name: parameters[name] for name in _TYPES[kind] if parameters.get(name) is not None}
+    if kind == "yarn" and "factor" not in values:
+        raise FamilyError("config.json: rope type yarn has no factor; add it")
     if _ORIGINAL in _TYPES[kind]:
         longest = keys.get("max_position_embeddings")
         values[_ORIGINAL] = original = _first(keys.get(_ORIGINAL), values.get(_ORIGINAL), longest)
-        if "factor" not in values and longest and original:
-            values["factor"] = max(1.0, longest / original)
+        if "factor" not in values and longest is not None:
+            whole = whole_number("max_position_embeddings", longest)
+            values["factor"] = max(1.0, whole / whole_number(_ORIGINAL, original))
     return {"type": kind, **values}
 
 

@@ -1,15 +1,9 @@
 """SmolLM3: Llama in which some layers have no rope. SmolLM 1 and 2 are Llama."""
 
-from model.families.base import Family, Fields, register
+from model.families.base import Family, Fields, Keys, register
+from model.families.layer_rules import LayerTypes, NoRopeLayers
 from model.families.rope import Rope
-from model.families.rules import (
-    Bias,
-    Keys,
-    LayerTypes,
-    NoRopeLayers,
-    Only,
-    dimensions,
-)
+from model.families.rules import Bias, Only, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 from model.segments import LayerType
 

@@ -12,7 +12,9 @@ from transformers import CONFIG_MAPPING
 import model.families  # noqa: F401 (registers the families)
 from model.families.base import FAMILIES, mathematics, model_config
 
-SIZES = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 1}
+SIZES = dict.fromkeys(
+    ("num_hidden_layers", "num_attention_heads", "hidden_size", "moe.moe_intermediate_size"), 1
+)
 # Keys that have no default in transformers either.
 NEEDED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
 

@@ -63,6 +63,11 @@ MODELS = {
     "qwen2": Tiny(
         "Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}
     ),
+    "qwen2-moe": Tiny(
+        "Qwen2MoeConfig",
+        {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 32}
+        | {"mlp_only_layers": [0], "use_sliding_window": True, "sliding_window": 24},
+    ),
     "qwen3": Tiny("Qwen3Config", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-moe": Tiny("Qwen3MoeConfig", {**EXPERTS, "num_experts": 8, "mlp_only_layers": [0]}),
     "phi3": Tiny("Phi3Config", {"sliding_window": 24, "num_key_value_heads": 4, "head_dim": 8}),
@@ -93,7 +98,7 @@ MODELS = {
         | {"use_qk_norm": True, "n_shared_experts": 1},
     ),
 }
-SPARSE = {"mixtral", "qwen3-moe", "gpt-oss", "dots1", "glm4-moe"}
+SPARSE = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "dots1", "glm4-moe"}
 
 
 def make_model(name: str) -> Any:

@@ -59,6 +59,10 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"moe.num_experts": 8, "moe.router": "topk_softmax", "rope_theta": 1e6},
     ),
     "Qwen2ForCausalLM": ({}, {"biases": ("qkv",), "sliding_window": None}),
+    "Qwen2MoeForCausalLM": (
+        {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 48},
+        {"biases": ("qkv",), "moe.num_shared_experts": 3, "moe.shared_expert_gate": True},
+    ),
     "Qwen3ForCausalLM": ({}, {"qk_norm": True, "head_size": 128}),
     "Qwen3MoeForCausalLM": (
         {"mlp_only_layers": [0]},
@@ -137,6 +141,7 @@ RELEASED: dict[str, int | float] = {
     "Mistral-7B-v0.1": 7_241_732_096,
     "Mixtral-8x7B-v0.1": 46_702_792_704,
     "Qwen2.5-0.5B": 494_032_768,
+    "Qwen1.5-MoE-A2.7B": 14_315_784_192,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Phi-3-mini-4k-instruct": 3_821_079_552,
@@ -240,6 +245,39 @@ def test_every_array_has_tensors_and_no_element_is_held_twice(architecture) -> N
         assert taken[name] == count, name
 
 
+@pytest.mark.parametrize("architecture", FIELDS)
+def test_a_bias_of_the_router_on_disk_is_no_bias_on_the_choice_of_experts(architecture) -> None:
+    choice = "sparse_layers.mlp.router.bias"
+    names = {e.name for e in FAMILIES[architecture].tensors if choice in e.paths}
+    assert all(name.endswith("e_score_correction_bias") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "written"),
+    [
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": None}, {"query_pre_attn_scalar": 8}),
+        ("Gemma3ForCausalLM", {"query_pre_attn_scalar": None}, {"query_pre_attn_scalar": 8}),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": None}, {"moe_intermediate_size": 96}),
+        ("Dots1ForCausalLM", {"moe_intermediate_size": None}, {"moe_intermediate_size": 96}),
+    ],
+)
+def test_a_null_of_ours_is_written_as_its_value(architecture, changes, written) -> None:
+    (name,) = changes
+    given, _ = FIELDS[architecture]
+    model = read(architecture, **given, head_dim=8)
+    if name in type(model).model_fields:
+        model = model.model_copy(update=changes)
+    else:
+        model = model.model_copy(update={"moe": model.moe.model_copy(update=changes)})
+    assert FAMILIES[architecture].write(model).items() >= written.items()
+
+
+def test_a_null_that_has_no_meaning_is_not_written() -> None:
+    model = read("GptOssForCausalLM").model_copy(update={"swiglu_limit": None})
+    with pytest.raises(FamilyError, match=r"model\.swiglu_limit=None has no value of swiglu_limit"):
+        FAMILIES["GptOssForCausalLM"].write(model)
+
+
 OLD = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
 NEW = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}}
 
@@ -276,6 +314,42 @@ def test_longrope_gets_its_factor_from_the_lengths() -> None:
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [2]}, "only the first layers may be dense"),
         ("GptOssForCausalLM", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported"),
         ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "=True is not supported"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "softcapping=50.0 is not supp"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": ["yarn"]}}, "rope type .* is not supported"),
+        ("LlamaForCausalLM", {"rope_parameters": [1]}, "rope_parameters=.* is not supported"),
+        ("MistralForCausalLM", {"sliding_window": "8"}, "sliding_window='8' is not a whole number"),
+        ("LlamaForCausalLM", {"architectures": [["a"]]}, "architecture .* is not supported"),
+        ("Gemma2ForCausalLM", {"layer_types": 5}, "layer_types has 5, but"),
+        ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope=True is not supported"),
+        ("Phi3ForCausalLM", {"full_attn_mod": 2}, "full_attn_mod=2 is not supported"),
+        ("Dots1ForCausalLM", ROUTED | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 100},
+            "only multiples of moe_intermediate_size=1408 are",
+        ),
+        ("Gemma2ForCausalLM", {"layer_types": []}, "layer_types has 0 entries, but num_hidden"),
+        ("Gemma2ForCausalLM", {"layer_types": ["full_attention"] * 3}, "has 3 entries, but"),
+        ("Gemma2ForCausalLM", {"layer_types": "full_attention"}, "has 'full_attention', but"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries"),
+        ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 0}, "interval=0 is not a whole number"),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 0}, "pattern=0 is not a whole number"),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": "6"}, "pattern='6' is not a whole"),
+        ("Dots1ForCausalLM", ROUTED | {"max_window_layers": "4"}, "max_window_layers='4' is not"),
+        ("LlamaForCausalLM", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole"),
+        ("LlamaForCausalLM", {"num_hidden_layers": "4"}, "num_hidden_layers='4' is not a whole"),
+        ("Gemma2ForCausalLM", {"hidden_size": "wide"}, "hidden_size='wide' is not a whole number"),
+        (
+            "LlamaForCausalLM",
+            {
+                "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]},
+                "max_position_embeddings": "long",
+            },
+            "max_position_embeddings='long' is not a whole number",
+        ),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn"}}, "yarn has no factor; add it"),
+        ("LlamaForCausalLM", {"rope_scaling": "linear"}, "rope_scaling='linear' is not supported"),
+        ("LlamaForCausalLM", {"architectures": "LlamaForCausalLM"}, "architecture 'LlamaForC"),
     ],
 )
 def test_what_would_change_the_mathematics_is_refused(architecture, changes, message) -> None:
