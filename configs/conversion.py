@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ import jax
 import numpy as np
 
 from configs.build import build_program, open_devices
-from configs.reading import apply_overrides
+from configs.reading import apply_overrides, import_plugins
 from configs.schema import Config, dump_config, load_config, make_config
-from data.tokenizers.base import TOKENIZER_FILE, open_tokenizer
+from data.tokenizers.base import (
+    TOKENIZER_FILE,
+    TOKENIZER_FOLDER,
+    open_tokenizer,
+    saved_tokenizer,
+)
 from model.families.base import nested
 from model.families.layouts import Shape
 from model.lora import is_adapter, read_merged
@@ -23,11 +29,10 @@ from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
 from training.hugging_face.companions import (
-    TOKENIZER_FOLDER,
     copy_companions,
-    end_token,
     export_companions,
     load_source,
+    token_ids,
 )
 from training.hugging_face.model_directory import ModelDirectory
 from training.hugging_face.read import read_parameters
@@ -51,17 +56,34 @@ def import_config(directory: Path, run: Path, overrides: Sequence[str] = ()) -> 
     The vocabulary is padded to a multiple of `mesh.tp` unless an override says otherwise.
     Raises: ValueError for a model that is not supported, or an override that does not fit it.
     """
+    given: dict[str, Any] = {}
+    apply_overrides(given, overrides)
+    import_plugins(given)  # they may register the family
     source = ModelDirectory(directory)
-    data: dict[str, Any] = {}
-    if (source.path / TOKENIZER_FILE).is_file():
-        saved = run_directory(str(run)) / TOKENIZER_FOLDER
-        data = {"tokenizer": str(saved), "eos_token": end_token(source.path, source.keys)}
-    tree = {"run": {"dir": str(run)}, "model": nested(source.read_fields()), "data": data}
+    saved = str(run_directory(str(run)) / TOKENIZER_FOLDER)
+    has_tokenizer = (source.path / TOKENIZER_FILE).is_file()
+    tree: dict[str, Any] = {
+        "run": {"dir": str(run)},
+        "model": nested(source.read_fields()),
+        "data": {"tokenizer": saved} if has_tokenizer else {},
+    }
     apply_overrides(tree, overrides)
-    tp = (tree.get("mesh") or {}).get("tp", 1)
-    if isinstance(tp, int) and tp > 0 and tree["model"]["vocab_size"] % tp:
-        tree["model"].setdefault("pad_vocab_to_multiple_of", tp)
-    return make_config(tree)
+    _pad_vocabulary(tree)
+    config = make_config(tree)
+    # Without the library a model can be converted all the same.
+    if has_tokenizer and config.data.tokenizer == saved and find_spec("tokenizers"):
+        open_tokenizer(str(source.path), config.data.eos_token)
+    return config
+
+
+def _pad_vocabulary(tree: dict[str, Any]) -> None:
+    """Pad the vocabulary for `mesh.tp`, unless the tree says how. Wrong values stay as they are."""
+    mesh, model = tree.get("mesh"), tree.get("model")
+    if not isinstance(mesh, dict) or not isinstance(model, dict):
+        return
+    tp, size = mesh.get("tp"), model.get("vocab_size")
+    if type(tp) is int and tp > 0 and type(size) is int and size % tp:
+        model.setdefault("pad_vocab_to_multiple_of", tp)
 
 
 @dataclass(frozen=True)
@@ -171,8 +193,6 @@ def export_model(
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} has no config.yaml; give a run directory of train.py")
     config, source = load_config(run / "config.yaml"), load_source(run)
-    saved = run / TOKENIZER_FILE
-    name = str(saved) if saved.is_file() else config.data.tokenizer
     with tools.open_checkpoints(tools.find_run(str(run))) as checkpoints:
         step = tools.choose_step(checkpoints, run, step)
         leaves, part = checkpoints.record(step)["leaves"], "ema." if ema else "params."
@@ -188,8 +208,9 @@ def export_model(
         others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
         tokenizer = None
         if source is None:
+            name = str(saved_tokenizer(run) or config.data.tokenizer)
             tokenizer = open_tokenizer(name, config.data.eos_token)
-            others |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+            others |= token_ids(tokenizer)
         export = plan_export(config.model, shapes, source, dtype=dtype, others=others)
         directory.mkdir(parents=True, exist_ok=True)
         device = tools.one_device()

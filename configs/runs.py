@@ -16,6 +16,7 @@ from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_
 from model.lora import LoRAConfig, merge_adapters
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import saved_steps
 from training.step import Program
 
 
@@ -50,7 +51,7 @@ class Run:
                 "optimizer.ema_decay to get one"
             )
         folder = self.directory / "checkpoints"
-        found = sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+        found = saved_steps(folder)
         if not found or step not in (None, *found):
             wanted = "checkpoint" if step is None else f"checkpoint {step}"
             steps = ", ".join(map(str, found)) or "none"

@@ -3,6 +3,15 @@
 import json
 
 import pytest
+from hf_files import (
+    CONFIG,
+    SMALL,
+    assert_bit_equal,
+    convert,
+    random_tensors,
+    tensors_of,
+    write_model,
+)
 from runs import read_lines, refusal, run, write_config
 
 pytestmark = pytest.mark.usefixtures("signals")
@@ -38,6 +47,16 @@ optimizer:
   learning_rate: 1e-2
 training: {steps: 2, sample_tokens: 0, writers: [jsonl, toy_writer]}
 """
+
+
+# First, before another test imports the plugin.
+def test_a_model_of_a_family_from_a_plugin_is_imported_and_exported(tmp_path):
+    toy = {"architectures": ["ToyForCausalLM"], "model_type": "toy"}
+    source, run = write_model(tmp_path / "hf", config=CONFIG | toy), tmp_path / "run"
+    assert convert("from-hf", source, run, "plugins=[toy_plugin]", *SMALL) == 0
+    assert convert("to-hf", run, tmp_path / "out") == 0
+    assert_bit_equal(tensors_of(tmp_path / "out"), random_tensors())
+    assert json.loads((tmp_path / "out/config.json").read_text()).items() >= toy.items()
 
 
 def test_one_extension_of_every_kind_trains_two_steps(tmp_path):

@@ -1,5 +1,6 @@
 """One toy extension of every kind, registered from outside the packages; see test_plugins.py."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from data.chat import register_chat_template
 from data.formats.base import register_format, to_document
 from model.activations import register_activation
 from model.attention.registry import Capabilities, register
+from model.families import base as families
+from model.families.qwen3 import QWEN3_MOE
 from model.remat import REMAT_POLICIES
 from training import optimizers
 from training.schedules import register as register_schedule
@@ -73,4 +76,7 @@ def toy_activation(gate, up):
     return jax.nn.relu(gate) * up
 
 
+TOY_FAMILY = families.register(
+    dataclasses.replace(QWEN3_MOE, architecture="ToyForCausalLM", model_type="toy")
+)
 REMAT_POLICIES["toy_remat"] = jax.checkpoint_policies.everything_saveable

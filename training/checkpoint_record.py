@@ -54,6 +54,11 @@ Leaves = Mapping[str, list[Any]]
 """[shape, dtype] of every array, by its dotted path; JSON values."""
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, ascending, without opening it."""
+    return sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+
+
 def read_record(folder: Path, step: int) -> dict[str, Any]:
     """Return the record in the folder of a checkpoint.
 

@@ -20,7 +20,7 @@ from model.lora import is_adapter, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
-from training.checkpoint_record import CheckpointError, Leaves, read_record
+from training.checkpoint_record import CheckpointError, Leaves, read_record, saved_steps
 from training.fingerprint import leaf_name
 from training.hugging_face.model_directory import CONFIG, ModelDirectory
 from training.hugging_face.read import read_parameters
@@ -243,7 +243,7 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
 
 
 def _find_step(path: Path, folder: Path, asked: int | None) -> int:
-    found = sorted(int(entry.name) for entry in folder.glob("[0-9]*") if entry.name.isdecimal())
+    found = saved_steps(folder)
     if not found or asked not in (None, *found):
         raise ValueError(
             f"{_KEY}={path} holds no checkpoint (found: {', '.join(map(str, found)) or 'none'}); "

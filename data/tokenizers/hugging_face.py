@@ -68,7 +68,9 @@ class HuggingFaceTokenizer:
         special = [token["content"] for token in value["added_tokens"] if token["special"]]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos_token is None and not set(_USUAL_ENDS) & set(special):
-            eos_token = self.settings.special_tokens.get("eos_token")
+            first = self.settings.eos_ids[:1]
+            named = next((token for token, number in vocabulary.items() if number in first), None)
+            eos_token = self.settings.special_tokens.get("eos_token", named)
         self._eos_token = _find_end(name, eos_token, special, vocabulary)
         self.eos_id = vocabulary[self._eos_token]
         self.vocab_size = 1 + max(vocabulary.values())
@@ -237,6 +239,8 @@ def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
         raise DataError(f"data.tokenizer={name}: {path}: {error.strerror}; {_remedy()}") from error
     except ValueError as error:
         raise DataError(_not_a_tokenizer(path, error)) from error
+    if not isinstance(value, dict):
+        raise DataError(_not_a_tokenizer(path, ValueError("it holds no JSON object")))
     if value == BYTE_LEVEL_JSON and eos_token in (None, END):
         return ByteTokenizer()
     return HuggingFaceTokenizer(name, content, eos_token, settings)

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple, Protocol
 import ml_dtypes
 import numpy as np
 
+from model.families.base import FamilyError
 from model.families.layouts import Shape
 from registry import Registry
 
+_FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
+_SCALE_TYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16))
 _FP4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
@@ -38,6 +41,12 @@ class Mxfp4Tensor:
 
     blocks: np.ndarray
     scales: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.blocks.dtype != np.uint8 or self.scales.dtype != np.uint8:
+            raise ValueError(f"has {self.blocks.dtype} and {self.scales.dtype} instead of uint8")
+        if self.blocks.ndim != 4 or self.blocks.shape != (*self.scales.shape, 16):
+            raise ValueError(f"has scales {self.scales.shape} for blocks {self.blocks.shape}")
 
     @property
     def shape(self) -> Shape:
@@ -65,6 +74,13 @@ class Fp8Tensor:
     scale: np.ndarray
     block: tuple[int, int] = (128, 128)
 
+    def __post_init__(self) -> None:
+        if self.weight.dtype != _FP8 or self.scale.dtype not in _SCALE_TYPES:
+            raise ValueError(f"is {self.weight.dtype} with scales of {self.scale.dtype}")
+        blocks = (-(-size // block) for size, block in zip(self.shape, self.block, strict=False))
+        if self.weight.ndim != 2 or self.scale.shape != tuple(blocks):
+            raise ValueError(f"has scales {self.scale.shape} for a weight {self.shape}")
+
     @property
     def shape(self) -> Shape:
         """(out, in)."""
@@ -86,23 +102,35 @@ def _decode_mxfp4(tensors: Sequence[np.ndarray], settings: Mapping[str, Any]) ->
 
 
 def _decode_fp8(tensors: Sequence[np.ndarray], settings: Mapping[str, Any]) -> StoredTensor:
-    rows, columns = settings.get("weight_block_size") or (128, 128)
+    rows, columns = settings.get("weight_block_size", (128, 128))
     weight, scale = tensors
     return Fp8Tensor(weight, scale, (rows, columns))
+
+
+def _check_fp8(settings: Mapping[str, Any]) -> None:
+    block = settings.get("weight_block_size", [128, 128])
+    if not isinstance(block, list) or [type(n) is int and n > 0 for n in block] != [True, True]:
+        raise FamilyError(
+            f"config.json: weight_block_size={block!r} of quantization_config is not supported; "
+            "only FP8 weights with a scale per block are: use the model without quantization"
+        )
 
 
 class Encoding(NamedTuple):
     """Storage of a weight by a quantization method.
 
     suffixes: endings of the names of its tensors. decoded: ending of the decoded weight's name.
-    decode: (these tensors, `quantization_config`) -> the tensor that decodes when indexed.
+    decode: (these tensors, `quantization_config`) -> the tensor that decodes when indexed; it
+        raises ValueError for shapes or types that do not fit each other.
+    check: raises FamilyError for a `quantization_config` that is not supported.
     """
 
     suffixes: tuple[str, ...]
     decoded: str
     decode: Callable[[Sequence[np.ndarray], Mapping[str, Any]], StoredTensor]
+    check: Callable[[Mapping[str, Any]], None] = lambda settings: None
 
 
 ENCODINGS: Registry[Encoding] = Registry("quantization_config.quant_method")
 ENCODINGS["mxfp4"] = Encoding(("_blocks", "_scales"), "", _decode_mxfp4)
-ENCODINGS["fp8"] = Encoding((".weight", ".weight_scale_inv"), ".weight", _decode_fp8)
+ENCODINGS["fp8"] = Encoding((".weight", ".weight_scale_inv"), ".weight", _decode_fp8, _check_fp8)

@@ -110,6 +110,10 @@ def test_the_end_of_documents_is_the_usual_one_even_if_the_settings_name_another
     path = tmp_path / "b" / "tokenizer.json"
     path.write_text(path.read_text().replace(EOS, "<|unusual|>"))
     assert open_tokenizer(folder).eos_id == TURN_ID
+    settings = tmp_path / "b" / "tokenizer_config.json"
+    settings.write_text(json.dumps({"bos_token": BOS}))
+    (tmp_path / "b" / "config.json").write_text(json.dumps({"eos_token_id": [EOS_ID, TURN_ID]}))
+    assert open_tokenizer(folder).eos_id == EOS_ID
 
 
 def test_a_run_keeps_the_files_beside_the_tokenizer(tmp_path):

@@ -1,20 +1,19 @@
 """Files beside the weights: tokenizer, chat template, generation settings, and the source's format.
 
-An import copies them unchanged into the run directory, and an export copies them back.
+An import copies them unchanged into the run directory, and an export copies them back. config.json
+is copied for the ids that end a generation; an export writes its own.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.tokenizers.base import TOKENIZER_FILE, Tokenizer
+from data.tokenizers.base import TOKENIZER_FILE, TOKENIZER_FOLDER, Tokenizer
+from training.hugging_face.model_directory import CONFIG
 from training.logs import replace_text
 
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder of a run directory that holds the copied files."""
 SOURCE_FILE = "hugging_face.json"
 _PATTERNS = (
     "tokenizer*",
@@ -26,6 +25,7 @@ _PATTERNS = (
     "*.tiktoken",
     "chat_template*",
     "generation_config.json",
+    CONFIG,
 )
 
 
@@ -77,42 +77,29 @@ def copy_companions(directory: Path, run: Path) -> bool:
 def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write tokenizer and generation files of a run into a model directory.
 
-    tokenizer: the tokenizer of a run that was not imported; None: only the copied files.
+    A folder `tokenizer` in the run is copied, except its config.json. A run without one gets
+    settings that name the tokens of its tokenizer, if it has one.
     """
     folder = run / TOKENIZER_FOLDER
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
-            shutil.copyfile(path, directory / path.name)
-    if tokenizer is None:
-        return
-    tokenizer.save(directory / TOKENIZER_FILE)
-    ends = [token for token, number in tokenizer.controls.items() if number == tokenizer.eos_id]
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0]}
-    for name, content in (
-        ("tokenizer_config.json", settings),
-        ("generation_config.json", {"eos_token_id": tokenizer.eos_id}),
-    ):
-        (directory / name).write_text(json.dumps(content, indent=2), "utf-8")
+            if path.name != CONFIG:
+                shutil.copyfile(path, directory / path.name)
+    elif tokenizer is not None:
+        tokenizer.save(directory / TOKENIZER_FILE)
+        ends = [token for token, number in tokenizer.controls.items() if number == tokenizer.eos_id]
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0]}
+        for name, content in (
+            ("tokenizer_config.json", settings),
+            ("generation_config.json", token_ids(tokenizer)),
+        ):
+            (directory / name).write_text(json.dumps(content, indent=2), "utf-8")
 
 
-def end_token(directory: Path, keys: Mapping[str, Any]) -> str | None:
-    """Return the token that ends a text, as the tokenizer's files or config.json name it.
-
-    keys: the content of config.json.
-    """
-    try:
-        settings = _read(directory / "tokenizer_config.json")
-        token = settings.get("eos_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None:
-            return str(token)
-        ends = keys.get("eos_token_id")
-        ends = ends if isinstance(ends, list) else [ends]
-        added = _read(directory / TOKENIZER_FILE).get("added_tokens", [])
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{directory}: its tokenizer files cannot be read ({error})") from error
-    return next((token["content"] for token in added if token["id"] in ends), None)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the keys of config.json that name tokens: BOS, and all ends of a generation."""
+    ends = list(tokenizer.eos_ids)
+    return {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": ends if len(ends) > 1 else tokenizer.eos_id,
+    }

@@ -6,15 +6,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import model.families  # noqa: F401 (registers the families)
 from model.config import ModelConfig
 from model.families.base import Family, FamilyError, Fields, family_of
 from model.families.layouts import Shape
 from model.families.quantization import ENCODINGS, StoredTensor
+from model.families.rules import given, whole_number
 from model.families.tensors import Piece, find_pieces
-from training.hugging_face.tensor_files import TensorInfo, read_header
+from training.hugging_face.tensor_files import FLOATS, TensorInfo, read_header
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 4096  # compared at once
 _MAX_LISTED = 8
 
 
@@ -46,12 +51,16 @@ class ModelDirectory:
 
     def read_fields(self) -> Fields:
         """Return the fields of `ModelConfig` by dotted path. Raises: FamilyError."""
-        settings = self.keys.get("quantization_config")
-        if settings and settings.get("quant_method") not in ENCODINGS:
+        settings = self.keys.get("quantization_config") or {}
+        is_object = isinstance(settings, dict)
+        method = settings.get("quant_method") if is_object else settings
+        if settings and not (is_object and str(method) in ENCODINGS):
             raise FamilyError(
-                f"config.json: weights quantized by {settings.get('quant_method')!r} are not "
-                f"supported, only {' and '.join(ENCODINGS)}; use the model without quantization"
+                f"config.json: weights quantized by {method!r} are not supported, only "
+                f"{' and '.join(ENCODINGS)}; use the model without quantization"
             )
+        if settings:
+            ENCODINGS[str(method)].check(settings)
         fields = self.family.read(self.keys)
         stored = self.keys.get("dtype", self.keys.get("torch_dtype"))
         fields["dtype"] = "float32" if stored == "float32" else "bfloat16"
@@ -67,15 +76,17 @@ class ModelDirectory:
                 )
             return read_header(self.path / SINGLE)
         where = self._read_json(INDEX).get("weight_map")
-        if not isinstance(where, dict) or not where:
-            raise ValueError(f"{self.path / INDEX} has no weight_map; download it again")
+        if not isinstance(where, dict) or not where or {*map(type, where.values())} != {str}:
+            raise ValueError(
+                f"{self.path / INDEX} has no map of names to files (weight_map); download it again"
+            )
         files = sorted(set(where.values()))
         if missing := [name for name in files if not (self.path / name).is_file()]:
-            raise ValueError(f"{self.path}: {INDEX} names files that are missing: {_few(missing)}")
+            raise ValueError(f"{self.path}: {INDEX} names files that are missing: {few(missing)}")
         headers = {name: read_header(self.path / name) for name in files}
         if absent := [name for name, file in where.items() if name not in headers[file]]:
             raise ValueError(
-                f"{self.path}: {INDEX} names tensors that their files do not hold: {_few(absent)}"
+                f"{self.path}: {INDEX} names tensors that their files do not hold: {few(absent)}"
             )
         return {name: headers[file][name] for name, file in where.items()}
 
@@ -85,7 +96,7 @@ class ModelDirectory:
         settings = self.keys.get("quantization_config")
         if not settings:
             return {}
-        suffixes, decoded, _ = ENCODINGS[settings["quant_method"]]
+        suffixes, decoded, *_ = ENCODINGS[settings["quant_method"]]
         stems = [n.removesuffix(suffixes[-1]) for n in self.infos if n.endswith(suffixes[-1])]
         return {
             stem + decoded: tuple(stem + suffix for suffix in suffixes)
@@ -131,40 +142,69 @@ class ModelDirectory:
         )
         problems = []
         if unnamed := [path for path, pieces in found.items() if not pieces]:
-            problems.append(f"{self.family.architecture} has no tensor for {_few(unnamed)}")
+            problems.append(f"{self.family.architecture} has no tensor for {few(unnamed)}")
         pieces = {piece.name: piece for part in found.values() for piece in part}
         if missing := [name for name in pieces if name not in self.names]:
-            problems.append(f"missing: {_few(missing)}")
-        unknown = [name for name in sorted(self.names - pieces.keys()) if not self._is_unused(name)]
-        if unknown:
-            problems.append(f"unknown: {_few(unknown)}")
+            problems.append(f"missing: {few(missing)}")
+        rest = sorted(self.names - pieces.keys() - self.extra_names)
+        if unknown := [name for name in rest if not self._is_derived(name)]:
+            problems.append(f"unknown: {few(unknown)}")
+        stored = [name for name in pieces if name in self.names]
+        types = {name: problem for name in stored if (problem := self._find_type_problem(name))}
+        if types:
+            problems.append(f"wrong type: {few([f'{name} {types[name]}' for name in types])}")
         shapes = [
-            f"{name} {self.shape(name)} instead of {piece.stored_shape}"
-            for name, piece in pieces.items()
-            if name in self.names and self.shape(name) != piece.stored_shape
+            f"{name} {self.shape(name)} instead of {pieces[name].stored_shape}"
+            for name in stored
+            if name not in types and self.shape(name) != pieces[name].stored_shape
         ]
         if shapes:
-            problems.append(f"wrong shape: {_few(shapes)}")
+            problems.append(f"wrong shape: {few(shapes)}")
         if problems:
             raise FamilyError(f"{self.path}: tensors do not fit config.json: {'; '.join(problems)}")
+        if _HEAD in self.names - pieces.keys() and not self._head_is_embedding:
+            raise FamilyError(
+                f"{self.path}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}; "
+                "set tie_word_embeddings to false in config.json"
+            )
         return found
 
-    def _is_unused(self, name: str) -> bool:
-        """Return whether a tensor may be left out: it follows from others or predicts more tokens.
+    @cached_property
+    def _head_is_embedding(self) -> bool:
+        """Whether the head on disk, which is not read, equals the embedding."""
+        if self.shape(_HEAD) != self.shape(_EMBEDDING):
+            return False
+        head, embedding = self.open(_HEAD), self.open(_EMBEDDING)
+        parts = (slice(row, row + _ROWS) for row in range(0, self.shape(_HEAD)[0], _ROWS))
+        return all(np.array_equal(head[part], embedding[part]) for part in parts)
 
-        The second kind are the layers of multi-token prediction, after the last layer.
-        """
-        if name.endswith("rotary_emb.inv_freq"):
-            return True
-        if name == "lm_head.weight" and self.family.read(self.keys)["tie_word_embeddings"]:
-            return True
-        layer = name.removeprefix("model.layers.").partition(".")[0]
-        extra = self.keys.get("num_nextn_predict_layers") or self.keys.get("num_mtp_layers") or 0
-        first = self.keys["num_hidden_layers"]
-        return layer.isdecimal() and first <= int(layer) < first + extra
+    def _find_type_problem(self, name: str) -> str | None:
+        """Return why a weight cannot be read whatever its shape is, or None."""
+        if name not in self._encoded:
+            dtype = self.infos[name].dtype
+            return None if dtype in FLOATS else f"is {dtype} without scales"
+        try:
+            self.open(name)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _is_derived(self, name: str) -> bool:
+        """Return whether a tensor follows from others."""
+        is_tied = name == _HEAD and self.family.read(self.keys)["tie_word_embeddings"]
+        return is_tied or name.endswith("rotary_emb.inv_freq")
+
+    @cached_property
+    def extra_names(self) -> frozenset[str]:
+        """Names of the weights of multi-token prediction, in layers after the last one."""
+        first = self.family.read(self.keys)["num_hidden_layers"]
+        name = "num_nextn_predict_layers"
+        extra = whole_number(name, given(self.keys, name, given(self.keys, "num_mtp_layers", 0)), 0)
+        layers = {f"model.layers.{layer}." for layer in range(first, first + extra)}
+        return frozenset(n for n in self.names if any(map(n.startswith, layers)))
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
     """Return names as a list, shortened if there are many."""
     rest = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return ", ".join(names[:_MAX_LISTED]) + rest

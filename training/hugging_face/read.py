@@ -23,7 +23,8 @@ from model.families.base import nested
 from model.families.layouts import Shape
 from model.families.tensors import Piece
 from training.fingerprint import leaf_name
-from training.hugging_face.model_directory import ModelDirectory
+from training.hugging_face.model_directory import ModelDirectory, few
+from training.logs import log
 
 _CHUNK_BYTES = 64 * 2**20
 Progress = Callable[[int, int], None]
@@ -61,6 +62,13 @@ def read_parameters(
     paths = jax.tree_util.tree_leaves_with_path(abstract_params)
     leaves = {leaf_name(path): leaf for path, leaf in paths}
     pieces = source.find_pieces(config, {name: leaf.shape for name, leaf in leaves.items()})
+    if source.extra_names and jax.process_index() == 0:
+        log.warning(
+            "%s: left out %d tensors of multi-token prediction: %s",
+            source.path,
+            len(source.extra_names),
+            few(sorted(source.extra_names)),
+        )
     readers = {name: _ArrayReader(source, pieces[name], leaf) for name, leaf in leaves.items()}
     total, done, arrays = sum(reader.num_bytes for reader in readers.values()), 0, {}
     for name, reader in readers.items():

@@ -31,6 +31,8 @@ DTYPES = {
     "BOOL": np.dtype(np.bool_),
 }
 """Types of tensors by their safetensors names."""
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+"""Types of weights that need no decoding."""
 _MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
 _ALIGNMENT = 8
 
@@ -72,32 +74,50 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             )
         try:
             header = json.loads(file.read(length))
-            tensors = {
-                name: TensorInfo(
-                    path, tensor["dtype"], tuple(tensor["shape"]), 8 + length + _start(tensor)
-                )
-                for name, tensor in header.items()
-                if name != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} has a damaged header ({error}); download it again") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has a damaged header (no JSON object); download it again")
+    entries = {name: x for name, x in header.items() if name != "__metadata__"}
+    tensors = {name: _read_entry(path, name, entries[name], 8 + length) for name in entries}
     for name, info in tensors.items():
-        if info.dtype not in DTYPES:
-            raise ValueError(f"{path}: {name} has the type {info.dtype}, which is not supported")
-        if info.offset + info.num_bytes != 8 + length + header[name]["data_offsets"][1]:
-            raise ValueError(
-                f"{path}: the size of {name} does not fit its shape; download it again"
-            )
         if info.offset + info.num_bytes > size:
             raise ValueError(
                 f"{path} is truncated: {name} ends at byte {info.offset + info.num_bytes}, but the "
                 f"file has {size}; download it again"
             )
+    end = 8 + length
+    for name, info in sorted(tensors.items(), key=lambda x: (x[1].offset, x[1].num_bytes)):
+        if info.offset != end:
+            raise ValueError(
+                f"{path}: {name} begins at byte {info.offset} instead of {end}, where the tensor "
+                "before it ends; download it again"
+            )
+        end += info.num_bytes
+    if end != size:
+        raise ValueError(f"{path} has {size - end} bytes after its tensors; download it again")
     return tensors
 
 
-def _start(tensor: Mapping[str, Any]) -> int:
-    return int(tensor["data_offsets"][0])
+def _read_entry(path: Path, name: str, entry: Any, first: int) -> TensorInfo:
+    """Return a tensor of a header. first: byte of the file after the header. Raises: ValueError."""
+    values = entry if isinstance(entry, dict) else {}
+    dtype = values.get("dtype")
+    shape, offsets = (_whole_numbers(values.get(key)) for key in ("shape", "data_offsets"))
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"{path}: {name} has the type {dtype}, which is not supported")
+    if not isinstance(dtype, str) or shape is None or offsets is None or len(offsets) != 2:
+        raise ValueError(f"{path} has a damaged header ({name}: {entry}); download it again")
+    info = TensorInfo(path, dtype, shape, first + offsets[0])
+    if offsets[0] + info.num_bytes != offsets[1]:
+        raise ValueError(f"{path}: the size of {name} does not fit its shape; download it again")
+    return info
+
+
+def _whole_numbers(value: Any) -> tuple[int, ...] | None:
+    """Return a JSON list of numbers that are not negative; None for anything else."""
+    is_list = isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    return tuple(value) if is_list else None
 
 
 def create_file(

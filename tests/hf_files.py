@@ -2,13 +2,23 @@
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from conftest import ROOT
 
+from configs.runs import load_run
+from training.hugging_face.model_directory import ModelDirectory
 from training.hugging_face.tensor_files import DTYPES
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import convert as script
+
+SMALL = ("data.sequence_length=32", "data.global_batch_size=8", "run.compilation_cache=null")
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -89,7 +99,7 @@ def write_model(
 ) -> Path:
     """Write a model directory in one or several files."""
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = random_tensors() if tensors is None else tensors
+    tensors = random_tensors(config=config) if tensors is None else tensors
     (directory / "config.json").write_text(json.dumps(config))
     if files == 1:
         write_file(directory / "model.safetensors", tensors)
@@ -102,3 +112,27 @@ def write_model(
         where |= dict.fromkeys(part, name)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return directory
+
+
+def convert(*arguments: object) -> int:
+    """Run scripts/convert.py in this process and return its exit code."""
+    return script.main(list(map(str, arguments)))
+
+
+def params_of(run: Path, step: int | None = None):
+    """The parameters of a checkpoint, on the mesh of the run."""
+    opened = load_run(run)
+    with jax.set_mesh(opened.program.tp.manager.mesh):
+        return jax.tree.map(np.asarray, opened.load_params(step)[1])
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a model directory, decoded."""
+    source = ModelDirectory(directory)
+    return {name: np.array(source.open(name)) for name in source.names}
+
+
+def assert_bit_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        assert got[name].dtype == x.dtype and got[name].tobytes() == x.tobytes(), name
