@@ -210,7 +210,7 @@ def mathematics(model: ModelConfig) -> dict[str, Any]:
         values["moe.first_k_dense_replace"] = values["moe.decoder_sparse_step"] = None
     values["sparse_layers"] = model.sparse_layers
     values["layer_types"] = model.layer_kinds
-    values["rope_layers"] = model.has_rope
+    values["rope_layers"] = model.rope_pattern
     values["biases"] = sorted(model.biases)
     values["head_dim"] = model.head_size
     values["rope_scaling"]["row_length"] = None  # chosen by a run

@@ -279,12 +279,12 @@ class NoRopeLayers:
         """Set rope_layers."""
         count, every = keys["num_hidden_layers"], keys.get("no_rope_layer_interval", 4)
         listed = keys.get("no_rope_layers") or [(n + 1) % every != 0 for n in range(count)]
-        has_rope = tuple(map(bool, listed[:count]))
-        fields["rope_layers"] = has_rope[: _period(has_rope)]
+        pattern = tuple(map(bool, listed[:count]))
+        fields["rope_layers"] = pattern[: _period(pattern)]
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
         """Write the list in full."""
-        keys["no_rope_layers"] = list(map(int, model.has_rope))
+        keys["no_rope_layers"] = list(map(int, model.rope_pattern))
 
 
 def _period(values: tuple[Any, ...]) -> int:

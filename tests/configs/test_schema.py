@@ -21,13 +21,13 @@ REFUSALS = {
     # Unknown keys name the nearest one.
     "mesh.tpp=8": "mesh.tpp: unknown key; did you mean mesh.tp?",
     "model.hiden_size=64": "model.hiden_size: unknown key; did you mean model.hidden_size?",
-    "modle.hidden_size=64": "modle: unknown key; sections: run, model, mesh",
+    "modle.hidden_size=64": "modle: unknown key; sections: run, model, lora, mesh",
     "learning_rate=1": "learning_rate: unknown key; did you mean optimizer.learning_rate?",
     "model.sequence_length=8": "model.sequence_length: unknown key; did you mean data.sequence_le",
     "training.warmup_steps=8": "training.warmup_steps: unknown key; did you mean optimizer.warmup",
     "model.tp=8": "model.tp: unknown key; did you mean mesh.tp?",
     "optimizer.steps=8": "optimizer.steps: unknown key; did you mean training.steps?",
-    "qqqqqq=8": "qqqqqq: unknown key; sections: run, model, mesh",
+    "qqqqqq=8": "qqqqqq: unknown key; sections: run, model, lora, mesh",
     # Types are not converted.
     "training.steps=ten": "training.steps='ten': input should be a valid integer",
     "training.steps=1.5": "training.steps=1.5: input should be a valid integer",
@@ -61,6 +61,13 @@ REFUSALS = {
     "model.rope_layers=[true,true,false]": "model.rope_layers has 3 entries, but model.num_hidden",
     "model.rope_layers=[false] model.rope_theta=5000.0": (
         "model.rope_theta=5000.0 has no effect, because model.rope_layers leaves no layer with rope"
+    ),
+    "model.rope_local_theta=100.0": (
+        "model.rope_local_theta=100.0 applies to sliding_attention and chunked_attention layers on"
+    ),
+    "model.rope_local_theta=9.0 model.rope_layers=[true,false] model.sliding_window=8 "
+    "model.layer_types=[full_attention,sliding_attention]": (
+        "model.rope_local_theta=9.0 applies to sliding_attention and chunked_attention layers only"
     ),
     f"model.rope_scaling={LONGROPE}": "model.rope_scaling: short_factor has 1 numbers for 16 freq",
     f"model.partial_rotary_factor=0.0625 model.rope_scaling={LONGROPE}": (
