@@ -24,7 +24,7 @@ import numpy as np
 
 from configs.runs import Run, load_run
 from data.chat import encode_chat_prompt, find_answer_end
-from data.chat_jinja import as_chat_template, find_chat_template
+from data.chat_jinja import find_chat_template
 from data.tokenizers.base import with_bos, without_ends
 from model.generation.generator import CacheKind, Generator, stream_text
 from model.generation.sampling import SamplingConfig
@@ -90,7 +90,7 @@ def read_messages() -> Iterator[str]:
 def talk(session: Session, lines: Iterable[str]) -> int:
     """Answer every line with the conversation so far, and return the number of generated tokens."""
     run = session.run
-    template = as_chat_template(find_chat_template(run.config.data.chat_template, run.tokenizer))
+    template = find_chat_template(run.config.data.chat_template, run.tokenizer).template
     end_ids, end = find_answer_end(run.tokenizer, template)
     session.stop_ids += end_ids
     messages: list[tuple[str, str]] = []
