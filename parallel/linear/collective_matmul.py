@@ -299,10 +299,10 @@ def _scatter_rows_backward(
     x, kernels = residuals
     x_at, w = ring.shard(x, ROWS), concat_columns(kernels)
     dys, products = ring.gather(dy, lambda _, block: matmul_transposed(block, w, precision), ROWS)
-    xs = [x_at(position) for position in range(len(dys))]
+    xs, dx = [x_at(position) for position in range(len(dys))], ring.unshard(products, ROWS)
     trained = [trained_columns(block, kernels, frozen) for block in dys]
     dw = kernel_gradient_of_blocks(xs, trained, precision)
-    return ring.unshard(products, ROWS), split_gradient(dw, kernels, frozen)
+    return dx, split_gradient(dw, kernels, frozen)
 
 
 _scatter_rows.defvjp(_scatter_rows_forward, _scatter_rows_backward)

@@ -21,13 +21,13 @@ REFUSALS = {
     # Unknown keys name the nearest one.
     "mesh.tpp=8": "mesh.tpp: unknown key; did you mean mesh.tp?",
     "model.hiden_size=64": "model.hiden_size: unknown key; did you mean model.hidden_size?",
-    "modle.hidden_size=64": "modle: unknown key; sections: run, model, lora, mesh",
+    "modle.hidden_size=64": "modle: unknown key; sections: run, model, lora",
     "learning_rate=1": "learning_rate: unknown key; did you mean optimizer.learning_rate?",
     "model.sequence_length=8": "model.sequence_length: unknown key; did you mean data.sequence_le",
     "training.warmup_steps=8": "training.warmup_steps: unknown key; did you mean optimizer.warmup",
     "model.tp=8": "model.tp: unknown key; did you mean mesh.tp?",
     "optimizer.steps=8": "optimizer.steps: unknown key; did you mean training.steps?",
-    "qqqqqq=8": "qqqqqq: unknown key; sections: run, model, lora, mesh",
+    "qqqqqq=8": "qqqqqq: unknown key; sections: run, model, lora",
     # Types are not converted.
     "training.steps=ten": "training.steps='ten': input should be a valid integer",
     "training.steps=1.5": "training.steps=1.5: input should be a valid integer",

@@ -10,6 +10,7 @@ from model.config import ModelConfig
 from model.footprint import activation_tensors
 from model.layers import TokenInfo
 from model.plan import make_plan
+from model.segments import LayerKind
 from model.transformer import Block, Transformer
 from parallel.planning.sharding_table import sharding_table
 from parallel.sharding.axes import TokenSharding
@@ -35,7 +36,7 @@ def activations_of_the_model(tp) -> dict[str, jax.Array]:
             "x_BLD": block(
                 x,
                 rows,
-                layer_type="full_attention",
+                kind=LayerKind("full_attention", is_sparse=False),
                 choice=plan.attention_of("full_attention", LENGTH),
             )[0],
             "q_BLHh": block.attention._split_heads(qkv["q"]),
