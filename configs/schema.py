@@ -181,10 +181,8 @@ def _cross_check(config: Config) -> None:
 
 def _check_longrope(config: Config) -> None:
     """Check that the choice between the two lists of factors fits the rows of the data."""
-    scaling, longest = (
-        config.model.rope_scaling,
-        max(values_by_step(config.data.sequence_length).values()),
-    )
+    scaling = config.model.rope_scaling
+    longest = max(values_by_step(config.data.sequence_length).values())
     original = scaling.original_max_position_embeddings or longest
     if scaling.type == "longrope" and (scaling.row_length or 0) <= original < longest:
         raise ConfigError(

@@ -54,6 +54,15 @@ class ConversationTemplate:
 
 ChatTemplate = PieceTemplate | ConversationTemplate
 
+
+class ChosenTemplate(NamedTuple):
+    """The chat template of a run, and the key that identifies it in token stores."""
+
+    key: str
+    """Registered name, or digest of a Jinja template."""
+    template: ChatTemplate
+
+
 CHAT_TEMPLATES: Registry[PieceTemplate] = Registry("chat template")
 register_chat_template = CHAT_TEMPLATES.register
 
@@ -71,6 +80,10 @@ def chatml(messages: Messages) -> Iterable[ChatPiece]:
         yield ChatPiece(content, is_learned)
         yield ChatPiece(IM_END, is_learned, is_control=True)
         yield ChatPiece("\n", False)
+
+
+DEFAULT_TEMPLATE = ChosenTemplate("chatml", chatml)
+"""Template of chats if neither the configuration nor the tokenizer names another."""
 
 
 class EncodedChat(NamedTuple):

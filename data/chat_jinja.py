@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 
 from data.chat import (
     CHAT_TEMPLATES,
+    ChosenTemplate,
     ConversationError,
     ConversationTemplate,
     EncodedChat,
@@ -45,11 +46,8 @@ class ChatTemplateError(DataError):
     """A template cannot be used, whatever the conversation is."""
 
 
-def find_chat_template(name: str, tokenizer: Tokenizer) -> "str | JinjaTemplate":
-    """Return the template that `data.chat_template` names: a registered name, or a Jinja template.
-
-    Raises: DataError when there is none.
-    """
+def find_chat_template(name: str, tokenizer: Tokenizer) -> ChosenTemplate:
+    """Return the template that `data.chat_template` names. Raises: DataError when there is none."""
     settings = tokenizer.settings
     if name == "auto":
         name = "tokenizer" if settings.chat_template else "chatml"
@@ -59,19 +57,16 @@ def find_chat_template(name: str, tokenizer: Tokenizer) -> "str | JinjaTemplate"
                 f"data.chat_template=tokenizer, but data.tokenizer={tokenizer.name} has no chat "
                 "template; give a folder whose tokenizer_config.json has one, or use chatml"
             )
-        return JinjaTemplate(settings.chat_template, settings.special_tokens, tokenizer.name)
+        template = JinjaTemplate(settings.chat_template, settings.special_tokens, tokenizer.name)
+        return ChosenTemplate(template.digest, template)
     if not name.endswith(".jinja"):
-        return name
+        return ChosenTemplate(name, CHAT_TEMPLATES[name])
     try:
         source = Path(name).expanduser().read_text("utf-8")
     except OSError as error:
         raise DataError(f"data.chat_template={name}: {error.strerror}; give a file") from error
-    return JinjaTemplate(source, settings.special_tokens, name)
-
-
-def as_chat_template(template: "str | JinjaTemplate") -> Any:
-    """Return the template of a registered name, and a Jinja template as it is."""
-    return CHAT_TEMPLATES[template] if isinstance(template, str) else template
+    template = JinjaTemplate(source, settings.special_tokens, name)
+    return ChosenTemplate(template.digest, template)
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,10 @@ class JinjaTemplate(ConversationTemplate):
     def __reduce__(self) -> tuple[Any, ...]:
         return JinjaTemplate, (self.source, dict(self.special_tokens), self.name)
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.digest)  # the mapping of special tokens has no hash
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 (hex) of everything that decides a rendering."""
         content = json.dumps([self.source, dict(self.special_tokens)], sort_keys=True)
@@ -133,9 +131,9 @@ class JinjaTemplate(ConversationTemplate):
             ConversationError: the template refuses the conversation.
             ChatTemplateError: the assistant tokens of this template cannot be found.
         """
-        _ = self._proven
+        check_template(self)
         controls = _control_tokens(tokenizer)
-        text, spans = self._find_assistant(guard(messages, controls), controls)
+        text, spans = self.find_assistant(guard(messages, controls), controls)
         ids, offsets = _encode_text(tokenizer, text)
         is_learned = np.zeros(len(ids), bool)
         for first, last in spans:
@@ -160,31 +158,11 @@ class JinjaTemplate(ConversationTemplate):
         found = {tail.find(token): token for token in _control_tokens(tokenizer) if token in tail}
         return _encode_text(tokenizer, found[min(found)])[0].tolist() if found else []
 
-    @cached_property
-    def _proven(self) -> bool:
-        """Check on a sample conversation that only the answers are found; always true.
+    def find_assistant(self, messages: Messages, controls: Sequence[str]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation and the spans that the assistant wrote, ascending.
 
-        Raises: ChatTemplateError.
+        Raises: ConversationError.
         """
-        try:
-            text, spans = self._find_assistant(_PROBE, ())
-        except ConversationError as error:
-            raise ChatTemplateError(str(error)) from error
-        learned = [text[first:last] for first, last in spans]
-        answers = [content for role, content in _PROBE if role == "assistant"]
-        questions = [content for role, content in _PROBE if role == "user"]
-        found = len(learned) == len(answers) and all(map(str.__contains__, learned, answers))
-        if not found or any(question in part for part in learned for question in questions):
-            raise ChatTemplateError(
-                f"chat template of {self.name}: it marks {learned} as assistant text, but the "
-                f"answers are {answers}; {_REMEDY}"
-            )
-        return True
-
-    def _find_assistant(
-        self, messages: Messages, controls: Sequence[str]
-    ) -> tuple[str, list[Span]]:
-        """Return the text of a conversation and the spans that the assistant wrote, ascending."""
         whole = self.render(messages)
         if _TAG.search(self.source):
             return _take_marks(whole)
@@ -203,6 +181,27 @@ class JinjaTemplate(ConversationTemplate):
                     )
             spans.append((len(before), _without_space_after_end(after, len(before), controls)))
         return whole, spans
+
+
+@cache
+def check_template(template: JinjaTemplate) -> None:
+    """Check on a sample conversation, once per template, that exactly the answers are found.
+
+    Raises: ChatTemplateError.
+    """
+    try:
+        text, spans = template.find_assistant(_PROBE, ())
+    except ConversationError as error:
+        raise ChatTemplateError(str(error)) from error
+    learned = [text[first:last] for first, last in spans]
+    answers = [content for role, content in _PROBE if role == "assistant"]
+    questions = [content for role, content in _PROBE if role == "user"]
+    found = len(learned) == len(answers) and all(map(str.__contains__, learned, answers))
+    if not found or any(question in part for part in learned for question in questions):
+        raise ChatTemplateError(
+            f"chat template of {template.name}: it marks {learned} as assistant text, but the "
+            f"answers are {answers}; {_REMEDY}"
+        )
 
 
 _REMEDY = "use a template with {% generation %} tags (data.chat_template=FILE.jinja), or chatml"

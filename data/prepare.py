@@ -21,11 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.chat_jinja import JinjaTemplate, as_chat_template, find_chat_template
+from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
+from data.chat_jinja import find_chat_template
 from data.config import DataConfig, OnError, SourceConfig
 from data.files import DataError, find_files, fingerprint, input_bytes
 from data.formats.base import InputShard, plan_shards
-from data.store import INFO, VERSION, InputFile, Store, StorePlan
+from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan
 from data.store_writer import StoreWriter, remove_journal
 from data.tokenization import TokenizeSettings, document_remedy, tokenize_shards
 from data.tokenizers.base import Tokenizer, document_bos
@@ -44,7 +45,7 @@ class StoreJob:
     source: SourceConfig
     tokenizer: Tokenizer
     on_error: OnError
-    chat_template: str | JinjaTemplate = "chatml"
+    chat_template: ChosenTemplate = DEFAULT_TEMPLATE
     bos_id: int | None = None
 
     @cached_property
@@ -61,12 +62,16 @@ class StoreJob:
     def key(self) -> str:
         """Hash of everything that decides the content of the store."""
         parts = [VERSION, fingerprint(self.paths), self.tokenizer.digest, self.source.field]
-        if self.chat_template != "chatml":  # stores of chatml are older than this setting
-            template = self.chat_template
-            parts.append(template if isinstance(template, str) else template.digest)
+        if self.chat_template != DEFAULT_TEMPLATE:  # stores of chatml are older than this setting
+            parts.append(self.chat_template.key)
         if self.bos_id is not None:
             parts.append(f"bos {self.bos_id}")
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is added to the text of documents."""
+        return Encoding(bos_id=self.bos_id, chat_template=self.chat_template.key)
 
     def folder(self, cache: Path) -> Path:
         """Return the folder of the store in the cache."""
@@ -89,6 +94,7 @@ class StoreJob:
             eos_id=self.tokenizer.eos_id,
             source={"name": self.name, **settings, "on_error": self.on_error},
             files=tuple(InputFile(path=path, size=input_bytes([path])) for path in self.paths),
+            encoding=self.encoding,
         )
 
 
@@ -125,7 +131,7 @@ def prepare(
         either, or a kill, the next call continues.
     """
     if (folder := prepared_folder(job.source)) is not None:
-        return open_prepared(folder, job.tokenizer, files_key(job.name), job.bos_id)
+        return open_prepared(folder, job)
     folder = job.folder(cache)
     if _is_free(folder) and limit is not None and job.num_bytes > limit:
         raise DataError(
@@ -144,21 +150,55 @@ def prepared_folder(source: SourceConfig) -> Path | None:
     return None
 
 
-def open_prepared(folder: Path, tokenizer: Tokenizer, key: str, bos_id: int | None = None) -> Store:
-    """Open a store that the user names. Raises: DataError if it has other tokens or no BOS."""
-    store = Store(folder)
+def open_prepared(folder: Path, job: StoreJob) -> Store:
+    """Open a store that the user names. Raises: DataError if the job would make other tokens."""
+    store, tokenizer, key = Store(folder), job.tokenizer, files_key(job.name)
     if store.info.tokenizer_digest != tokenizer.digest:
         raise DataError(
             f"{key}={folder} was made with tokenizer {store.info.tokenizer} "
             f"({store.info.tokenizer_digest[:16]}), but data.tokenizer is {tokenizer.name} "
             f"({tokenizer.digest[:16]}); use the same, or prepare it again"
         )
-    if bos_id is not None and store.tokens[0] != bos_id:
-        raise DataError(
-            f"{key}={folder} was prepared without BOS before its documents, which "
-            f"data.tokenizer={tokenizer.name} adds; prepare it again, or set data.add_bos=false"
-        )
+    _check_encoding(store, job)
     return store
+
+
+def _check_encoding(store: Store, job: StoreJob) -> None:
+    """Raise DataError unless the BOS and, in chats, the template of a store are those of a job."""
+    stored, wanted = _stored_encoding(store, job), job.encoding
+    place = f"{files_key(job.name)}={store.folder}"
+    if stored.bos_id != wanted.bos_id:
+        was, now = (
+            "without BOS" if encoding.bos_id is None else f"with BOS id {encoding.bos_id}"
+            for encoding in (stored, wanted)
+        )
+        or_set = ""
+        if stored.bos_id in (None, job.tokenizer.bos_id):
+            or_set = f", or set data.add_bos={str(stored.bos_id is not None).lower()}"
+        raise DataError(
+            f"{place} was prepared {was} before its documents, but data.tokenizer="
+            f"{job.tokenizer.name} and data.add_bos ask for documents {now}; prepare it again"
+            f"{or_set}"
+        )
+    if store.loss_mask is not None and stored.chat_template != wanted.chat_template:
+        was, now = (encoding.chat_template[:16] for encoding in (stored, wanted))
+        raise DataError(
+            f"{place} was prepared with chat template {was}, but data.chat_template is {now}; use "
+            "the same, or prepare it again"
+        )
+
+
+def _stored_encoding(store: Store, job: StoreJob) -> Encoding:
+    """Return the encoding of a store.
+
+    Older stores do not record it. Their text begins with BOS if they have one; nothing is known
+    about their chats.
+    """
+    if store.info.encoding is not None:
+        return store.info.encoding
+    if job.bos_id is None or store.loss_mask is not None or job.bos_id in store.tokens[:1]:
+        return job.encoding
+    return job.encoding.model_copy(update={"bos_id": None})
 
 
 def build(
@@ -220,7 +260,7 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
         job.name,
         job.source.field,
         job.tokenizer,
-        as_chat_template(job.chat_template),
+        job.chat_template.template,
         job.on_error,
         plan.dtype,
         job.bos_id,

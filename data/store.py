@@ -49,6 +49,16 @@ class StoredFile(InputFile, frozen=True, extra="forbid"):
     digest: str
 
 
+class Encoding(BaseModel, frozen=True, extra="forbid"):
+    """What a store adds to the text of its documents.
+
+    bos_id: id before every document; None: none. chat_template: key of the template of chats.
+    """
+
+    bos_id: NonNegativeInt | None
+    chat_template: str
+
+
 class StorePlan(BaseModel, frozen=True, extra="forbid"):
     """Description of a store before it is written.
 
@@ -62,6 +72,7 @@ class StorePlan(BaseModel, frozen=True, extra="forbid"):
     eos_id: NonNegativeInt
     source: dict[str, Any]
     files: tuple[InputFile, ...]
+    encoding: Encoding
 
     @property
     def dtype(self) -> np.dtype:
@@ -73,7 +84,8 @@ class StoreInfo(BaseModel, frozen=True, extra="forbid"):
     """Description of a complete store: the content of store.json.
 
     digests: SHA-256 of each array file. digest: SHA-256 of what sha256sum prints for these files,
-    which identifies tokens, document ends and masks independently of the folder.
+    which identifies tokens, document ends and masks independently of the folder. encoding: None in
+    stores that are older than this entry.
     """
 
     version: Literal[1]
@@ -90,6 +102,7 @@ class StoreInfo(BaseModel, frozen=True, extra="forbid"):
     skipped: dict[str, Skipped]
     source: dict[str, Any]
     files: tuple[StoredFile, ...]
+    encoding: Encoding | None = None
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each array file."""

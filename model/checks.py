@@ -72,7 +72,7 @@ def _rope(model: ModelConfig) -> Iterator[str]:
             f"model.rope_layers has {len(model.rope_layers)} entries, but model.num_hidden_layers="
             f"{model.num_hidden_layers}; remove the entries past the last layer"
         )
-    if True not in model.has_rope:
+    if True not in model.rope_pattern:
         fields = ("rope_theta", "rope_local_theta", "rope_scaling", "partial_rotary_factor")
         for name in fields:
             value = getattr(model, name)
@@ -82,6 +82,15 @@ def _rope(model: ModelConfig) -> Iterator[str]:
                     f"layer with rope; remove {name}, or list a layer with true"
                 )
         return
+    layers = zip(model.layer_kinds, model.rope_pattern, strict=True)
+    if model.rope_local_theta is not None and not any(
+        has_rope and kind != "full_attention" for kind, has_rope in layers
+    ):
+        yield (
+            f"model.rope_local_theta={model.rope_local_theta} applies to sliding_attention and "
+            "chunked_attention layers only, and this model has none with rope; remove it, or add "
+            "such a layer to model.layer_types"
+        )
     if model.rotary_size < 2 or model.rotary_size % 2:
         yield (
             f"model.partial_rotary_factor={model.partial_rotary_factor} rotates "

@@ -240,6 +240,11 @@ class ModelConfig(
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def softmax_scale(self) -> float:
+        """Factor on attention scores: query_pre_attn_scalar ** -0.5, or its default."""
+        return float((self.query_pre_attn_scalar or self.head_size) ** -0.5)
+
+    @property
     def layer_kinds(self) -> tuple[LayerType, ...]:
         """Attention type of every layer."""
         types = self.layer_types
@@ -274,7 +279,7 @@ class ModelConfig(
         )
 
     @property
-    def has_rope(self) -> tuple[bool, ...]:
+    def rope_pattern(self) -> tuple[bool, ...]:
         """True for every layer that applies rope."""
         listed = self.rope_layers
         return tuple(listed[layer % len(listed)] for layer in range(self.num_hidden_layers))
@@ -291,7 +296,7 @@ class ModelConfig(
         Leading dense layers (`moe.first_k_dense_replace`) and the layers after them are divided
         separately, each by its shortest pattern.
         """
-        kinds = tuple(map(LayerKind, self.layer_kinds, self.sparse_layers, self.has_rope))
+        kinds = tuple(map(LayerKind, self.layer_kinds, self.sparse_layers, self.rope_pattern))
         lead = self.moe.first_k_dense_replace if True in self.sparse_layers else 0
         return (*divide_layers(kinds[:lead]), *divide_layers(kinds[lead:]))
 

@@ -62,7 +62,7 @@ def activation_tensors(
 
 
 def _dense_mlp_size(config: ModelConfig) -> int:
-    """Return the width of the widest SwiGLU that every token passes, or 0 if there is none."""
+    """Return the width of the widest gated MLP that every token passes, or 0 if there is none."""
     shared = config.moe.num_shared_experts * config.expert_size
     return max(
         config.intermediate_size if False in config.sparse_layers else 0,

@@ -247,7 +247,7 @@ class Attention(nnx.Module):
         with jax.named_scope("attention"):
             metadata = OperationMetadata.from_config(self.config)
             metadata = metadata.replace(partition_manager=self.tp.manager)
-            spec = layer_spec(self.config, layer_type, mode, scale=metadata.softmax_scale)
+            spec = layer_spec(self.config, layer_type, mode)
             sinks_H = self.sinks[...] if self.config.attention_sinks else None
             if cache is not None and mode != MODE_PREFILL:
                 positions_BL = info.positions_BL
@@ -313,8 +313,8 @@ class Attention(nnx.Module):
         return y_BLF.reshape(B, L, heads, self.config.head_size, out_sharding=P(*spec, None))
 
 
-class SwiGLU(nnx.Module):
-    """Gated MLP: down(silu(gate(x)) * up(x)), or another activation of gate and up by name.
+class GatedMLP(nnx.Module):
+    """Gated MLP: down(activation(gate(x), up(x))), where `model.hidden_act` names the activation.
 
     Source: arXiv 2002.05202.
     """

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.activations import gated_activation
 from model.config import ModelConfig, MoEConfig
-from model.layers import SwiGLU, truncated_normal
+from model.layers import GatedMLP, truncated_normal
 from model.load_balancing import (
     RoutingStats,
     load_balancing_loss,
@@ -171,7 +171,7 @@ class MoE(nnx.Module):
             **sizes,
         )
         if moe.num_shared_experts:
-            self.shared = SwiGLU(
+            self.shared = GatedMLP(
                 config, tp, rngs=named_rngs(rngs, "shared"), width=width * moe.num_shared_experts
             )
         if moe.shared_expert_gate:

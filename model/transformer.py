@@ -18,7 +18,7 @@ from model.attention.cached import Cache, LayerCache, write_index
 from model.attention.registry import AttentionChoice
 from model.generation.cache import DenseCache
 from model.head import Head
-from model.layers import Attention, Embedding, RMSNorm, SwiGLU, TokenInfo
+from model.layers import Attention, Embedding, GatedMLP, RMSNorm, TokenInfo
 from model.lora import add_adapters, store_base
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
@@ -31,7 +31,7 @@ _STACKS = {False: "layers", True: "sparse_layers"}
 
 
 class Block(nnx.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), with SwiGLU or `MoE`.
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), a gated MLP or experts.
 
     `model.norm_placement` says whether norms come before attention and MLP, after them, or both.
     """
@@ -45,7 +45,7 @@ class Block(nnx.Module):
         self.mlp_norm = RMSNorm(config, tp) if before else None
         self.mlp_post_norm = RMSNorm(config, tp) if after else None
         mlp_rngs = named_rngs(rngs, "mlp")
-        self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else SwiGLU(config, tp, rngs=mlp_rngs)
+        self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else GatedMLP(config, tp, rngs=mlp_rngs)
         add_adapters(self, plan.lora, rngs)
 
     def __call__(

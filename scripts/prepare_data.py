@@ -74,7 +74,7 @@ def pack(store: Store, data: DataConfig) -> str:
 
 def verify(job: StoreJob, folder: Path) -> str:
     """Read the whole store of a source; return a line about it. Raises: DataError for damage."""
-    store = open_prepared(folder, job.tokenizer, files_key(job.name), job.bos_id)
+    store = open_prepared(folder, job)
     store.verify()
     return f"{job.name}: {store.summary()}; verified, digest {store.digest[:16]}; {folder}"
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
             print(verify(job, folder), flush=True)
             continue
         store, speed = (
-            (open_prepared(prepared, tokenizer, files_key(name), job.bos_id), "already prepared")
+            (open_prepared(prepared, job), "already prepared")
             if prepared is not None
             else make(job, folder, args.workers)
         )

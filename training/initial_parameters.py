@@ -8,14 +8,16 @@ import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from model.config import ModelConfig
-from model.families.base import FamilyError
+from model.families.base import FamilyError, mathematics, model_config
 from model.lora import is_adapter, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
@@ -29,8 +31,10 @@ from training.resume import flatten
 from training.step import Program, TrainState
 
 _KEY = "training.init_from"
+_SPARSE_LAYERS = ("moe.num_experts", "moe.first_k_dense_replace", "moe.decoder_sparse_step")
 # Keys of the model that decide which parameters there are, and their shapes.
 SHAPE_KEYS = (
+    *_SPARSE_LAYERS,
     "vocab_size",
     "pad_vocab_to_multiple_of",
     "hidden_size",
@@ -40,22 +44,19 @@ SHAPE_KEYS = (
     "head_dim",
     "intermediate_size",
     "qk_norm",
-    "layer_types",
     "attention_sinks",
     "tie_word_embeddings",
-    "moe.num_experts",
     "moe.moe_intermediate_size",
     "moe.num_shared_experts",
-    "moe.first_k_dense_replace",
-    "moe.decoder_sparse_step",
     "moe.bias_update_speed",
     "moe.router_bias",
     "moe.shared_expert_gate",
     "biases",
     "norm_placement",
     "qk_norm_across_heads",
-    "rope_layers",
 )
+Differences = dict[str, tuple[Any, Any]]
+"""(value of the source, value of this run) of keys of the section `model`, by dotted path."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -67,12 +68,11 @@ class InitialParameters(Protocol):
         """Place of the parameters, for a log line."""
 
     @property
-    def model(self) -> Mapping[str, Any]:
-        """The keys of the section `model` that they belong to, by dotted path."""
-
-    @property
     def has_adapters(self) -> bool:
         """Whether they include low-rank adapters."""
+
+    def find_differences(self, model: ModelConfig) -> Differences:
+        """Return how the model that they belong to differs from this one."""
 
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return how the parameters differ from these shapes, or None if they fit."""
@@ -91,7 +91,7 @@ class CheckpointParameters:
     folder: Path
     """The folder `checkpoints` of a run directory."""
     step: int
-    model: Mapping[str, Any]
+    model: ModelConfig
     leaves: Leaves
     """Shape and dtype of every parameter, by its dotted path."""
 
@@ -104,6 +104,10 @@ class CheckpointParameters:
     def has_adapters(self) -> bool:
         """Whether the run had LoRA."""
         return any(map(is_adapter, self.leaves))
+
+    def find_differences(self, model: ModelConfig) -> Differences:
+        """Return all keys that differ, also those of how a model is computed and trained."""
+        return _compare(self.model.model_dump(), model.model_dump())
 
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return the first parameter that is missing, extra, or has another shape."""
@@ -149,15 +153,30 @@ class HuggingFaceParameters:
         """The directory."""
         return str(self.source.path)
 
-    @property
-    def model(self) -> Mapping[str, Any]:
-        """The keys that the family's rules set. Raises: ValueError for an unsupported model."""
-        return json.loads(json.dumps(self.source.read_fields()))
+    @cached_property
+    def model(self) -> ModelConfig:
+        """The model that config.json describes. Raises: ValueError if it is not supported."""
+        fields = self.source.read_fields()
+        try:
+            return model_config(fields)
+        except ValidationError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{_KEY}={self.source.path}: {CONFIG}: {reason}") from error
 
     @property
     def has_adapters(self) -> bool:
         """Never: adapters have files of their own."""
         return False
+
+    def find_differences(self, model: ModelConfig) -> Differences:
+        """Return the keys that differ, without those that config.json has no place for."""
+        # A dense model has no keys of experts among its mathematics.
+        now = model.model_dump() | mathematics(model)
+        found = _compare(mathematics(self.model), now)
+        if found.pop("sparse_layers", None):  # several keys decide it
+            keys = _compare(self.model.model_dump(), model.model_dump())
+            found |= {key: keys[key] for key in _SPARSE_LAYERS if key in keys}
+        return found
 
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return which tensors are missing, unknown, or of another shape."""
@@ -197,25 +216,31 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
         if is_model
         else _open_checkpoint(folder, group)
     )
-    different = _different_keys(found.model, program.config)
+    different = found.find_differences(program.config)
     wanted = program.abstract_state.params
     wanted = wanted if found.has_adapters else without_adapters(wanted)
     paths = jax.tree_util.tree_leaves_with_path(wanted)
     if problem := found.find_problem({leaf_name(path): leaf.shape for path, leaf in paths}):
-        keys = [key for key in different if key in SHAPE_KEYS] or list(different)
-        # As the command line takes them.
-        settings = ", ".join(f"model.{key}={json.dumps(different[key][0])}" for key in keys)
-        remedy = f"set {settings or 'the section model as in that run'}"
+        remedy = _remedy(different, found.has_adapters)
         raise ValueError(f"{_KEY}: {found.description}: {problem}; {remedy}")
-    for key, (there, here) in different.items():
-        log.info("%s: model.%s was %r, is %r", _KEY, key, there, here)
+    for key, (before, now) in different.items():
+        log.info("%s: model.%s was %r, is %r", _KEY, key, before, now)
     return found
 
 
-def _different_keys(there: Mapping[str, Any], model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Return (value there, value of this run) of the keys of the model that differ."""
-    here = flatten(model.model_dump(mode="json"))
-    return {key: (value, here.get(key)) for key, value in there.items() if here.get(key) != value}
+def _compare(source: Mapping[str, Any], model: Mapping[str, Any]) -> Differences:
+    """Return the differences of two models, as trees of their fields."""
+    # JSON has one kind of list.
+    before, now = (flatten(json.loads(json.dumps(tree))) for tree in (source, model))
+    return {key: (value, now.get(key)) for key, value in before.items() if now.get(key) != value}
+
+
+def _remedy(different: Differences, has_adapters: bool) -> str:
+    """Return what to do about parameters of other shapes."""
+    keys = [key for key in different if key in SHAPE_KEYS]
+    if keys:  # as the command line takes them
+        return "set " + ", ".join(f"model.{key}={json.dumps(different[key][0])}" for key in keys)
+    return "set the section lora as in that run" if has_adapters else "name another"
 
 
 def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
@@ -239,7 +264,7 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
         for name, leaf in record["leaves"].items()
         if name.startswith("params.")
     }
-    return CheckpointParameters(folder, step, flatten(model.model_dump(mode="json")), leaves)
+    return CheckpointParameters(folder, step, model, leaves)
 
 
 def _find_step(path: Path, folder: Path, asked: int | None) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
@@ -239,11 +240,21 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     ]
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
-    then, here = (
-        (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])
-        for tree in trees
-    )
-    if line := describe_change(then, here, record["step"]):
+    try:
+        old, new = (
+            (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])
+            for tree in trees
+        )
+    except ValidationError as error:  # another version of the program wrote the checkpoint
+        keys = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
+        log.warning(
+            "checkpoint %d: its section optimizer is not one of this version (%s); learning rates "
+            "are not compared",
+            record["step"],
+            ", ".join(keys),
+        )
+        return
+    if line := describe_change(old, new, record["step"]):
         log.info("%s", line)
 
 

@@ -39,21 +39,22 @@ def describe_change(
     """
     (old, old_steps), (new, new_steps) = before, now
     if old.schedule not in SCHEDULES:  # of a plugin that is no longer imported
-        return None
-    covered, covers = old.schedule_steps or old_steps, new.schedule_steps or new_steps
+        return f"schedule {old.schedule!r} is no longer registered; learning rates are not compared"
+    old_length, new_length = old.schedule_steps or old_steps, new.schedule_steps or new_steps
     schedule = make_schedule(old, old_steps)
     last, kept = (float(schedule(max(0, count))) for count in (step - 1, step))
     rate = float(make_schedule(new, new_steps)(step))
     is_same = math.isclose(rate, kept, rel_tol=1e-6)
-    if is_same and covered == covers:
+    if is_same and old_length == new_length:
         return None
     line = f"learning rate {last:.3g} at step {step}, {rate:.3g} at step {step + 1}"
-    if covered == covers:
+    if old_length == new_length:
         return line
-    line = f"the {new.schedule} schedule covered {covered} steps and now covers {covers}: {line}"
+    lengths = f"covered {old_length} steps and now covers {new_length}"
+    line = f"the {new.schedule} schedule {lengths}: {line}"
     if is_same:
         return line
-    return f"{line}; optimizer.schedule_steps={covered} keeps the old schedule, {kept:.3g}"
+    return f"{line}; optimizer.schedule_steps={old_length} keeps the old schedule, {kept:.3g}"
 
 
 @register("constant")

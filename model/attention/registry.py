@@ -319,20 +319,13 @@ def features_of(
 
 
 def layer_spec(
-    config: ModelConfig,
-    layer_type: LayerType,
-    mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
-    *,
-    scale: float | None = None,
+    config: ModelConfig, layer_type: LayerType, mode: RUNTIME_MODE_TYPES = MODE_TRAIN
 ) -> AttentionSpec:
-    """Return the static settings of the attention of such a layer in this runtime mode.
-
-    scale: `OperationMetadata.softmax_scale`; None: 1 / sqrt(head_dim).
-    """
+    """Return the static settings of the attention of such a layer in this runtime mode."""
     chunk = config.attention_chunk_size if layer_type == "chunked_attention" else None
     window = config.sliding_window if layer_type == "sliding_attention" else chunk
     return AttentionSpec(
-        scale=scale or config.head_size**-0.5,
+        scale=config.softmax_scale,
         mask=MaskSpec(window=window),
         chunk=chunk,
         soft_cap=config.attn_logit_softcapping,

@@ -214,7 +214,7 @@ def mathematics(model: ModelConfig) -> dict[str, Any]:
         values["moe.first_k_dense_replace"] = values["moe.decoder_sparse_step"] = None
     values["sparse_layers"] = model.sparse_layers
     values["layer_types"] = model.layer_kinds
-    values["rope_layers"] = model.has_rope
+    values["rope_layers"] = model.rope_pattern
     values["biases"] = sorted(model.biases)
     values["head_dim"] = model.head_size
     values["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size

@@ -45,12 +45,12 @@ GEMMA3 = register(
         model_type="gemma3_text",
         rules=(
             *_RULES,
-            RopeOfLayerTypes(theta=1e6, local_theta=1e4),
             LayerTypes(
                 full_every(6),
                 window=4096,
                 others=("sliding_window_pattern", "_sliding_window_pattern"),
             ),
+            RopeOfLayerTypes(theta=1e6, local_theta=1e4),
             Only("attn_logit_softcapping", (None,)),  # transformers reads it, and ignores it
             Key("final_logit_softcapping", default=None),
         ),

@@ -115,12 +115,12 @@ class NoRopeLayers:
         default = [(n + 1) % every != 0 for n in range(count)]
         listed = given(keys, "no_rope_layers", default)
         listed = listed[:count] if isinstance(listed, list) else listed
-        has_rope = tuple(map(bool, _per_layer("no_rope_layers", listed, count)))
-        fields["rope_layers"] = has_rope[: _period(has_rope)]
+        pattern = tuple(map(bool, _per_layer("no_rope_layers", listed, count)))
+        fields["rope_layers"] = pattern[: _period(pattern)]
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
         """Write the list in full."""
-        keys["no_rope_layers"] = list(map(int, model.has_rope))
+        keys["no_rope_layers"] = list(map(int, model.rope_pattern))
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class Rope:
 class RopeOfLayerTypes:
     """Rope with another base in sliding layers, and scaling in the other layers only (Gemma 3).
 
-    theta, local_theta: bases where config.json has none.
+    theta, local_theta: bases where config.json has none. This rule follows `LayerTypes`.
     """
 
     theta: float
@@ -87,7 +87,7 @@ class RopeOfLayerTypes:
     )
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        """Set rope_theta, rope_local_theta and rope_scaling. Raises: FamilyError."""
+        """Set rope_theta, rope_scaling and the base of sliding layers. Raises: FamilyError."""
         found = _parameters(keys, "rope_parameters")
         full = {**_parameters(found, "full_attention"), **_parameters(keys, "rope_scaling")}
         local = _parameters(found, "sliding_attention")
@@ -96,9 +96,10 @@ class RopeOfLayerTypes:
                 "config.json: rope scaling of sliding_attention layers is not supported"
             )
         fields["rope_theta"] = _first(full.get("rope_theta"), keys.get("rope_theta"), self.theta)
-        fields["rope_local_theta"] = _first(
-            local.get("rope_theta"), keys.get("rope_local_base_freq"), self.local_theta
-        )
+        if "sliding_attention" in fields["layer_types"]:
+            fields["rope_local_theta"] = _first(
+                local.get("rope_theta"), keys.get("rope_local_base_freq"), self.local_theta
+            )
         fields["rope_scaling"] = read_scaling(full, keys)
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def bench_moe_step(
 ) -> dict[str, Any]:
     """Compare a mixture of experts with the dense model of the same active FLOPs.
 
-    The experts of one token together are as wide as the dense SwiGLU.
+    The experts of one token together are as wide as the dense MLP.
     """
     moe = {
         "num_experts": experts,

@@ -62,6 +62,13 @@ REFUSALS = {
     "model.rope_layers=[false] model.rope_theta=5000.0": (
         "model.rope_theta=5000.0 has no effect, because model.rope_layers leaves no layer with rope"
     ),
+    "model.rope_local_theta=100.0": (
+        "model.rope_local_theta=100.0 applies to sliding_attention and chunked_attention layers on"
+    ),
+    "model.rope_local_theta=9.0 model.rope_layers=[true,false] model.sliding_window=8 "
+    "model.layer_types=[full_attention,sliding_attention]": (
+        "model.rope_local_theta=9.0 applies to sliding_attention and chunked_attention layers only"
+    ),
     f"model.rope_scaling={LONGROPE}": "model.rope_scaling: short_factor has 1 numbers for 16 freq",
     f"model.partial_rotary_factor=0.0625 model.rope_scaling={LONGROPE}": (
         "is longer than model.rope_scaling.original_max_position_embeddings=64, but row_length=None"

@@ -23,7 +23,7 @@ from chats import (
     write_model_directory,
 )
 
-from data.chat import chatml, encode_chat, encode_chat_prompt, find_answer_end
+from data.chat import DEFAULT_TEMPLATE, chatml, encode_chat, encode_chat_prompt, find_answer_end
 from data.chat_jinja import ChatTemplateError, JinjaTemplate, find_chat_template
 from data.config import DataConfig
 from data.files import DataError
@@ -155,19 +155,22 @@ def test_the_template_of_the_tokenizer_is_used_if_there_is_one(tmp_path):
     folder = write_model_directory(tmp_path / "a", HEADS)
     bare = open_tokenizer(write_model_directory(tmp_path / "b"))
     given = open_tokenizer(folder)
-    assert find_chat_template("auto", given).source == HEADS
-    assert find_chat_template("auto", bare) == "chatml" == find_chat_template("chatml", given)
+    chosen = find_chat_template("auto", given)
+    assert chosen.template.source == HEADS and chosen.key == chosen.template.digest
+    assert (
+        find_chat_template("auto", bare) == DEFAULT_TEMPLATE == find_chat_template("chatml", given)
+    )
     with pytest.raises(DataError, match=r"data\.chat_template=tokenizer, but"):
         find_chat_template("tokenizer", bare)
     (tmp_path / "x.jinja").write_text(TAGS)
-    assert find_chat_template(str(tmp_path / "x.jinja"), bare).source == TAGS
+    assert find_chat_template(str(tmp_path / "x.jinja"), bare).template.source == TAGS
     with pytest.raises(DataError, match=r"nowhere\.jinja: No such file"):
         find_chat_template("nowhere.jinja", bare)
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]
     several = open_tokenizer(write_model_directory(tmp_path / "c", named))
-    assert find_chat_template("auto", several).source == CHATML
+    assert find_chat_template("auto", several).template.source == CHATML
     (tmp_path / "c" / "chat_template.jinja").write_text(HEADS)
-    assert find_chat_template("auto", open_tokenizer(str(tmp_path / "c"))).source == HEADS
+    assert find_chat_template("auto", open_tokenizer(str(tmp_path / "c"))).template.source == HEADS
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data import store_writer as module
 from data.files import DataError
-from data.store import InputFile, Skipped, Store, StorePlan
+from data.store import Encoding, InputFile, Skipped, Store, StorePlan
 from data.store_writer import StoreWriter, TokenizedDocuments, remove_journal
 
 PATHS = ("a.txt", "b.txt", "c.txt")
@@ -31,6 +31,7 @@ def plan(vocab_size: int = 257, key: str = "key") -> StorePlan:
         eos_id=vocab_size - 1,
         source={"name": "text"},
         files=tuple(InputFile(path=path, size=10) for path in PATHS),
+        encoding=Encoding(bos_id=None, chat_template="chatml"),
     )
 
 

@@ -1,5 +1,6 @@
 """BOS and every EOS of a model directory: in documents, in runs, and nowhere else."""
 
+import hashlib
 import json
 import pickle
 
@@ -8,12 +9,13 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from chats import BOS, EOS, SPECIAL, TURN_END, write_model_directory
+from chats import BOS, CHATML, EOS, SPECIAL, TURN_END, write_model_directory
 
 from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.pipeline import Dataset, explain_change
 from data.prepare import StoreJob, store_job
+from data.store import INFO, Encoding
 from data.tokenizers.base import (
     document_bos,
     open_tokenizer,
@@ -87,12 +89,62 @@ def test_a_tokenizer_json_alone_has_no_bos_and_keeps_its_stores(tmp_path):
         assert store_job("text", config, tokenizer).key == plain.key
 
 
-def test_a_prepared_store_without_bos_is_refused_by_a_tokenizer_that_adds_it(tmp_path):
+def forget_encoding(folder) -> None:
+    """Rewrite store.json as versions wrote it that did not record the encoding."""
+    info = json.loads((folder / INFO).read_bytes())
+    del info["encoding"], info["checksum"]
+    digest = hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
+    (folder / INFO).write_text(json.dumps(info | {"checksum": digest}))
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_prepared_store_without_bos_is_refused_by_a_tokenizer_that_adds_it(tmp_path, is_old):
     folder = write_model_directory(tmp_path / "model")
-    store = dataset(tmp_path, folder, add_bos=False).sources[0].store
-    config = DataConfig(files=str(store.folder), tokenizer=folder, sequence_length=8)
-    with pytest.raises(ValueError, match="without BOS before its documents"):
+    rows = dataset(tmp_path, folder, add_bos=False)
+    store = rows.sources[0].store
+    if is_old:
+        forget_encoding(store.folder)
+    given = {"files": str(store.folder), "tokenizer": folder, "sequence_length": 8}
+    with pytest.raises(
+        DataError, match=r"without BOS before .* with BOS id 1; prepare it again, or"
+    ):
+        Dataset(DataConfig(**given, eval_fraction=0))
+    again = Dataset(DataConfig(**given, eval_fraction=0, add_bos=False))
+    assert again.order(0)["sources"] == rows.order(0)["sources"]
+
+
+def test_a_prepared_store_with_bos_is_refused_where_none_is_wanted(tmp_path):
+    folder = write_model_directory(tmp_path / "model")
+    store = dataset(tmp_path, folder).sources[0].store
+    assert store.info.encoding == Encoding(bos_id=BOS_ID, chat_template="chatml")
+    config = DataConfig(files=str(store.folder), tokenizer=folder, add_bos=False)
+    message = r"with BOS id 1 before its documents, .* without BOS; .*, or set data\.add_bos=true$"
+    with pytest.raises(DataError, match=message):
         Dataset(config)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_prepared_store_of_chats_is_opened_whether_or_not_its_template_renders_bos(
+    tmp_path, is_old
+):
+    pytest.importorskip("jinja2")
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps({'text': chat})}\n" * 9)
+    folder = write_model_directory(tmp_path / "model", CHATML)
+    given = {"tokenizer": folder, "sequence_length": 16, "eval_fraction": 0.2}
+    given["cache_dir"] = str(tmp_path / "cache")
+    first = Dataset(DataConfig(files=str(tmp_path / "a.jsonl"), **given))
+    store = first.sources[0].store
+    assert first.bos_id == BOS_ID != store.tokens[0]
+    if is_old:
+        forget_encoding(store.folder)
+    again = Dataset(DataConfig(files=str(store.folder), **given))
+    assert again.order_hash(0) == first.order_hash(0)
+    if not is_old:
+        with pytest.raises(
+            DataError, match=r"chat template \w{16}, but data\.chat_template is cha"
+        ):
+            Dataset(DataConfig(files=str(store.folder), **given, chat_template="chatml"))
 
 
 def test_generation_ends_at_every_eos_of_the_files(tmp_path):

@@ -27,7 +27,7 @@ def both(tmp_path, template):
     folder = write_model_directory(tmp_path, template)
     ours = open_tokenizer(folder)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    return ours, find_chat_template("auto", ours), theirs
+    return ours, find_chat_template("auto", ours).template, theirs
 
 
 def as_dicts(talk):

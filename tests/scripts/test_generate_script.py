@@ -119,13 +119,14 @@ def test_bad_input_is_one_line(folder, capsys, arguments, law) -> None:
     assert error.splitlines()[-1].startswith("error: ") and "Traceback" not in error
 
 
-def chat_with(capsys, monkeypatch, folder: Path, lines: str, *arguments: str) -> list[str]:
-    """The answers to the lines of stdin."""
+def chat_with(capsys, monkeypatch, folder: Path, lines: str) -> tuple[list[str], list[str]]:
+    """The answers to the lines of stdin, and the lines on stderr."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     common = ["--run", str(folder / "run"), "--max-new-tokens", "8", "--temperature", "0"]
-    assert script.main([*common, "--chat", *arguments]) == 0
-    return capsys.readouterr().out.split("\n")[:-1]
+    assert script.main([*common, "--chat"]) == 0
+    out, error = capsys.readouterr()
+    return out.split("\n")[:-1], error.splitlines()
 
 
 def test_a_chat_answers_every_line_after_the_whole_conversation(
@@ -133,8 +134,8 @@ def test_a_chat_answers_every_line_after_the_whole_conversation(
 ) -> None:
     first, second, third = "def f1", "x", "def"
     asked = f"{first}\n{second}\n/reset\n\n{third}\n"
-    answers = "\n".join(chat_with(capsys, monkeypatch, folder, asked))
-    alone = "\n".join(chat_with(capsys, monkeypatch, folder, f"{third}\n"))
+    answers = "\n".join(chat_with(capsys, monkeypatch, folder, asked)[0])
+    alone = "\n".join(chat_with(capsys, monkeypatch, folder, f"{third}\n")[0])
     assert answers.endswith(alone)
     # The same as the conversation as one prompt.
     prompt = f"<|im_start|>user\n{first}<|im_end|>\n<|im_start|>assistant\n"
@@ -142,6 +143,33 @@ def test_a_chat_answers_every_line_after_the_whole_conversation(
     assert text.startswith(prompt)
     answer = text.removeprefix(prompt).removesuffix("\n").partition("<|im_end|>")[0]
     assert answers.startswith(f"{answer}\n")
+
+
+def test_every_turn_of_a_chat_says_how_long_it_is(folder, capsys, monkeypatch) -> None:
+    lengths, original = [], script.encode_chat_prompt
+
+    def recorded(*arguments):
+        ids = original(*arguments)
+        lengths.append(len(ids))
+        return ids
+
+    monkeypatch.setattr(script, "encode_chat_prompt", recorded)
+    notes = chat_with(capsys, monkeypatch, folder, "hi\nyou\n")[1]
+    assert len(lengths) == 2 and 32 < lengths[0] < lengths[1]
+    warnings = [line for line in notes if line.startswith("warning: ")]
+    assert warnings == [
+        f"warning: up to {length + 8} tokens, but the model was trained on rows of 32"
+        for length in lengths
+    ]
+    described = [line for line in notes if line.startswith("attention ")]
+    assert described and len(set(described)) == len(described)
+
+
+def test_a_prompt_longer_than_the_rows_of_the_training_is_warned_about(folder, capsys) -> None:
+    for length, is_long in ((24, False), (25, True)):
+        common = ["--run", str(folder / "run"), "--max-new-tokens", "8"]
+        assert script.main([*common, "--prompt", "x" * length]) == 0
+        assert ("warning: up to 33 tokens" in capsys.readouterr().err) == is_long
 
 
 def test_a_stop_id_ends_the_text(folder, capsys) -> None:

@@ -9,12 +9,17 @@ import jax
 import numpy as np
 import pytest
 from conftest import ONE_DEVICE, tensor_parallel
+from flax import nnx
 from runs import kept_signals, losses, read_lines, refusal, run, write_config
 
-from model.config import ModelConfig
+from model.config import BlockSizes, ModelConfig, MoEConfig, OperationConfigs
+from model.plan import make_plan
+from model.rope import RopeScaling
+from model.transformer import Transformer
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import checksum
+from training.fingerprint import leaf_name
 from training.initial_parameters import SHAPE_KEYS
 
 pytestmark = pytest.mark.usefixtures("signals")
@@ -44,6 +49,12 @@ def stored(run_directory: Path, step: int, part: str = "params") -> dict[str, np
 
 def log_of(folder: Path) -> str:
     return (folder / "run" / "log.txt").read_text()
+
+
+def said_differences(folder: Path) -> list[str]:
+    """Return what the log says about how the model of the source differs."""
+    lines = [part for part in log_of(folder).splitlines() if "init_from: " in part]
+    return [line.partition("init_from: ")[2] for line in lines]
 
 
 @pytest.mark.parametrize("mesh", [("mesh.dp=1", "mesh.tp=1"), ("mesh.tp=1", "mesh.fsdp=4"), ()])
@@ -88,8 +99,7 @@ def test_the_moving_average_starts_from_the_same_parameters(first, tmp_path):
 def test_other_dtypes_of_parameters_are_cast_and_said(first, tmp_path):
     config = write_config(tmp_path)
     assert run(config, f"training.init_from={first}/run", *FRESH, "model.param_dtype=bfloat16") == 0
-    line = "training.init_from: model.param_dtype was 'float32', is 'bfloat16'"
-    assert line in log_of(tmp_path)
+    assert said_differences(tmp_path) == ["model.param_dtype was 'float32', is 'bfloat16'"]
     wanted, found = stored(first / "run", 4), stored(tmp_path / "run", 1)
     for name, array in found.items():
         assert array.dtype.name == "bfloat16"
@@ -99,9 +109,8 @@ def test_other_dtypes_of_parameters_are_cast_and_said(first, tmp_path):
 def test_every_key_of_the_model_that_differs_is_one_line(first, tmp_path):
     config = write_config(tmp_path)
     other = ("model.rope_theta=5e5", "model.rms_norm_eps=1e-6", "model.moe.router_z_loss_coef=0")
-    assert run(config, f"training.init_from={first}/run", *FRESH, *other[:2]) == 0
-    lines = [part for part in log_of(tmp_path).splitlines() if "init_from: " in part]
-    assert [line.partition("init_from: ")[2] for line in lines] == [
+    assert run(config, f"training.init_from={first}/run", *FRESH, *other) == 0
+    assert said_differences(tmp_path) == [
         "model.rope_theta was 10000.0, is 500000.0",
         "model.rms_norm_eps was 1e-05, is 1e-06",
     ]
@@ -212,8 +221,112 @@ def test_checkpoint_0_of_parameters_only_starts_its_own_run_and_others(first, tm
         assert f"initialised parameters from checkpoint 0 of {tmp_path}/imported in" in log
 
 
-def test_the_keys_that_decide_shapes_exist():
-    config = ModelConfig()
-    for key in SHAPE_KEYS:
-        section, _, name = key.rpartition(".")
-        assert name in type(getattr(config, section) if section else config).model_fields
+EVERYTHING = ModelConfig(
+    vocab_size=60,
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    qk_norm=True,
+    moe=MoEConfig(num_experts=4, router="sigmoid", first_k_dense_replace=1, num_shared_experts=1),
+)
+# Another value for every field of the model.
+OTHER_VALUES = {
+    "vocab_size": 80,
+    "pad_vocab_to_multiple_of": 64,
+    "hidden_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "hidden_act": "gelu_tanh",
+    "swiglu_limit": 7.0,
+    "biases": ("router",),
+    "norm_placement": "post",
+    "norm_offset": 1.0,
+    "embedding_multiplier": 2.0,
+    "rope_theta": 2e4,
+    "rope_local_theta": 1e3,
+    "rope_scaling": RopeScaling(type="linear", factor=2.0),
+    "rope_layers": (True, False),
+    "partial_rotary_factor": 0.5,
+    "qk_norm": False,
+    "qk_norm_across_heads": True,
+    "query_pre_attn_scalar": 9.0,
+    "layer_types": ("sliding_attention", "full_attention"),
+    "sliding_window": 4,
+    "attention_chunk_size": 4,
+    "attn_logit_softcapping": 5.0,
+    "attention_sinks": True,
+    "attention_dropout": 0.1,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 5.0,
+    "initializer_range": 0.1,
+    "dtype": "float32",
+    "param_dtype": "bfloat16",
+    "attention": "vanilla",
+    "operation_configs": OperationConfigs({"flash_attn2": BlockSizes(block_q=8)}),
+    "scan_ring_attention": True,
+    "zigzag": False,
+    "remat": "none",
+    "loss_chunk": 8,
+    "moe.num_experts": 8,
+    "moe.num_experts_per_tok": 1,
+    "moe.moe_intermediate_size": 16,
+    "moe.num_shared_experts": 2,
+    "moe.shared_expert_gate": True,
+    "moe.first_k_dense_replace": 2,
+    "moe.decoder_sparse_step": 3,
+    "moe.router": "softmax",
+    "moe.norm_topk_prob": False,
+    "moe.n_group": 2,
+    "moe.topk_group": 2,
+    "moe.routed_scaling_factor": 2.0,
+    "moe.router_aux_loss_coef": 0.1,
+    "moe.router_z_loss_coef": 0.1,
+    "moe.bias_update_speed": 0.1,
+    "moe.router_bias": True,
+    "moe.exchange": "dense",
+    "moe.capacity_factor": 2.0,
+    "moe.exchange_chunks": 2,
+    "moe.grouped_matmul": "padded",
+    "moe.expert_rule": "alt",
+}
+
+
+def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    tp = tensor_parallel(ONE_DEVICE)
+
+    def parameters():
+        rngs = nnx.Rngs(params=jax.random.key(0))
+        return nnx.to_pure_dict(
+            nnx.state(Transformer(make_plan(model, tp, lengths=[8]), rngs=rngs))
+        )
+
+    with jax.set_mesh(tp.mesh):
+        tree = jax.eval_shape(parameters)
+    return {leaf_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def with_value(key: str, value) -> ModelConfig:
+    if key.startswith("moe."):
+        values = {key.removeprefix("moe."): value}
+        values |= {"n_group": 2} if key == "moe.topk_group" else {}  # no more than there are
+        return EVERYTHING.model_copy(update={"moe": EVERYTHING.moe.model_copy(update=values)})
+    return EVERYTHING.model_copy(update={key: value})
+
+
+def test_every_field_of_the_model_has_another_value_here():
+    fields = [name for name in ModelConfig.model_fields if name != "moe"]
+    assert OTHER_VALUES.keys() == {*fields, *(f"moe.{name}" for name in MoEConfig.model_fields)}
+    assert all(with_value(key, value) != EVERYTHING for key, value in OTHER_VALUES.items())
+
+
+@pytest.mark.slow
+def test_the_keys_that_decide_shapes_are_those_that_change_them():
+    wanted = shapes_of(EVERYTHING)
+    changing = [k for k, value in OTHER_VALUES.items() if shapes_of(with_value(k, value)) != wanted]
+    assert sorted(changing) == sorted(SHAPE_KEYS)

@@ -131,6 +131,12 @@ def test_a_second_stage_continues_the_adapters_of_the_first(run_directories, tmp
         np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (found[name], array)))
 
 
+def test_a_second_stage_with_another_rank_is_refused(run_directories, tmp_path, capsys):
+    source = f"training.init_from={run_directories[0]}"
+    error = refusal(capsys, write_config(tmp_path), *LORA, "lora.rank=3", *STILL, source)
+    assert "lora_a" in error and error.endswith("; set the section lora as in that run\n")
+
+
 @pytest.mark.parametrize("ema", [False, True])
 def test_an_exported_model_has_merged_kernels(run_directories, tmp_path, ema):
     export_model(run_directories[0], tmp_path / "model", ema=ema)

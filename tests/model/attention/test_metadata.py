@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from model.attention.metadata import OperationMetadata
-from model.attention.registry import operation_names
+from model.attention.registry import layer_spec, operation_names
 from model.config import BlockSizes, ModelConfig
 from parallel.sharding import axes as ax
 from parallel.sharding.mesh import MeshConfig, build_mesh
@@ -70,9 +70,18 @@ def test_a_model_configuration_fills_in_what_the_model_uses() -> None:
         jnp.bfloat16,
         partition_manager=manager,
         dropout_prob=0.25,
+        softmax_scale=32**-0.5,
         scan_ring_attention=True,
         operation_configs={"ring": BlockSizes(block_q=128)},
     )
+
+
+@pytest.mark.parametrize(("scalar", "scale"), [(None, 32**-0.5), (144.0, 1 / 12)])
+def test_the_scale_of_scores_is_the_same_for_the_choice_and_the_call(scalar, scale) -> None:
+    config = ModelConfig(query_pre_attn_scalar=scalar)
+    assert layer_spec(config, "full_attention").scale == pytest.approx(scale)
+    assert OperationMetadata.from_config(config).softmax_scale == config.softmax_scale
+    assert layer_spec(config, "sliding_attention").scale == config.softmax_scale
     assert OperationMetadata.from_config(ModelConfig()).runtime_dtype == ModelConfig().dtype
 
 

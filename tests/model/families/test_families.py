@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from model import families
+from model.checks import check_model
 from model.config import ModelConfig
 from model.families.base import (
     FAMILIES,
@@ -96,7 +97,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Olmo2ForCausalLM": ({}, {"norm_placement": "post", "qk_norm_across_heads": True}),
     "SmolLM3ForCausalLM": (
         {},
-        {"has_rope": (True, True, True, False), "rope_theta": 2e6, "tie_word_embeddings": True},
+        {"rope_pattern": (True, True, True, False), "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
     "GptOssForCausalLM": (
         {"num_local_experts": 8},
@@ -289,6 +290,13 @@ def test_rope_is_read_in_its_old_and_its_new_spelling() -> None:
     new = read("Gemma3ForCausalLM", rope_parameters=local)
     old = read("Gemma3ForCausalLM", rope_theta=3e6, rope_local_base_freq=2e4)
     assert old == new and (new.rope_theta, new.rope_local_theta) == (3e6, 2e4)
+
+
+def test_a_base_of_sliding_layers_is_read_only_where_there_are_some() -> None:
+    model = read("Gemma3ForCausalLM", layer_types=["full_attention"] * 4)
+    check_model(model)
+    assert (model.rope_theta, model.rope_local_theta) == (1e6, None)
+    assert read("Gemma3ForCausalLM").rope_local_theta == 1e4
 
 
 def test_longrope_gets_its_factor_from_the_lengths() -> None:

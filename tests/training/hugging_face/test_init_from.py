@@ -49,12 +49,40 @@ def test_a_model_directory_and_the_run_made_from_it_start_alike_on_every_mesh(im
     assert np.isfinite([*wanted.values()]).all()
 
 
-def test_settings_that_differ_from_config_json_are_said(imported):
-    config, target = str(imported / "run" / "config.yaml"), imported / "other"
-    values = (f"training.init_from={imported}/hf", f"run.dir={target}", "model.rope_theta=2000")
-    assert train(config, *SHORT, *values) == 0
-    log = (target / "log.txt").read_text()
-    assert "training.init_from: model.rope_theta was 1000000.0, is 2000.0" in log
+def said_differences(run_directory: Path) -> list[str]:
+    """Return what the log says about how the model of the source differs."""
+    lines = (run_directory / "log.txt").read_text().splitlines()
+    return [line.partition("init_from: ")[2] for line in lines if "init_from: " in line]
+
+
+# Values that compute another function of the same parameters, and what the log says about them.
+OTHER_FUNCTION = {
+    "model.hidden_act=gelu_tanh": ["model.hidden_act was 'silu', is 'gelu_tanh'"],
+    "model.norm_offset=1": ["model.norm_offset was 0.0, is 1.0"],
+    "model.rope_theta=2000": ["model.rope_theta was 1000000.0, is 2000.0"],
+    "model.rope_scaling={type: linear, factor: 2}": [
+        "model.rope_scaling.type was 'default', is 'linear'",
+        "model.rope_scaling.factor was None, is 2.0",
+    ],
+    "model.query_pre_attn_scalar=9": ["model.query_pre_attn_scalar was None, is 9.0"],
+    "model.attn_logit_softcapping=5": ["model.attn_logit_softcapping was None, is 5.0"],
+    "model.moe.norm_topk_prob=false": ["model.moe.norm_topk_prob was True, is False"],
+}
+# Values that config.json spells otherwise or does not hold.
+SAME_FUNCTION = (
+    "model.layer_types=[full_attention, full_attention, full_attention]",
+    "model.remat=none",
+    "model.moe.exchange=dense",
+)
+
+
+def test_settings_that_change_what_config_json_computes_are_said_and_no_others(imported):
+    config, same, other = str(imported / "run" / "config.yaml"), *map(imported.joinpath, "ab")
+    values = (f"training.init_from={imported}/hf", *SAME_FUNCTION)
+    assert train(config, *SHORT, *values, f"run.dir={same}") == 0
+    assert said_differences(same) == []
+    assert train(config, *SHORT, *values, f"run.dir={other}", *OTHER_FUNCTION) == 0
+    assert said_differences(other) == [line for lines in OTHER_FUNCTION.values() for line in lines]
 
 
 def test_another_shape_names_the_tensors_and_the_key(imported, capsys):
@@ -65,5 +93,7 @@ def test_another_shape_names_the_tensors_and_the_key(imported, capsys):
         f"training.init_from: {imported}/hf: " in error and "wrong shape: model.layers.0" in error
     )
     assert error.endswith("; set model.intermediate_size=48\n")
+    error = refusal(capsys, config, *values, "model.moe.first_k_dense_replace=0")
+    assert error.endswith("model.moe.first_k_dense_replace=1\n")
     (imported / "hf" / "model.safetensors").unlink()
     assert "only safetensors are read" in refusal(capsys, config, *values)

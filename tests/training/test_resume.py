@@ -1,0 +1,58 @@
+"""Log lines about the configuration of the checkpoint from which a run resumes."""
+
+import pytest
+
+from configs.schema import Config, dump_config
+from training.logs import log
+from training.optimizers import OptimizerConfig
+from training.resume import log_config_changes
+
+NOW = dump_config(Config())
+
+
+@pytest.fixture
+def lines_of(caplog, monkeypatch):
+    """Return the log lines of a resume from step 4 of a run with this configuration."""
+
+    def resume(config: str) -> list[str]:
+        log_config_changes({"config": config, "step": 4}, NOW)
+        return caplog.messages
+
+    monkeypatch.setattr(log, "propagate", True)
+    caplog.set_level("INFO", log.name)
+    return resume
+
+
+def test_an_equal_configuration_is_not_mentioned(lines_of):
+    assert lines_of(NOW) == []
+
+
+def test_another_learning_rate_is_said_with_its_effect(lines_of):
+    halved = Config(optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=0))
+    assert lines_of(dump_config(halved)) == [
+        "changed since checkpoint 4: optimizer.learning_rate 0.00015 -> 0.0003, "
+        "optimizer.warmup_steps 0 -> 100",
+        "learning rate 0.00015 at step 4, 1.5e-05 at step 5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("optimizer:\n  nesterov: true", "nesterov: Extra inputs are not permitted"),
+        ("optimizer:\n  ema_decay: 2.0", "ema_decay: Input should be less than 1"),
+    ],
+)
+def test_an_optimizer_of_another_version_does_not_stop_the_resume(lines_of, written, reason):
+    old = NOW.replace("  ema_decay:\n", "").replace("optimizer:", written)
+    assert lines_of(old)[-1] == (
+        f"checkpoint 4: its section optimizer is not one of this version ({reason}); learning "
+        "rates are not compared"
+    )
+
+
+def test_a_schedule_that_is_no_longer_registered_does_not_stop_the_resume(lines_of):
+    assert lines_of(NOW.replace("schedule: cosine", "schedule: toy")) == [
+        "changed since checkpoint 4: optimizer.schedule 'toy' -> 'cosine'",
+        "schedule 'toy' is no longer registered; learning rates are not compared",
+    ]
