@@ -64,7 +64,7 @@ OTHER_FUNCTION = {
         "model.rope_scaling.type was 'default', is 'linear'",
         "model.rope_scaling.factor was None, is 2.0",
     ],
-    "model.query_pre_attn_scalar=9": ["model.query_pre_attn_scalar was None, is 9.0"],
+    "model.query_pre_attn_scalar=9": ["model.query_pre_attn_scalar was 8, is 9.0"],
     "model.attn_logit_softcapping=5": ["model.attn_logit_softcapping was None, is 5.0"],
     "model.moe.norm_topk_prob=false": ["model.moe.norm_topk_prob was True, is False"],
 }
