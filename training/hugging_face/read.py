@@ -1,7 +1,8 @@
 """Parameters of a Hugging Face model directory, read straight onto the mesh.
 
 Every process reads the bytes of its own devices into preallocated arrays, about 64 MiB per device
-at a time. Host memory beyond these arrays is bounded by the largest tensor, on any mesh.
+at a time. Host memory beyond these arrays is bounded by the largest tensor and these parts, on any
+mesh.
 """
 
 import itertools
