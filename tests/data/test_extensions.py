@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from data.chat import ChatPiece, encode_chat, register_chat_template
+from data.chat_jinja import find_chat_template
 from data.config import DataConfig, SourceConfig
 from data.files import DataError, load_library
 from data.formats.base import read_documents, register_format, to_document
@@ -80,9 +81,10 @@ def test_worker_processes_know_a_format_from_outside(tmp_path):
 def test_a_template_decides_the_store_and_the_default_does_not_change_it(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     source = SourceConfig(files=str(tmp_path / "a.txt"))
-    names = ("chatml", "plain")
-    default, other = (StoreJob("a", source, ByteTokenizer(), "raise", name).key for name in names)
-    assert default == StoreJob("a", source, ByteTokenizer(), "raise").key != other
+    tokenizer = ByteTokenizer()
+    chosen = [find_chat_template(name, tokenizer) for name in ("chatml", "plain")]
+    default, other = (StoreJob("a", source, tokenizer, "raise", each).key for each in chosen)
+    assert default == StoreJob("a", source, tokenizer, "raise").key != other
 
 
 def test_a_marker_is_a_control_token_only_where_the_tokenizer_has_it():
