@@ -171,7 +171,8 @@ def test_documents_of_an_imported_run_do_not_end_like_a_message(tmp_path) -> Non
     assert np.asarray(store.tokens).tolist() == [*first, *last]
     assert opened.tokenizer.eos_ids == (end, turn_end)
     talk = [("user", "what is one?"), ("assistant", "two")]
-    chat = encode_chat(opened.tokenizer, talk, find_chat_template("auto", opened.tokenizer))
+    template = find_chat_template("auto", opened.tokenizer).template
+    chat = encode_chat(opened.tokenizer, talk, template)
     learned = chat.ids[chat.loss_mask.astype(bool)].tolist()
     answer = [*opened.tokenizer.encode("two").tolist(), turn_end]
     assert learned[: len(answer)] == answer and len(learned) <= len(answer) + 1  # a line break
