@@ -252,7 +252,8 @@ def gpt_oss_mxfp4(rng):
     D, F = config["hidden_size"], config["intermediate_size"]
     H, E = config["num_attention_heads"], config["num_local_experts"]
     plain = outer_tensors(config, rng)
-    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    half = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([half, -half])  # the sign bit is the highest, so code 8 is -0.0
     stored, decoded = {}, {}
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
