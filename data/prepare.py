@@ -70,7 +70,7 @@ class StoreJob:
 
     @property
     def encoding(self) -> Encoding:
-        """What is added to the text of documents."""
+        """Additions of this store to the text of its documents."""
         return Encoding(bos_id=self.bos_id, chat_template=self.chat_template.key)
 
     def folder(self, cache: Path) -> Path:

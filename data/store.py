@@ -50,7 +50,7 @@ class StoredFile(InputFile, frozen=True, extra="forbid"):
 
 
 class Encoding(BaseModel, frozen=True, extra="forbid"):
-    """What a store adds to the text of its documents.
+    """Additions of a store to the text of its documents.
 
     bos_id: id before every document; None: none. chat_template: key of the template of chats.
     """

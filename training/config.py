@@ -28,7 +28,7 @@ class TrainingConfig(
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial parameters."""
     init_from: str | None = Field(default=None, min_length=1)
-    """Where the initial parameters come from: a run directory (its newest checkpoint),
+    """Source of the initial parameters: a run directory (its newest checkpoint),
     RUN_DIR/checkpoints/STEP, or a Hugging Face model directory; null: drawn from the seed.
     Optimizer, schedule and data start anew. A run that has a checkpoint of its own resumes from
     that instead."""

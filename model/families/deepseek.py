@@ -3,7 +3,7 @@
 DeepSeek models themselves are not supported: they need MLA.
 """
 
-from model.families.rules import Key, Only
+from model.families.rules import FixedKey, Key
 from model.families.shared import experts, mlp
 from model.families.tensors import vector, weight
 
@@ -14,9 +14,9 @@ ROUTER = (
     Key("n_group", "moe.n_group", 1),
     Key("topk_group", "moe.topk_group", 1),
     Key("routed_scaling_factor", "moe.routed_scaling_factor", 1.0),
-    Only("scoring_func", ("sigmoid",), optional=True),
-    Only("topk_method", ("noaux_tc",), optional=True),
-    Only("moe_layer_freq", (1,), optional=True),
+    FixedKey("scoring_func", ("sigmoid",), optional=True),
+    FixedKey("topk_method", ("noaux_tc",), optional=True),
+    FixedKey("moe_layer_freq", (1,), optional=True),
 )
 """Keys of a router of this kind."""
 EXPERTS = (

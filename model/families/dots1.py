@@ -4,7 +4,7 @@ from model.families.base import Family, register
 from model.families.deepseek import EXPERTS, ROUTER
 from model.families.layer_rules import LayerTypes, sliding_from
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, Only, dimensions
+from model.families.rules import Bias, FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 DOTS1 = register(
@@ -15,7 +15,7 @@ DOTS1 = register(
             *dimensions(eps=1e-6, kv_heads=32),
             Rope(),
             LayerTypes(sliding_from(62), window=4096, others=("max_window_layers",)),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             *ROUTER,
             Key("n_shared_experts", "moe.num_shared_experts"),

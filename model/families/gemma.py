@@ -3,7 +3,15 @@
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, full_every
 from model.families.rope import Rope, RopeOfLayerTypes
-from model.families.rules import Bias, Key, Named, Only, ScaledEmbedding, Unread, dimensions
+from model.families.rules import (
+    Bias,
+    FixedKey,
+    IgnoredKeys,
+    Key,
+    Named,
+    ScaledEmbedding,
+    dimensions,
+)
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER
 from model.families.tensors import vector
 
@@ -11,10 +19,10 @@ _RULES = (
     *dimensions(eps=1e-6, tied=True, kv_heads=4, head_dim=256),
     ScaledEmbedding(),
     Named("hidden_activation", "hidden_act", (("gelu_pytorch_tanh", "gelu_tanh"),)),
-    Unread(("hidden_act", "sliding_window_size")),
+    IgnoredKeys(("hidden_act", "sliding_window_size")),
     Key("query_pre_attn_scalar", default=256, whole=True, written="head_size"),
     Bias("attention_bias", ("qkv", "o")),
-    Only("use_bidirectional_attention", (False,)),
+    FixedKey("use_bidirectional_attention", (False,)),
 )
 _FIELDS = {"norm_placement": "both", "norm_offset": 1.0}
 _NORMS = (
@@ -51,7 +59,7 @@ GEMMA3 = register(
                 others=("sliding_window_pattern", "_sliding_window_pattern"),
             ),
             RopeOfLayerTypes(theta=1e6, local_theta=1e4),
-            Only("attn_logit_softcapping", (None,)),  # transformers reads it, and ignores it
+            FixedKey("attn_logit_softcapping", (None,)),  # transformers reads it, and ignores it
             Key("final_logit_softcapping", default=None),
         ),
         fields={**_FIELDS, "qk_norm": True},

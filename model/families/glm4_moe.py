@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.deepseek import EXPERTS, ROUTER
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, Only, dimensions
+from model.families.rules import Bias, FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 GLM4_MOE = register(
@@ -13,7 +13,7 @@ GLM4_MOE = register(
         rules=(
             *dimensions(eps=1e-5, kv_heads=8),
             Rope(partial=0.5),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv",)),
             Key("use_qk_norm", "qk_norm", False),
             *ROUTER,

@@ -5,9 +5,9 @@ Gate and up are interleaved columns. The released weights of the experts are MXF
 
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, full_every
-from model.families.layouts import SAME, Interleaved
+from model.families.layouts import IDENTITY, Interleaved
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, Only, Unread, dimensions
+from model.families.rules import Bias, FixedKey, IgnoredKeys, Key, dimensions
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS
 from model.families.tensors import Entry, vector, weight
 
@@ -32,13 +32,13 @@ GPT_OSS = register(
                 },
             ),
             LayerTypes(full_every(2), window=128),
-            Only("hidden_act", ("silu",)),
-            Only("swiglu_alpha", (1.702,)),
+            FixedKey("hidden_act", ("silu",)),
+            FixedKey("swiglu_alpha", (1.702,)),
             Key("swiglu_limit", default=7.0),
             Bias("attention_bias", ("qkv", "o"), default=True),
             Key("num_local_experts", "moe.num_experts", 128, other="num_experts"),
             Key("num_experts_per_tok", "moe.num_experts_per_tok", 4),
-            Unread(("experts_per_token", "initial_context_length")),
+            IgnoredKeys(("experts_per_token", "initial_context_length")),
         ),
         fields={
             "hidden_act": "clamped_swiglu",
@@ -66,7 +66,7 @@ GPT_OSS = register(
                 Entry(
                     f"{_EXPERTS}.down_proj{suffix}",
                     (f"sparse_layers.mlp.down.{ours}",),
-                    SAME,
+                    IDENTITY,
                     stacked=True,
                 )
                 for suffix, ours in (("", "kernel"), ("_bias", "bias"))

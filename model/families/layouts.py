@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class Layout(Protocol):
-    """How a tensor on disk holds arrays."""
+    """Arrangement of our arrays in one tensor on disk."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the tensor on disk that holds arrays of these shapes."""
@@ -24,7 +24,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class Same:
+class Identity:
     """One array, as it is."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -36,11 +36,11 @@ class Same:
         return tensor
 
 
-SAME = Same()
+IDENTITY = Identity()
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concatenated:
     """Several arrays one after another along their last dim: q, k and v, or gate and up."""
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
@@ -70,7 +70,7 @@ class Interleaved:
 class Transposed:
     """Another layout whose last two dims are swapped: PyTorch stores a linear as (out, in)."""
 
-    inner: Layout = SAME
+    inner: Layout = IDENTITY
 
     def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the inner layout with the last two dims swapped."""

@@ -2,7 +2,7 @@
 
 from model.families.base import Family, register
 from model.families.rope import Rope
-from model.families.rules import Bias, Only, dimensions
+from model.families.rules import Bias, FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 LLAMA = register(
@@ -12,7 +12,7 @@ LLAMA = register(
         rules=(
             *dimensions(eps=1e-6),
             Rope(),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             Bias("mlp_bias", ("mlp",)),
         ),

@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import Only, dimensions
+from model.families.rules import FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 MISTRAL = register(
@@ -14,7 +14,7 @@ MISTRAL = register(
             *dimensions(eps=1e-6, kv_heads=8),
             Rope(),
             LayerTypes(every_layer, listed=False, window=4096),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
         ),
         fields={},
         tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),

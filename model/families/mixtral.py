@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import Key, Only, dimensions
+from model.families.rules import FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS, experts
 from model.families.tensors import weight
 
@@ -15,7 +15,7 @@ MIXTRAL = register(
             *dimensions(eps=1e-5, kv_heads=8),
             Rope(theta=1e6),
             LayerTypes(every_layer, listed=False),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Key("num_local_experts", "moe.num_experts", 8, other="num_experts"),
             Key("num_experts_per_tok", "moe.num_experts_per_tok", 2),
         ),

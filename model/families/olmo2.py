@@ -2,7 +2,7 @@
 
 from model.families.base import Family, register
 from model.families.rope import Rope
-from model.families.rules import Bias, Only, dimensions
+from model.families.rules import Bias, FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER
 from model.families.tensors import vector
 
@@ -13,7 +13,7 @@ OLMO2 = register(
         rules=(
             *dimensions(eps=1e-5),
             Rope(),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
         ),
         fields={"norm_placement": "post", "qk_norm": True, "qk_norm_across_heads": True},

@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import Only, dimensions
+from model.families.rules import FixedKey, dimensions
 from model.families.shared import OUTER, PRE_NORMS
 from model.families.tensors import linear
 
@@ -15,12 +15,12 @@ PHI3 = register(
             *dimensions(eps=1e-5),
             Rope(partial=1.0),
             LayerTypes(every_layer, listed=False),
-            Only("hidden_act", ("silu",)),
-            Only("attention_bias", (False,)),
-            Only("mlp_bias", (False,), optional=True),
-            Only("lm_head_bias", (False,), optional=True),
-            Only("full_attn_mod", (1,), optional=True),
-            Only("interpolate_factor", (1,), optional=True),
+            FixedKey("hidden_act", ("silu",)),
+            FixedKey("attention_bias", (False,)),
+            FixedKey("mlp_bias", (False,), optional=True),
+            FixedKey("lm_head_bias", (False,), optional=True),
+            FixedKey("full_attn_mod", (1,), optional=True),
+            FixedKey("interpolate_factor", (1,), optional=True),
         ),
         fields={},
         tensors=(

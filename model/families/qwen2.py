@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, sliding_from
 from model.families.rope import Rope
-from model.families.rules import Only, dimensions
+from model.families.rules import FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 QWEN2 = register(
@@ -19,8 +19,8 @@ QWEN2 = register(
                 switch="use_sliding_window",
                 others=("max_window_layers",),
             ),
-            Only("hidden_act", ("silu",)),
-            Only("use_mrope", (False,), optional=True),
+            FixedKey("hidden_act", ("silu",)),
+            FixedKey("use_mrope", (False,), optional=True),
         ),
         fields={"biases": ("qkv",)},
         tensors=(*OUTER, *PRE_NORMS, *ATTENTION, *DENSE_MLP),

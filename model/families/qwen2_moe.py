@@ -7,7 +7,7 @@ from model.config import ModelConfig
 from model.families.base import Family, FamilyError, Fields, Keys, register
 from model.families.layer_rules import DenseLayers, LayerTypes
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, Only, dimensions, given, whole_number
+from model.families.rules import Bias, FixedKey, Key, dimensions, given, whole_number
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts, mlp
 from model.families.tensors import weight
 from model.segments import LayerType
@@ -57,7 +57,7 @@ QWEN2_MOE = register(
                 switch="use_sliding_window",
                 others=("max_window_layers",),
             ),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("qkv_bias", ("qkv",), default=True),
             Key("num_experts", "moe.num_experts", 60, other="num_local_experts"),
             Key("num_experts_per_tok", "moe.num_experts_per_tok", 4),

@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.layer_rules import DenseLayers, LayerTypes, every_layer, sliding_from
 from model.families.rope import Rope
-from model.families.rules import Bias, Key, Only, dimensions
+from model.families.rules import Bias, FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts
 from model.families.tensors import weight
 
@@ -20,7 +20,7 @@ QWEN3 = register(
                 switch="use_sliding_window",
                 others=("max_window_layers",),
             ),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
         ),
         fields={"qk_norm": True},
@@ -41,7 +41,7 @@ QWEN3_MOE = register(
                 switch="use_sliding_window",
                 others=("max_window_layers",),
             ),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             Key("num_experts", "moe.num_experts", 128, other="num_local_experts"),
             Key("num_experts_per_tok", "moe.num_experts_per_tok", 8),

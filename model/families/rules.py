@@ -111,7 +111,7 @@ class HeadDim:
 
 
 @dataclass(frozen=True)
-class Only:
+class FixedKey:
     """A key with a few supported values, none of which sets a field.
 
     The first one is the default. optional: the key is not written; only some models have it.
@@ -202,7 +202,7 @@ class Bias:
 
 
 @dataclass(frozen=True)
-class Unread:
+class IgnoredKeys:
     """Keys that are accepted and ignored: models of this family do not use them."""
 
     names: tuple[str, ...]

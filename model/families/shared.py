@@ -1,6 +1,6 @@
 """Tensor entries that several families share."""
 
-from model.families.layouts import Joined, Transposed
+from model.families.layouts import Concatenated, Transposed
 from model.families.tensors import Entry, linear, vector
 
 OUTER = (
@@ -47,6 +47,6 @@ def experts(
         Entry(f"{one}{gate}.weight", kernels[:1], Transposed()),
         Entry(f"{one}{up}.weight", kernels[1:], Transposed()),
         Entry(f"{one}{down}.weight", ("sparse_layers.mlp.down.kernel",), Transposed()),
-        Entry(f"{name}.gate_up_proj", kernels, Transposed(Joined()), stacked=True),
+        Entry(f"{name}.gate_up_proj", kernels, Transposed(Concatenated()), stacked=True),
         Entry(f"{name}.down_proj", ("sparse_layers.mlp.down.kernel",), Transposed(), stacked=True),
     )

@@ -3,7 +3,7 @@
 from model.families.base import Family, Fields, Keys, register
 from model.families.layer_rules import LayerTypes, NoRopeLayers
 from model.families.rope import Rope
-from model.families.rules import Bias, Only, dimensions
+from model.families.rules import Bias, FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 from model.segments import LayerType
 
@@ -30,7 +30,7 @@ SMOLLM3 = register(
             LayerTypes(
                 _sliding_without_rope, switch="use_sliding_window", others=("max_window_layers",)
             ),
-            Only("hidden_act", ("silu",)),
+            FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             Bias("mlp_bias", ("mlp",)),
         ),

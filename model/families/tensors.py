@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from model.config import ModelConfig
-from model.families.layouts import SAME, Joined, Layout, Shape, Transposed
+from model.families.layouts import IDENTITY, Concatenated, Layout, Shape, Transposed
 
 STACKS = {"layers": False, "sparse_layers": True}
 """Our stacks of layers, and whether these are mixtures of experts."""
@@ -31,7 +31,7 @@ class Entry:
 
     name: str
     paths: tuple[str, ...]
-    layout: Layout = SAME
+    layout: Layout = IDENTITY
     stacked: bool = False
     dtype: str | None = None
 
@@ -46,7 +46,7 @@ def linear(name: str, path: str, *outputs: str) -> tuple[Entry, ...]:
 
     outputs: names of its outputs, which the tensor on disk holds one after another.
     """
-    inner = Joined() if len(outputs) > 1 else SAME
+    inner = Concatenated() if len(outputs) > 1 else IDENTITY
     suffixes = [f".{output}" for output in outputs] or [""]
     return (
         Entry(f"{name}.weight", tuple(f"{path}.kernel{s}" for s in suffixes), Transposed(inner)),
