@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
-from model_runs import ModelRun, abstract_model, assert_equal_runs, batch, model_loss, run_model
+from model_runs import (
+    SMALL,
+    ModelRun,
+    abstract_model,
+    assert_equal_runs,
+    batch,
+    model_loss,
+    run_model,
+)
 
 from model.config import ModelConfig, MoEConfig
 from model.head import Head
@@ -17,17 +25,7 @@ from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from training.optimizers import decays
 
-CONFIG = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    intermediate_size=48,
-    dtype="float32",
-    initializer_range=0.1,
-    loss_chunk=8,
-)
+CONFIG = SMALL
 B, L = 8, 16
 
 
