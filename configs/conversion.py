@@ -1,7 +1,7 @@
 """Conversion of Hugging Face model directories into run directories, and back."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -20,23 +20,26 @@ from data.tokenizers.base import (
     open_tokenizer,
     saved_tokenizer,
 )
-from model.families.base import nested
+from model.families.adapters import find_adapted
+from model.families.base import Family, family_of, find_family, model_config, nested
 from model.families.layouts import Shape
-from model.lora import is_adapter, read_merged
+from model.lora import factor_paths, is_adapter, read_merged, with_adapters, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
+from training.hugging_face.adapters import AdapterDirectory, write_adapters
 from training.hugging_face.companions import (
     copy_companions,
     export_companions,
     load_source,
     token_ids,
 )
-from training.hugging_face.model_directory import ModelDirectory
+from training.hugging_face.model_directory import CONFIG, ModelDirectory
 from training.hugging_face.read import read_parameters
 from training.hugging_face.write import (
+    SAFETENSORS_TYPES,
     describe_source,
     plan_export,
     write_config,
@@ -50,10 +53,16 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 
-def import_config(directory: Path, run: Path, overrides: Sequence[str] = ()) -> Config:
+def import_config(
+    directory: Path,
+    run: Path,
+    overrides: Sequence[str] = (),
+    adapters: AdapterDirectory | None = None,
+) -> Config:
     """Return the configuration of a run that starts from a Hugging Face model.
 
-    The vocabulary is padded to a multiple of `mesh.tp` unless an override says otherwise.
+    The vocabulary is padded to a multiple of `mesh.tp` unless an override says otherwise. The
+    section `lora` is that of the adapters, if there are any.
     Raises: ValueError for a model that is not supported, or an override that does not fit it.
     """
     given: dict[str, Any] = {}
@@ -62,14 +71,19 @@ def import_config(directory: Path, run: Path, overrides: Sequence[str] = ()) -> 
     source = ModelDirectory(directory)
     saved = str(run_directory(str(run)) / TOKENIZER_FOLDER)
     has_tokenizer = (source.path / TOKENIZER_FILE).is_file()
+    fields = source.read_fields()
     tree: dict[str, Any] = {
         "run": {"dir": str(run)},
-        "model": nested(source.read_fields()),
+        "model": nested(fields),
         "data": {"tokenizer": saved} if has_tokenizer else {},
     }
+    if adapters is not None:
+        tree["lora"] = adapters.lora_fields(source.family, model_config(fields))
     apply_overrides(tree, overrides)
     _pad_vocabulary(tree)
     config = make_config(tree)
+    if adapters is not None:
+        adapters.check(config.lora)
     # Without the library a model can be converted all the same.
     if has_tokenizer and config.data.tokenizer == saved and find_spec("tokenizers"):
         open_tokenizer(str(source.path), config.data.eos_token)
@@ -97,7 +111,11 @@ class Imported:
 
 
 def import_model(
-    directory: Path, config: Config, group: ProcessGroup, progress: Progress | None = None
+    directory: Path,
+    config: Config,
+    group: ProcessGroup,
+    progress: Progress | None = None,
+    adapters: AdapterDirectory | None = None,
 ) -> Imported:
     """Write the run directory `config.run.dir` with the parameters of a model as checkpoint 0.
 
@@ -108,10 +126,10 @@ def import_model(
         CheckpointError: the checkpoint could not be written.
     """
     run = run_directory(config.run.dir)
-    if config.lora.rank:
+    if config.lora.rank and adapters is None:
         raise ValueError(
             f"lora.rank={config.lora.rank}: a converted model has no adapters; convert it without, "
-            "and set lora.rank and training.init_from in train.py"
+            "and set lora.rank and training.init_from in train.py, or give --adapters"
         )
     if group.is_primary:
         check_empty(run)
@@ -121,11 +139,17 @@ def import_model(
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(program.tp.manager.mesh))
         abstract = program.abstract_state.params
-        source = describe_source(directory, config.model, _shapes(abstract))
+        base = without_adapters(abstract)
+        source = describe_source(directory, config.model, _shapes(base))
+        added = {}
+        if adapters is not None:
+            family = family_of(source.config)
+            added = adapters.read(family, config.model, config.lora, abstract)
         if group.is_primary:
             num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
             stack.enter_context(locked_run(run, num_bytes, group))
-        params = read_parameters(directory, config.model, abstract, progress)
+        params = read_parameters(directory, config.model, base, progress)
+        params = with_adapters(params, added)
         _save(run, config, program, params, group)
         if group.is_primary:
             copy_companions(directory, run)
@@ -190,9 +214,101 @@ def export_model(
         CheckpointError: the checkpoint cannot be read.
     """
     check_empty(directory)
+    with _open_parameters(run, step, ema=ema) as stored:
+        config, source = stored.config, load_source(run)
+        others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
+        tokenizer = None
+        if source is None:
+            name = str(saved_tokenizer(run) or config.data.tokenizer)
+            tokenizer = open_tokenizer(name, config.data.eos_token)
+            others |= token_ids(tokenizer)
+        export = plan_export(config.model, stored.shapes, source, dtype=dtype, others=others)
+        directory.mkdir(parents=True, exist_ok=True)
+        read = partial(read_merged, stored.read, stored.adapters, config.lora)
+        write_tensors(directory, export, read, progress)
+    export_companions(run, tokenizer, directory)
+    write_config(directory, export)
+    return stored.step
+
+
+def export_adapters(
+    run: Path,
+    directory: Path,
+    step: int | None = None,
+    *,
+    ema: bool = False,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> int:
+    """Write the adapters of a checkpoint as a PEFT directory; return the step of the checkpoint.
+
+    The arguments and errors are those of `export_model`; the type is float32 or bfloat16, by
+    default `model.param_dtype`.
+    """
+    check_empty(directory)
+    with _open_parameters(run, step, ema=ema) as stored:
+        model, lora = stored.config.model, stored.config.lora
+        if not stored.adapters:
+            raise ValueError(
+                f"checkpoint {stored.step} of {run} has no adapters; leave out --adapters to write "
+                "the model"
+            )
+        base = _base_directory(stored.config)
+        family = _family_of_base(run, stored.config, base)
+        kernels = [path for path in stored.shapes if {*factor_paths(path)} & stored.adapters]
+        tensors = find_adapted(family.tensors, stored.shapes, model, kernels)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_adapters(
+            directory,
+            tensors,
+            lora,
+            stored.read,
+            dtype=SAFETENSORS_TYPES[dtype or model.param_dtype],
+            base=None if base is None else str(base),
+            progress=progress,
+        )
+    return stored.step
+
+
+def _base_directory(config: Config) -> Path | None:
+    """Return the Hugging Face model that a run started from, if `training.init_from` names one."""
+    path = Path(config.training.init_from or "").expanduser()
+    return path if config.training.init_from and (path / CONFIG).is_file() else None
+
+
+def _family_of_base(run: Path, config: Config, base: Path | None) -> Family:
+    """Return the family whose names the adapters of a run have."""
+    source = load_source(run)
+    if source is None and config.training.init_from:
+        # A run that started from an imported run, or from a checkpoint of one.
+        path = Path(config.training.init_from).expanduser()
+        source = load_source(path) or load_source(path.parent.parent)
+    if source is not None:
+        return family_of(source.config)
+    return ModelDirectory(base).family if base is not None else find_family(config.model)
+
+
+@dataclass(frozen=True)
+class _StoredParameters:
+    """The parameters of a checkpoint, as they are on disk."""
+
+    config: Config
+    """Configuration of the run."""
+    step: int
+    shapes: dict[str, Shape]
+    """Shapes of all parameters but adapters, by dotted path."""
+    adapters: frozenset[str]
+    """Dotted paths of the factors of adapters."""
+    read: Callable[[str], np.ndarray]
+    """Returns a parameter by its dotted path."""
+
+
+@contextlib.contextmanager
+def _open_parameters(run: Path, step: int | None, *, ema: bool) -> Iterator[_StoredParameters]:
+    """Open the parameters of a checkpoint, or their moving average. Raises: ValueError."""
     if not (run / "config.yaml").is_file():
         raise ValueError(f"{run} has no config.yaml; give a run directory of train.py")
-    config, source = load_config(run / "config.yaml"), load_source(run)
+    config = load_config(run / "config.yaml")
     with tools.open_checkpoints(tools.find_run(str(run))) as checkpoints:
         step = tools.choose_step(checkpoints, run, step)
         leaves, part = checkpoints.record(step)["leaves"], "ema." if ema else "params."
@@ -202,25 +318,13 @@ def export_model(
                 f"checkpoint {step} of {run} has no moving average of its parameters (ema); train "
                 "with optimizer.ema_decay to get one"
             )
-        adapters = {*filter(is_adapter, shapes)}
+        adapters = frozenset(filter(is_adapter, shapes))
         base = "params." if adapters else part  # frozen parameters have no moving average
         shapes = {n: x for n, x in _shapes_of(leaves, base).items() if not is_adapter(n)}
-        others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
-        tokenizer = None
-        if source is None:
-            name = str(saved_tokenizer(run) or config.data.tokenizer)
-            tokenizer = open_tokenizer(name, config.data.eos_token)
-            others |= token_ids(tokenizer)
-        export = plan_export(config.model, shapes, source, dtype=dtype, others=others)
-        directory.mkdir(parents=True, exist_ok=True)
         device = tools.one_device()
 
-        def stored(path: str) -> np.ndarray:
+        def read(path: str) -> np.ndarray:
             name = (part if path in adapters else base) + path
             return np.asarray(checkpoints.read(step, name, device))
 
-        read = partial(read_merged, stored, adapters, config.lora)
-        write_tensors(directory, export, read, progress)
-    export_companions(run, tokenizer, directory)
-    write_config(directory, export)
-    return step
+        yield _StoredParameters(config, step, shapes, adapters, read)

@@ -178,6 +178,20 @@ def is_adapter(name: str) -> bool:
     return any(part in FACTORS for part in name.split("."))
 
 
+def factor_paths(kernel: str) -> tuple[str, str]:
+    """Return the dotted paths of A and B of the kernel with a dotted path."""
+    a, b = (
+        ".".join(name if part == "kernel" else part for part in kernel.split("."))
+        for name in FACTORS
+    )
+    return a, b
+
+
+def kernel_path(factor: str) -> str:
+    """Return the dotted path of the kernel that a factor with a dotted path belongs to."""
+    return ".".join("kernel" if part in FACTORS else part for part in factor.split("."))
+
+
 def with_adapters(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters with the adapters of another tree, as `adapters_of` returns them."""
     return {
@@ -257,8 +271,7 @@ def read_merged(
 
     read: Returns a parameter as it is stored. adapters: Paths of all factors.
     """
-    kernel, parts = read(path), path.split(".")
-    a, b = (".".join(name if part == "kernel" else part for part in parts) for name in FACTORS)
+    kernel, (a, b) = read(path), factor_paths(path)
     if a not in adapters:
         return kernel
     return kernel.astype(np.float32) + np.float32(lora.scale) * (read(a) @ read(b))

@@ -2,6 +2,7 @@
 
 `from-hf` makes a run directory whose checkpoint 0 holds the parameters; train.py and generate.py
 start from it. `to-hf` writes a checkpoint of a run as a model directory that transformers loads.
+Both take `--adapters` for low-rank adapters in PEFT's format.
 Exit codes: 0 success, 2 invalid input, 1 any other failure.
 """
 
@@ -17,11 +18,12 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.conversion import export_model, import_config, import_model
+from configs.conversion import export_adapters, export_model, import_config, import_model
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_record import CheckpointError
+from training.hugging_face.adapters import AdapterDirectory
 from training.logs import peak_memory
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
@@ -73,7 +75,8 @@ class ProgressBar:
 def from_hf(args: argparse.Namespace) -> None:
     """Import a model directory. Raises: ValueError for invalid input."""
     directory, run = Path(args.directory).expanduser(), Path(args.run)
-    config = import_config(directory, run, args.overrides)
+    adapters = None if args.adapters is None else AdapterDirectory(args.adapters)
+    config = import_config(directory, run, args.overrides, adapters)
     given = (args.coordinator, args.num_processes, args.process_id)
     cluster = select_cluster(given, config.cluster, os.environ, detect=args.distributed)
     group = ProcessGroup()
@@ -83,7 +86,7 @@ def from_hf(args: argparse.Namespace) -> None:
     try:
         with ProgressBar("reading", silent=not group.is_primary) as bar:
             memory = peak_memory()
-            imported = import_model(directory, config, group, bar.update)
+            imported = import_model(directory, config, group, bar.update, adapters)
     except BaseException as error:
         group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], EXIT_FAILED)
         raise
@@ -113,7 +116,8 @@ def to_hf(args: argparse.Namespace) -> None:
     run, directory = Path(args.run).expanduser(), Path(args.directory).expanduser()
     with ProgressBar("writing") as bar:
         memory = peak_memory()
-        step = export_model(
+        export = export_adapters if args.adapters else export_model
+        step = export(
             run, directory, args.step, ema=args.ema, dtype=args.dtype, progress=bar.update
         )
     rose = (peak_memory() - memory) / 1e6
@@ -128,6 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     reading.add_argument("directory", metavar="DIR", help="config.json and safetensors files")
     reading.add_argument("run", metavar="RUN_DIR", help="a new directory")
     reading.add_argument("overrides", nargs="*", metavar="section.key=value")
+    reading.add_argument(
+        "--adapters", metavar="DIR", help="PEFT adapters of this model (default: none)"
+    )
     many = reading.add_argument_group("several processes, as of train.py")
     many.add_argument("--distributed", action="store_true", help="detect a Cloud TPU slice")
     many.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
@@ -139,6 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     writing.add_argument("directory", metavar="DIR", help="a new directory")
     writing.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     writing.add_argument("--ema", action="store_true", help="write the moving average")
+    writing.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write the adapters of a LoRA run alone, as PEFT loads them (default: merge them)",
+    )
     writing.add_argument(
         "--dtype",
         choices=["bfloat16", "float32"],

@@ -34,20 +34,8 @@ class ModelDirectory:
         self.path = Path(directory).expanduser()
         if not self.path.is_dir():
             raise ValueError(f"{directory} is not a directory; give a Hugging Face model")
-        self.keys = self._read_json(CONFIG)
+        self.keys = read_json(self.path, CONFIG, "a Hugging Face model")
         self.family: Family = family_of(self.keys)
-
-    def _read_json(self, name: str) -> dict[str, Any]:
-        path = self.path / name
-        try:
-            content = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError as error:
-            raise ValueError(f"{self.path} has no {name}; give a Hugging Face model") from error
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read: {error}; download it again") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} holds no JSON object; download it again")
-        return content
 
     def read_fields(self) -> Fields:
         """Return the fields of `ModelConfig` by dotted path. Raises: FamilyError."""
@@ -75,7 +63,7 @@ class ModelDirectory:
                     f"{self.path} has neither {SINGLE} nor {INDEX}; only safetensors are read"
                 )
             return read_header(self.path / SINGLE)
-        where = self._read_json(INDEX).get("weight_map")
+        where = read_json(self.path, INDEX, "a Hugging Face model").get("weight_map")
         if not isinstance(where, dict) or not where or {*map(type, where.values())} != {str}:
             raise ValueError(
                 f"{self.path / INDEX} has no map of names to files (weight_map); download it again"
@@ -202,6 +190,23 @@ class ModelDirectory:
         extra = whole_number(name, given(self.keys, name, given(self.keys, "num_mtp_layers", 0)), 0)
         layers = {f"model.layers.{layer}." for layer in range(first, first + extra)}
         return frozenset(n for n in self.names if any(map(n.startswith, layers)))
+
+
+def read_json(directory: Path, name: str, wanted: str) -> dict[str, Any]:
+    """Return the JSON object of a file; `wanted` says what the directory should be.
+
+    Raises: ValueError if it is missing or damaged.
+    """
+    path = directory / name
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{directory} has no {name}; give {wanted}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object; download it again")
+    return content
 
 
 def few(names: Sequence[str]) -> str:

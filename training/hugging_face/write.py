@@ -32,7 +32,8 @@ from training.hugging_face.model_directory import CONFIG, INDEX, SINGLE, ModelDi
 from training.hugging_face.tensor_files import DTYPES, TensorInfo, create_file
 
 MAX_FILE_BYTES = 5 * 10**9
-_NAMES = {"float32": "F32", "bfloat16": "BF16"}
+SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+"""Types of an export by our names."""
 _TORCH_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -92,7 +93,7 @@ def plan_export(
     pieces = find_pieces(family.tensors, leaves, config, lambda piece: piece.entry.name in known)
     if unnamed := [path for path, part in pieces.items() if not part]:
         raise FamilyError(f"{family.architecture} has no tensor for {', '.join(unnamed)}")
-    default = _NAMES[dtype or config.param_dtype]
+    default = SAFETENSORS_TYPES[dtype or config.param_dtype]
     dtypes = {}
     for piece in (piece for part in pieces.values() for piece in part):
         found = default
