@@ -23,6 +23,7 @@ from data.tokenizers.base import (
 from model.families.adapters import find_adapted
 from model.families.base import Family, family_of, find_family, model_config, nested
 from model.families.layouts import Shape
+from model.int8_base import is_scale, stored_floats, without_scales
 from model.lora import factor_paths, is_adapter, read_merged, with_adapters, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
@@ -140,7 +141,7 @@ def import_model(
         stack.enter_context(jax.set_mesh(program.tp.manager.mesh))
         abstract = program.abstract_state.params
         base = without_adapters(abstract)
-        source = describe_source(directory, config.model, _shapes(base))
+        source = describe_source(directory, config.model, _shapes(without_scales(base)))
         added = {}
         if adapters is not None:
             family = family_of(source.config)
@@ -300,7 +301,7 @@ class _StoredParameters:
     adapters: frozenset[str]
     """Dotted paths of the factors of adapters."""
     read: Callable[[str], np.ndarray]
-    """Returns a parameter by its dotted path."""
+    """Returns a parameter by its dotted path, in floats."""
 
 
 @contextlib.contextmanager
@@ -320,11 +321,13 @@ def _open_parameters(run: Path, step: int | None, *, ema: bool) -> Iterator[_Sto
             )
         adapters = frozenset(filter(is_adapter, shapes))
         base = "params." if adapters else part  # frozen parameters have no moving average
-        shapes = {n: x for n, x in _shapes_of(leaves, base).items() if not is_adapter(n)}
+        names = _shapes_of(leaves, base)
+        shapes = {n: x for n, x in names.items() if not is_adapter(n) and not is_scale(n)}
         device = tools.one_device()
 
-        def read(path: str) -> np.ndarray:
+        def stored(path: str) -> np.ndarray:
             name = (part if path in adapters else base) + path
             return np.asarray(checkpoints.read(step, name, device))
 
+        read = partial(stored_floats, stored, names=names)
         yield _StoredParameters(config, step, shapes, adapters, read)

@@ -23,6 +23,7 @@ from pydantic import (
 from model.config import ModelConfig, as_tuple
 from model.layers import Embedding, truncated_normal
 from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
+from parallel.linear.int8_kernel import SCALE, Int8Kernel, Kernel, floats, store_as_int8
 from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear, named_rngs
 from parallel.linear.low_rank import add_adapter, merge
 
@@ -59,8 +60,9 @@ class LoRAConfig(
     )
     """Linears with adapters: groups (qkv, o, mlp, experts), or single outputs (q, k, v, gate, up,
     down) of any group. mlp includes shared experts; routers have none."""
-    base_dtype: Literal["float32", "bfloat16"] | None = None
-    """Storage of the frozen kernels and embeddings; null: model.param_dtype."""
+    base_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    """Storage of the frozen kernels and embeddings; null: model.param_dtype. int8: kernels of the
+    layers with a float32 scale for every output column; embedding and head as null."""
 
     @model_validator(mode="after")
     def _check(self) -> "LoRAConfig":
@@ -139,10 +141,17 @@ def _is_target(path: tuple[str, ...], output: str, linear: Any, lora: LoRAConfig
 
 
 def store_base(model: nnx.Module, lora: LoRAConfig) -> None:
-    """Store the frozen kernels and embeddings of a model in `lora.base_dtype`."""
+    """Store the frozen kernels and embeddings of a model in `lora.base_dtype`.
+
+    Linears of a layer have a kind; the head has none.
+    """
     if not lora.rank or lora.base_dtype is None:
         return
     for _, module in nnx.iter_modules(model):
+        if lora.base_dtype == "int8":
+            if isinstance(module, _LINEARS) and module.kind:
+                store_as_int8(module)
+            continue
         if isinstance(module, _LINEARS) and module.kernel is not None:
             kernels = _kernels_of(module)
         elif isinstance(module, Embedding):
@@ -236,8 +245,9 @@ def merge_adapters(
     """
     merged: dict[str, Any] = {}
     factors = [params.get(name) for name in FACTORS]
+    scales = params.get(SCALE)
     for name, value in params.items():
-        if name in FACTORS:
+        if name in FACTORS or name == SCALE:
             continue
         if name == "table":
             merged[name] = value.astype(dtype)
@@ -246,18 +256,24 @@ def merge_adapters(
             merged[name] = merge_adapters(value, lora, dtype) if is_tree else value
         elif isinstance(value, Mapping):
             merged[name] = {
-                output: _merged(kernel, [(f or {}).get(output) for f in factors], lora, dtype)
+                output: _merged(
+                    kernel if scales is None else Int8Kernel(kernel, scales[output]),
+                    [(f or {}).get(output) for f in factors],
+                    lora,
+                    dtype,
+                )
                 for output, kernel in value.items()
             }
         else:
-            merged[name] = _merged(value, factors, lora, dtype)
+            kernel = value if scales is None else Int8Kernel(value, scales)
+            merged[name] = _merged(kernel, factors, lora, dtype)
     return merged
 
 
 def _merged(
-    kernel: jax.Array, factors: Sequence[Any], lora: LoRAConfig, dtype: jax.typing.DTypeLike
+    stored: Kernel, factors: Sequence[Any], lora: LoRAConfig, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    a, b = factors
+    (a, b), kernel = factors, floats(stored)
     if a is None:
         return kernel.astype(dtype)
     wide = kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32))

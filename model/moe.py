@@ -34,6 +34,7 @@ from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParalle
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
 from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.int8_kernel import Int8Kernel, kernel_specs, values_spec
 from parallel.linear.linear import Initializer, ParallelLinear, named_rngs
 from parallel.linear.ring import pcast_varying
 from parallel.linear.sharded_matmul import gather_factor
@@ -206,7 +207,9 @@ class MoE(nnx.Module):
         body = partial(
             _moe_body,
             moe=moe,
-            layer=self._plan(specs.row, split_dim(spec, axis), dropless or mode != MODE_TRAIN),
+            layer=self._plan(
+                values_spec(specs.row), split_dim(spec, axis), dropless or mode != MODE_TRAIN
+            ),
             specs=specs,
             row_axes=(mesh_axes_of(spec[0]), mesh_axes_of(spec[1])),
         )
@@ -241,8 +244,8 @@ class MoE(nnx.Module):
         row_bias_spec, row_biases = self.down.biases_for(x_BLD)
         adapters = self.gate_up.adapter_for(x_BLD), self.down.adapter_for(x_BLD)
         specs = ExpertKernels(
-            (column_spec,) * len(column),
-            row_spec,
+            tuple(kernel_specs(column, column_spec)),
+            kernel_specs([row], row_spec)[0],
             activation,
             (column_bias_spec,) * len(column_biases),
             (row_bias_spec,) * len(row_biases),
@@ -309,7 +312,8 @@ def _moe_body(
     has_adapters = kernels.column_adapter is not None or kernels.row_adapter is not None
     like = pcast_varying(x_BLD, (axis,)) if has_adapters else x_BLD
     gather = partial(gather_factor, keep=(axis, *layer.axes), like=like)
-    y_TD, dropped = apply_experts(tokens, jax.tree.map(gather, kernels, specs), layer)
+    whole = jax.tree.map(gather, kernels, specs, is_leaf=lambda w: isinstance(w, Int8Kernel))
+    y_TD, dropped = apply_experts(tokens, whole, layer)
     # tp devices that hold the same tokens all counted the same drops.
     repeats = 1 if axis in token_axes else lax.axis_size(axis)
     dropped = lax.psum(dropped, tuple(dict.fromkeys((*token_axes, axis)))) / repeats

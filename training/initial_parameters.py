@@ -18,6 +18,7 @@ from ruamel.yaml import YAML
 
 from model.config import ModelConfig
 from model.families.base import FamilyError, mathematics, model_config
+from model.int8_base import is_scale, without_scales
 from model.lora import is_adapter, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
@@ -105,12 +106,19 @@ class CheckpointParameters:
         """Whether the run had LoRA."""
         return any(map(is_adapter, self.leaves))
 
+    @property
+    def has_scales(self) -> bool:
+        """Whether the frozen kernels are stored as int8."""
+        return any(map(is_scale, self.leaves))
+
     def find_differences(self, model: ModelConfig) -> Differences:
         """Return all keys that differ, also those of how a model is computed and trained."""
         return _compare(self.model.model_dump(), model.model_dump())
 
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return the first parameter that is missing, extra, or has another shape."""
+        if not self.has_scales:  # kernels are quantized after they are read
+            shapes = {name: shape for name, shape in shapes.items() if not is_scale(name)}
         for name in sorted(self.leaves.keys() | shapes.keys()):
             there = tuple(self.leaves[name][0]) if name in self.leaves else "no"
             if (here := shapes.get(name, "no")) != there:
@@ -131,6 +139,7 @@ class CheckpointParameters:
         wanted = (
             abstract_state.params if self.has_adapters else without_adapters(abstract_state.params)
         )
+        wanted = wanted if self.has_scales else without_scales(wanted)
         params = jax.tree_util.tree_map_with_path(stored, wanted)
         checkpoints = Checkpoints(self.folder, CheckpointConfig(), read_only=True)
         with contextlib.closing(checkpoints):
@@ -181,7 +190,8 @@ class HuggingFaceParameters:
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return which tensors are missing, unknown, or of another shape."""
         try:
-            self.source.find_pieces(self.config, shapes)
+            base = {name: shape for name, shape in shapes.items() if not is_scale(name)}
+            self.source.find_pieces(self.config, base)
         except FamilyError as error:
             return str(error)
         return None

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
+from model.int8_base import quantized_as
 from model.lora import adapters_of, drop_features, with_adapters
 from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bias
 from model.plan import ExecutionPlan
@@ -121,13 +122,15 @@ class Program:
         """Return a fresh state with these parameters, cast to their types; they are donated.
 
         params: with the shapes and shardings of `abstract_state.params`. With LoRA they may lack
-        the adapters, which then start fresh.
+        the adapters, which then start fresh. Kernels without scales are quantized where the state
+        has them as int8.
         """
         wanted = self.abstract_state
         if self.plan.lora.rank and not adapters_of(params):
             layouts = jax.tree.map(lambda x: x.sharding, adapters_of(wanted.params))
             fresh = jax.jit(lambda: adapters_of(self._init_params()), out_shardings=layouts)
             params = with_adapters(params, fresh())
+        params = quantized_as(params, wanted.params)
         params = jax.tree.map(lambda x, want: x.astype(want.dtype), params, wanted.params)
         shardings = jax.tree.map(lambda x: x.sharding, wanted)
         return jax.jit(self._start, out_shardings=shardings, donate_argnums=0)(params)

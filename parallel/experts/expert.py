@@ -21,6 +21,7 @@ from parallel.experts.expert_mlp import ExpertLinearSpec, column_products, row_p
 from parallel.experts.names import ExpertRule
 from parallel.experts.row_layout import RowGroups
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.int8_kernel import Kernel, frozen, kernel_specs, with_scales
 from parallel.linear.linear import Initializer, named_rngs
 from parallel.linear.low_rank import LowRank, adapter_of
 from parallel.linear.ring import pcast_varying
@@ -107,13 +108,13 @@ class _ExpertLinear(nnx.Module):
         """Names of the outputs in order; a single output is named ""."""
         return self.output_names
 
-    def kernels(self) -> list[jax.Array]:
+    def kernels(self) -> list[Kernel]:
         """Return one array `E in out` per output, in the order of `out_features`.
 
         They have no gradient if the linear has adapters.
         """
-        arrays = self._arrays_of(self.kernel)
-        return arrays if adapter_of(self) is None else [lax.stop_gradient(w) for w in arrays]
+        kernels = with_scales(self, self._arrays_of(self.kernel))
+        return kernels if adapter_of(self) is None else [frozen(w) for w in kernels]
 
     def _arrays_of(self, parameter: Any) -> list[jax.Array]:
         if parameter is None:
@@ -122,8 +123,11 @@ class _ExpertLinear(nnx.Module):
             return [parameter[...]]
         return [parameter[name][...] for name in self.output_names]
 
-    def kernels_for(self, x: jax.Array) -> tuple[P, list[jax.Array]]:
-        """Return the kernels, and their spec, as they enter a shard_map together with `x`."""
+    def kernels_for(self, x: jax.Array) -> tuple[P, list[Kernel]]:
+        """Return the kernels, and their spec, as they enter a shard_map together with `x`.
+
+        `kernel_specs` returns the layouts of all their arrays.
+        """
         spec, config = self.parallel_config.manager.resolve(self.axes), self.parallel_config
         return params_for_shard_map(self.kernels(), spec, x, config.axis_name)
 
@@ -157,7 +161,13 @@ class _ExpertLinear(nnx.Module):
         island = jax.shard_map(
             body,
             mesh=config.manager.mesh,
-            in_specs=(spec, P(tokens[0]), kernel_spec, bias_spec, adapter_spec),
+            in_specs=(
+                spec,
+                P(tokens[0]),
+                kernel_specs(kernels, kernel_spec),
+                bias_spec,
+                adapter_spec,
+            ),
             out_specs=out_spec,
         )
         return island(x, groups, kernels, biases, adapter)
@@ -201,7 +211,7 @@ class ExpertRowParallelLinear(_ExpertLinear):
 def _linear_body(
     x: jax.Array,
     groups: RowGroups,
-    kernels: list[jax.Array],
+    kernels: list[Kernel],
     biases: list[jax.Array],
     adapter: LowRank | None,
     *,

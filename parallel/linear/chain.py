@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_chain import gather_matmul_scatter
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.int8_kernel import Kernel, kernel_specs
 from parallel.linear.linear import ParallelLinear, scale_and_add
 from parallel.linear.local_matmul import split_columns
 from parallel.linear.low_rank import LowRank, adapter_of, update_blocks
@@ -103,9 +104,9 @@ def _with_biases(
 
 def column_row_parallel(
     x: jax.Array,
-    column_kernels: Sequence[jax.Array],
+    column_kernels: Sequence[Kernel],
     biases: Sequence[jax.Array],
-    row_kernel: jax.Array,
+    row_kernel: Kernel,
     *,
     function: Callable[..., jax.Array],
     config: TensorParallelConfig,
@@ -150,7 +151,10 @@ def column_row_parallel(
         body,
         mesh=manager.mesh,
         in_specs=(
-            *(spec, [column_spec for _ in column_kernels], [P(axis) for _ in biases], row_spec),
+            spec,
+            kernel_specs(column_kernels, column_spec),
+            [P(axis) for _ in biases],
+            *kernel_specs([row_kernel], row_spec),
             adapter_specs,
         ),
         out_specs=spec,
@@ -160,9 +164,9 @@ def column_row_parallel(
 
 def _column_row_body(
     x: jax.Array,
-    column_kernels: list[jax.Array],
+    column_kernels: list[Kernel],
     biases: list[jax.Array],
-    row_kernel: jax.Array,
+    row_kernel: Kernel,
     adapters: tuple[LowRank | None, LowRank | None],
     *,
     specs: tuple[Any, ...],

@@ -28,6 +28,7 @@ from parallel.linear.config import (
     get_output_partition_spec,
     get_sharding,
 )
+from parallel.linear.int8_kernel import Kernel, floats, frozen, with_scales
 from parallel.linear.low_rank import adapter_of
 from parallel.linear.sharded_matmul import column_parallel, row_parallel
 from parallel.sharding.axes import ColumnWise, Replicated, RowWise, SRowWise
@@ -210,10 +211,10 @@ class ParallelLinear(nnx.Module):
             return [parameter[name][...] for name in self._widths()]
         return [parameter[...]]
 
-    def kernels(self) -> list[jax.Array]:
+    def kernels(self) -> list[Kernel]:
         """Return the kernels, one per output; without a gradient if the linear has adapters."""
-        arrays = self.arrays_of(self.kernel)
-        return arrays if adapter_of(self) is None else [lax.stop_gradient(w) for w in arrays]
+        kernels = with_scales(self, self.arrays_of(self.kernel))
+        return kernels if adapter_of(self) is None else [frozen(w) for w in kernels]
 
     def scale_factor(self) -> float:
         """Return `scale` as a number."""
@@ -264,7 +265,7 @@ class ParallelLinear(nnx.Module):
                 "out"
             )
         x = self.cast_input(inputs)
-        dtype, kernels = x.dtype, self.kernels() if w is None else [w]
+        dtype, kernels = x.dtype, [floats(k) for k in self.kernels()] if w is None else [w]
         config = self.parallel_config
         if w is None and (adapter := adapter_of(self)) is not None:
             kernels = adapter.merged(kernels)

@@ -24,6 +24,7 @@ from parallel.linear.collective_matmul import (
     matmul_scatter,
 )
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values_spec
 from parallel.linear.local_matmul import split_columns
 from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
 from parallel.linear.ring import all_gather, pcast_varying
@@ -32,8 +33,8 @@ from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, spli
 
 
 def gather_kernel(
-    kernel: jax.Array,
-    spec: P,
+    kernel: Kernel,
+    spec: Any,
     *,
     keep: str | tuple[str, ...],
     dtype: jax.typing.DTypeLike | None,
@@ -43,15 +44,20 @@ def gather_kernel(
 
     Communication: one all-gather in `dtype` over the axes that shard the parameter. In the backward
     pass one reduce-scatter in `dtype`; then an all-reduce of this device's shard, in the
-    parameter's own dtype, over the axes that hold copies of it (dp and ep).
+    parameter's own dtype, over the axes that hold copies of it (dp and ep). A quantized kernel is
+    gathered as int8, and has no gradient.
 
     Args:
         kernel: Block of the parameter.
-        spec: Layout of the parameter.
+        spec: Layout of the parameter, or of the two arrays of a quantized one.
         keep: Mesh axes over which it stays split.
         dtype: Dtype to cast to before the gather; None: no cast.
         like: Activations that the kernel is multiplied with.
     """
+    if isinstance(kernel, Int8Kernel):
+        (specs,) = kernel_specs([kernel], values_spec(spec))
+        gather = partial(gather_kernel, keep=keep, dtype=None, like=like)
+        return jax.tree.map(gather, kernel, specs).floats(dtype or like.dtype)
     kept = mesh_axes_of(keep)
     sharding = {name for entry in spec for name in mesh_axes_of(entry)}
     copies = jax.typeof(like).manual_axis_type.varying - sharding - {*kept}
@@ -65,23 +71,25 @@ def gather_kernel(
 
 
 def params_for_shard_map(
-    params: Sequence[jax.Array],
+    params: Sequence[Kernel],
     spec: P,
     x: jax.Array,
     keep: str,
     dtype: jax.typing.DTypeLike | None = None,
-) -> tuple[P, list[jax.Array]]:
+) -> tuple[P, list[Any]]:
     """Return parameters, and their spec, as they enter a shard_map together with `x`.
 
     They stay split over `keep` and over the axes that split `x`. Over the other axes they are
     gathered here, in `dtype` (None: the dtype of `x`): devices along those axes compute the same
-    gradient, which the transpose of a gather inside the shard_map would sum.
+    gradient, which the transpose of a gather inside the shard_map would sum. Quantized kernels are
+    gathered as they are; `kernel_specs` returns the layouts of their arrays.
     """
     used = {keep, *(n for entry in jax.typeof(x).sharding.spec for n in mesh_axes_of(entry))}
     if used.issuperset(name for entry in spec for name in mesh_axes_of(entry)):
         return spec, list(params)
     kept = P(*(tuple(n for n in mesh_axes_of(entry) if n in used) or None for entry in spec))
-    return kept, [jax.sharding.reshard(param.astype(dtype or x.dtype), kept) for param in params]
+    cast = [p if isinstance(p, Int8Kernel) else p.astype(dtype or x.dtype) for p in params]
+    return kept, [*map(jax.sharding.reshard, cast, kernel_specs(cast, kept))]
 
 
 def adapter_for_shard_map(
@@ -105,7 +113,7 @@ def adapter_for_shard_map(
 def _shard_map(
     body: Callable[..., tuple[jax.Array, ...]],
     x: jax.Array,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[Kernel],
     axes: type,
     out_spec: P,
     config: TensorParallelConfig,
@@ -119,7 +127,7 @@ def _shard_map(
     island = jax.shard_map(
         partial(_local, body=body, adapter_spec=adapter_spec),
         mesh=manager.mesh,
-        in_specs=(jax.typeof(x).sharding.spec, adapter_spec, *(kernel_spec for _ in kernels)),
+        in_specs=(jax.typeof(x).sharding.spec, adapter_spec, *kernel_specs(kernels, kernel_spec)),
         out_specs=tuple(out_spec for _ in kernels),
     )
     return island(x, adapter, *kernels)
@@ -128,7 +136,7 @@ def _shard_map(
 def _local(
     x: jax.Array,
     adapter: LowRank | None,
-    *kernels: jax.Array,
+    *kernels: Kernel,
     body: Callable[..., tuple[jax.Array, ...]],
     adapter_spec: Any,
 ) -> tuple[jax.Array, ...]:
@@ -160,7 +168,7 @@ def check_row_input(spec: P, config: TensorParallelConfig) -> None:
 
 def column_parallel(
     x: jax.Array,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[Kernel],
     config: TensorParallelConfig,
     precision: lax.PrecisionLike = None,
     adapter: LowRank | None = None,
@@ -183,7 +191,7 @@ def column_parallel(
 
 def column_block(
     x: jax.Array,
-    *kernels: jax.Array,
+    *kernels: Kernel,
     kernel_spec: P,
     dim: SplitDim | None,
     axis_name: str,
@@ -224,21 +232,21 @@ def gather_column_adapter(
 
 
 def gather_factor(
-    factor: jax.Array, spec: P, *, keep: str | tuple[str, ...], like: jax.Array
+    factor: Kernel, spec: Any, *, keep: str | tuple[str, ...], like: jax.Array
 ) -> jax.Array:
-    """Inside shard_map, gather a factor of an adapter in the dtype of `like`.
+    """Inside shard_map, gather a factor of an adapter, or a kernel, in the dtype of `like`.
 
     It stays split over the axes of `keep` that split it. Where it is whole over such an axis, and
     `like` is not, its gradient is summed over it in its own dtype.
     """
-    used = {name for entry in spec for name in mesh_axes_of(entry)}
+    used = {name for entry in values_spec(spec) for name in mesh_axes_of(entry)}
     kept = tuple(name for name in mesh_axes_of(keep) if name in used)
     return gather_kernel(factor, spec, keep=kept, dtype=like.dtype, like=like)
 
 
 def row_parallel(
     x: jax.Array,
-    kernels: Sequence[jax.Array],
+    kernels: Sequence[Kernel],
     out_spec: P,
     config: TensorParallelConfig,
     precision: lax.PrecisionLike = None,
@@ -268,7 +276,7 @@ def row_parallel(
 
 def row_block(
     x: jax.Array,
-    *kernels: jax.Array,
+    *kernels: Kernel,
     kernel_spec: P,
     dim: SplitDim | None,
     axis_name: str,

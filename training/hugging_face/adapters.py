@@ -26,6 +26,7 @@ from model.families.adapters import (
 from model.families.base import Family
 from model.families.layouts import Shape
 from model.families.tensors import Entry, Piece
+from model.int8_base import is_scale
 from model.lora import LoRAConfig, LoRATarget, adapters_of, factor_paths, is_adapter, kernel_path
 from training.fingerprint import leaf_name
 from training.hugging_face.model_directory import few, read_json
@@ -245,7 +246,7 @@ class AdapterDirectory:
         Raises: ValueError as `find_tensors`.
         """
         paths = jax.tree_util.tree_leaves_with_path(abstract_params)
-        leaves = {leaf_name(path): leaf.shape for path, leaf in paths}
+        leaves = {name: x.shape for path, x in paths if not is_scale(name := leaf_name(path))}
         places: dict[str, dict[tuple[int, ...], tuple[AdaptedTensor, Piece]]] = {}
         for tensor in self.find_tensors(family, model, lora, leaves):
             for piece in tensor.pieces:

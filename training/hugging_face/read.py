@@ -23,6 +23,7 @@ from model.config import ModelConfig
 from model.families.base import nested
 from model.families.layouts import Shape
 from model.families.tensors import Piece
+from model.int8_base import is_scale, quantize_array, scale_path
 from training.fingerprint import leaf_name
 from training.hugging_face.model_directory import ModelDirectory, few
 from training.logs import log
@@ -61,7 +62,7 @@ def read_parameters(
     """
     source = ModelDirectory(directory)
     paths = jax.tree_util.tree_leaves_with_path(abstract_params)
-    leaves = {leaf_name(path): leaf for path, leaf in paths}
+    leaves = {name: x for path, x in paths if not is_scale(name := leaf_name(path))}
     pieces = source.find_pieces(config, {name: leaf.shape for name, leaf in leaves.items()})
     if source.extra_names and jax.process_index() == 0:
         log.warning(
@@ -70,7 +71,9 @@ def read_parameters(
             len(source.extra_names),
             few(sorted(source.extra_names)),
         )
-    readers = {name: _ArrayReader(source, pieces[name], leaf) for name, leaf in leaves.items()}
+    readers = {
+        name: _ArrayReader(source, pieces[name], _in_floats(leaf)) for name, leaf in leaves.items()
+    }
     total, done, arrays = sum(reader.num_bytes for reader in readers.values()), 0, {}
     for name, reader in readers.items():
         array = reader.zeros()
@@ -79,12 +82,21 @@ def read_parameters(
             done += reader.num_bytes // reader.num_parts
             if progress is not None:
                 progress(done, total)
-        arrays[name] = array
+        if leaves[name].dtype == np.int8:  # quantized at once, so that one array is in floats
+            arrays[name], arrays[scale_path(name)] = quantize_array(array)
+        else:
+            arrays[name] = array
     if progress is not None:
         progress(total, total)
     return jax.tree_util.tree_map_with_path(
         lambda path, _: arrays[leaf_name(path)], abstract_params
     )
+
+
+def _in_floats(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the array that is read for an array of a state: int8 is made from float32."""
+    dtype = np.float32 if leaf.dtype == np.int8 else leaf.dtype
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 @dataclass(frozen=True)

@@ -193,3 +193,18 @@ def test_a_run_without_adapters_has_none_to_write(folder, tmp_path, capsys) -> N
     assert convert("to-hf", folder / "base", tmp_path / "out", "--adapters") == 2
     assert "checkpoint 0 of" in (error := capsys.readouterr().err) and "no adapters" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_directory_is_read_as_int8(folder) -> None:
+    import_adapters(folder, "int8", "lora.base_dtype=int8")
+    assert convert("to-hf", folder / "int8", folder / "merged8", "--dtype", "float32") == 0
+    assert convert("to-hf", folder / "int8", folder / "peft8", "--adapters") == 0
+    assert_bit_equal(matrices(folder / "peft8"), matrices(folder / "peft"))
+    source, merged, base = (tensors_of(folder / name) for name in ("hf", "merged", "merged8"))
+    for name, x in merged.items():
+        weight = source[name].astype(np.float32)
+        step = np.abs(weight).max(axis=-1, keepdims=True) / 127
+        if "_proj" not in name:
+            step = np.zeros(())
+        assert (np.abs(base[name] - x) <= step * (0.5 + 1e-3) + 1e-6).all(), name
+        assert np.any(base[name] != x) == ("_proj" in name)

@@ -1,0 +1,75 @@
+"""Trees of parameters whose frozen kernels are stored as int8: `lora.base_dtype: int8`.
+
+Every such kernel has its scales beside it, under the name `kernel_scale`.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from parallel.linear.int8_kernel import SCALE, Int8Kernel, quantize
+
+
+def is_scale(name: str) -> bool:
+    """Return whether a dotted path is that of the scales of a kernel."""
+    return SCALE in name.split(".")
+
+
+def scale_path(kernel: str) -> str:
+    """Return the dotted path of the scales of the kernel with a dotted path."""
+    return ".".join(SCALE if part == "kernel" else part for part in kernel.split("."))
+
+
+def without_scales(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of parameters without scales."""
+    return {
+        name: without_scales(value) if isinstance(value, Mapping) else value
+        for name, value in params.items()
+        if name != SCALE
+    }
+
+
+def quantized_as(params: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters with the kernels as int8 that have scales in the tree `wanted`.
+
+    The kernels are donated. Kernels that have scales already stay as they are.
+    """
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        if name == "kernel" and SCALE in wanted and SCALE not in params:
+            kernels = value if isinstance(value, Mapping) else {"": value}
+            both = {output: quantize_array(kernel) for output, kernel in kernels.items()}
+            values, scales = ({n: x[i] for n, x in both.items()} for i in range(2))
+            is_tree = isinstance(value, Mapping)
+            found[name], found[SCALE] = (x if is_tree else x[""] for x in (values, scales))
+        elif isinstance(value, Mapping):
+            found[name] = quantized_as(value, wanted.get(name, {}))
+        else:
+            found[name] = value
+    return found
+
+
+def quantize_array(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (int8 values, scales) of a kernel with the layout that it has; it is donated."""
+    sharding: Any = kernel.sharding
+    with jax.set_mesh(sharding.mesh):
+        found = _quantize(kernel)
+    return found.values, found.scale
+
+
+_quantize: Callable[[jax.Array], Int8Kernel] = jax.jit(quantize, donate_argnums=0)
+
+
+def stored_floats(
+    read: Callable[[str], np.ndarray], path: str, *, names: Collection[str]
+) -> np.ndarray:
+    """Return a parameter by its dotted path, in float32 if it is stored as int8.
+
+    read: returns an array as it is stored. names: paths of all arrays.
+    """
+    array, scales = read(path), scale_path(path)
+    if scales == path or scales not in names:
+        return array
+    return array.astype(np.float32) * read(scales)
