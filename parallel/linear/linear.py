@@ -216,6 +216,11 @@ class ParallelLinear(nnx.Module):
         kernels = with_scales(self, self.arrays_of(self.kernel))
         return kernels if adapter_of(self) is None else [frozen(w) for w in kernels]
 
+    def merged_kernels(self) -> list[jax.Array]:
+        """Return the kernels in floats, each with the update of its adapter if it has one."""
+        kernels, adapter = [floats(w) for w in self.kernels()], adapter_of(self)
+        return kernels if adapter is None else adapter.merged(kernels)
+
     def scale_factor(self) -> float:
         """Return `scale` as a number."""
         if not isinstance(self.scale, str):
@@ -265,10 +270,8 @@ class ParallelLinear(nnx.Module):
                 "out"
             )
         x = self.cast_input(inputs)
-        dtype, kernels = x.dtype, [floats(k) for k in self.kernels()] if w is None else [w]
+        dtype, kernels = x.dtype, self.merged_kernels() if w is None else [w]
         config = self.parallel_config
-        if w is None and (adapter := adapter_of(self)) is not None:
-            kernels = adapter.merged(kernels)
         if config is None or config.mesh is None:
             return self._finish(
                 [jnp.matmul(x, k.astype(dtype), precision=self.precision) for k in kernels]
