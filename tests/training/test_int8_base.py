@@ -61,7 +61,7 @@ def gradients(program, params, batch):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            MeshConfig(ep=2, sp=2, fsdp=2),
+            MeshConfig(ep=2, fsdp=2, tp=2),
             (*SPARSE, "model.moe.expert_rule=unified", "lora.targets=[o,down]"),
             marks=pytest.mark.slow,
         ),
