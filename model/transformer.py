@@ -222,6 +222,10 @@ class Transformer(nnx.Module):
         """Return the masked cross-entropy of hidden states, summed over all tokens, in nats."""
         return self.head(x_BLD, targets_BL, mask_BL, w=self._tied_kernel())
 
+    def token_losses(self, x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
+        """Return the cross-entropy of hidden states at every token `B L`, in nats."""
+        return self.head.token_losses(x_BLD, targets_BL, w=self._tied_kernel())
+
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Return the logits `B L V` of hidden states, V over tp; see `Head.logits`."""
         return self.head.logits(x_BLD, w=self._tied_kernel())
