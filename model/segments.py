@@ -1,7 +1,8 @@
 """Division of a model's layers into segments: repeated patterns, each compiled once."""
 
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 LayerType = Literal["full_attention", "sliding_attention", "chunked_attention"]
 """Keys that a query attends to: all earlier ones, a sliding window, or those of its chunk."""
@@ -24,6 +25,12 @@ class Segment(NamedTuple):
     repeats: int
 
 
+def shortest_period(values: Sequence[Any]) -> int:
+    """Return the length of the shortest prefix whose repetition gives a list with entries."""
+    count = len(values)
+    return next(n for n in range(1, count + 1) if values[n:] == values[: count - n])
+
+
 def divide_layers(kinds: tuple[LayerKind, ...]) -> list[Segment]:
     """Divide layers by the shortest pattern that they repeat, however `layer_types` is written.
 
@@ -33,7 +40,7 @@ def divide_layers(kinds: tuple[LayerKind, ...]) -> list[Segment]:
     count = len(kinds)
     if not count:
         return []
-    period = next(n for n in range(1, count + 1) if kinds[n:] == kinds[: count - n])
+    period = shortest_period(kinds)
     if period <= count // 2:
         repeats, rest = divmod(count, period)
         return [Segment(kinds[:period], repeats), *divide_layers(kinds[count - rest :])]

@@ -17,6 +17,18 @@ from parallel.sharding.axes import TokenSharding
 # Bounds from float32 rounding: relative for the loss, relative to the largest entry per gradient.
 LOSS_BOUND, GRADIENT_BOUND = 1e-6, 1e-5
 
+SMALL = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    intermediate_size=48,
+    dtype="float32",
+    initializer_range=0.1,
+    loss_chunk=8,
+)
+
 
 class ModelRun(NamedTuple):
     """Loss, gradients and initial parameters in numpy, and the planned order of the rows."""

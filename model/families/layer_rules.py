@@ -7,7 +7,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.families.base import FamilyError, Fields, Keys
 from model.families.rules import given, whole_number
-from model.segments import LayerType
+from model.segments import LayerType, shortest_period
 
 LayerPattern = Callable[[Keys, int, int | None], Sequence[LayerType]]
 """(keys, number of layers, sliding window) -> the type of every layer."""
@@ -90,7 +90,7 @@ class LayerTypes:
                 "config.json: layer_types has sliding_attention, but there is no sliding_window; "
                 f"set it{f' and {self.switch}' if self.switch else ''}"
             )
-        fields["layer_types"] = types[: _period(types)]
+        fields["layer_types"] = types[: shortest_period(types)]
         fields["sliding_window"] = window if has_window else None
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
@@ -100,6 +100,12 @@ class LayerTypes:
             keys["layer_types"] = list(model.layer_kinds)
         if self.switch:
             keys[self.switch] = model.sliding_window is not None
+
+
+SWITCHED_WINDOW = LayerTypes(
+    sliding_from(28), window=4096, switch="use_sliding_window", others=("max_window_layers",)
+)
+"""Sliding attention from layer `max_window_layers` on, if `use_sliding_window` (Qwen)."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ class NoRopeLayers:
         listed = given(keys, "no_rope_layers", default)
         listed = listed[:count] if isinstance(listed, list) else listed
         pattern = tuple(map(bool, _per_layer("no_rope_layers", listed, count)))
-        fields["rope_layers"] = pattern[: _period(pattern)]
+        fields["rope_layers"] = pattern[: shortest_period(pattern)]
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
         """Write the list in full."""
@@ -153,8 +159,3 @@ def _per_layer(name: str, listed: Any, count: int) -> tuple[Any, ...]:
             "entry per layer"
         )
     return tuple(listed)
-
-
-def _period(values: tuple[Any, ...]) -> int:
-    """Return the length of the shortest prefix whose repetition gives the list."""
-    return next(n for n in range(1, len(values) + 1) if values[n:] == values[: len(values) - n])

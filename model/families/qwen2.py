@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on the q, k and v projections."""
 
 from model.families.base import Family, register
-from model.families.layer_rules import LayerTypes, sliding_from
+from model.families.layer_rules import SWITCHED_WINDOW
 from model.families.rope import Rope
 from model.families.rules import FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
@@ -13,12 +13,7 @@ QWEN2 = register(
         rules=(
             *dimensions(eps=1e-6, kv_heads=32),
             Rope(),
-            LayerTypes(
-                sliding_from(28),
-                window=4096,
-                switch="use_sliding_window",
-                others=("max_window_layers",),
-            ),
+            SWITCHED_WINDOW,
             FixedKey("hidden_act", ("silu",)),
             FixedKey("use_mrope", (False,), optional=True),
         ),

@@ -1,11 +1,11 @@
 """Qwen2-MoE and Qwen1.5-MoE: Qwen2 with experts and a gated shared expert."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from model.config import ModelConfig
 from model.families.base import Family, FamilyError, Fields, Keys, register
-from model.families.layer_rules import DenseLayers, LayerTypes
+from model.families.layer_rules import SWITCHED_WINDOW, DenseLayers
 from model.families.rope import Rope
 from model.families.rules import Bias, FixedKey, Key, dimensions, given, whole_number
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts, mlp
@@ -51,12 +51,7 @@ QWEN2_MOE = register(
         rules=(
             *dimensions(eps=1e-6, kv_heads=16),
             Rope(),
-            LayerTypes(
-                _every_second_layer,
-                window=4096,
-                switch="use_sliding_window",
-                others=("max_window_layers",),
-            ),
+            replace(SWITCHED_WINDOW, pattern=_every_second_layer),
             FixedKey("hidden_act", ("silu",)),
             Bias("qkv_bias", ("qkv",), default=True),
             Key("num_experts", "moe.num_experts", 60, other="num_local_experts"),

@@ -1,7 +1,9 @@
 """Qwen3, dense and with experts: a norm on every query and key head."""
 
+from dataclasses import replace
+
 from model.families.base import Family, register
-from model.families.layer_rules import DenseLayers, LayerTypes, every_layer, sliding_from
+from model.families.layer_rules import SWITCHED_WINDOW, DenseLayers, every_layer
 from model.families.rope import Rope
 from model.families.rules import Bias, FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS, experts
@@ -14,12 +16,7 @@ QWEN3 = register(
         rules=(
             *dimensions(eps=1e-6, kv_heads=32, head_dim=128),
             Rope(),
-            LayerTypes(
-                sliding_from(28),
-                window=4096,
-                switch="use_sliding_window",
-                others=("max_window_layers",),
-            ),
+            SWITCHED_WINDOW,
             FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
         ),
@@ -34,13 +31,7 @@ QWEN3_MOE = register(
         rules=(
             *dimensions(eps=1e-6, kv_heads=4),
             Rope(),
-            LayerTypes(
-                every_layer,
-                listed=False,
-                window=4096,
-                switch="use_sliding_window",
-                others=("max_window_layers",),
-            ),
+            replace(SWITCHED_WINDOW, pattern=every_layer, listed=False),
             FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             Key("num_experts", "moe.num_experts", 128, other="num_local_experts"),

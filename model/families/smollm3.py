@@ -1,7 +1,9 @@
 """SmolLM3: Llama in which some layers have no rope. SmolLM 1 and 2 are Llama."""
 
+from dataclasses import replace
+
 from model.families.base import Family, Fields, Keys, register
-from model.families.layer_rules import LayerTypes, NoRopeLayers
+from model.families.layer_rules import SWITCHED_WINDOW, NoRopeLayers
 from model.families.rope import Rope
 from model.families.rules import Bias, FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
@@ -12,9 +14,9 @@ def _sliding_without_rope(keys: Keys, count: int, window: int | None) -> list[La
     """Return sliding attention for layers without rope, if there is a window."""
     fields: Fields = {"num_hidden_layers": count}
     NoRopeLayers().read(keys, fields)
-    has_rope = fields["rope_layers"]
+    pattern = fields["rope_layers"]
     return [
-        "full_attention" if window is None or has_rope[n % len(has_rope)] else "sliding_attention"
+        "full_attention" if window is None or pattern[n % len(pattern)] else "sliding_attention"
         for n in range(count)
     ]
 
@@ -27,9 +29,7 @@ SMOLLM3 = register(
             *dimensions(eps=1e-6, tied=True, kv_heads=4),
             Rope(theta=2e6),
             NoRopeLayers(),
-            LayerTypes(
-                _sliding_without_rope, switch="use_sliding_window", others=("max_window_layers",)
-            ),
+            replace(SWITCHED_WINDOW, pattern=_sliding_without_rope, window=None),
             FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
             Bias("mlp_bias", ("mlp",)),

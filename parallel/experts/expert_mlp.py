@@ -22,7 +22,7 @@ from parallel.experts.grouped_matmul import GROUPED_MATMULS, grouped_matmul
 from parallel.experts.names import ExchangeMethod
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.collective_matmul import Overlap
-from parallel.linear.local_matmul import concat_columns
+from parallel.linear.local_matmul import concat_columns, split_columns
 from parallel.linear.low_rank import LowRank
 from parallel.linear.ring import Ring, all_gather, reduce_scatter
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim
@@ -158,7 +158,7 @@ def expert_mlp(
     column = _with_columns(kernels.column, kernels.column_adapter)
     row = _with_columns([kernels.row], kernels.row_adapter)
     y = ring.gather_scatter(rows, work, term, dim=0)[2]
-    parts = _split_columns(y, row)
+    parts = split_columns(y, row)
     return _add_rest(parts, kernels.row_biases, kernels.row_adapter, groups, spec)[0]
 
 
@@ -219,9 +219,10 @@ def row_product(
     if adapter is not None and spec.split_dim == FEATURES:
         # The r columns are whole on every device, and b has the columns of the result.
         (u,) = _products(hidden, groups, kernels[1:], spec)
-        parts = [_row_sums(hidden, groups, kernels[:1], spec), lax.psum(u, spec.axis_name)]
+        sums = _row_sums(hidden, groups, kernels[:1], spec)
+        parts: tuple[jax.Array, ...] = (sums, lax.psum(u, spec.axis_name))
     else:
-        parts = _split_columns(_row_sums(hidden, groups, kernels, spec), kernels)
+        parts = split_columns(_row_sums(hidden, groups, kernels, spec), kernels)
     rank, width = lax.axis_index(spec.axis_name), parts[0].shape[-1]
     if spec.split_dim == FEATURES:
         biases = [lax.dynamic_slice_in_dim(b, rank * width, width, axis=1) for b in biases]
@@ -267,13 +268,6 @@ def _row_sums(
 def _with_columns(kernels: Sequence[jax.Array], adapter: LowRank | None) -> list[jax.Array]:
     """Return the kernels, and the matrices a of their adapters as one more."""
     return [*kernels] if adapter is None else [*kernels, adapter.columns()]
-
-
-def _split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the columns of y that belong to each kernel."""
-    if len(kernels) == 1:
-        return [y]
-    return list(lax.split(y, [w.shape[-1] for w in kernels], axis=y.ndim - 1))
 
 
 def _add_rest(

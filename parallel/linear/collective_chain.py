@@ -54,8 +54,8 @@ def gather_matmul_scatter(  # noqa: PLR0913  # the arguments of two linears
     pass.
 
     frozen: Number of column_shards, from the first, that have no gradient.
-    more_columns: A second kernel `F/n E` beside row_shard, which then has no gradient; y_shard is
-    `... R/n D+E`.
+    more_columns: A second kernel `F/n E`, whose columns are appended to those of row_shard: y_shard
+    `... R/n D+E`. row_shard then has no gradient.
 
     Raises: ValueError for an unknown overlap, mixed dtypes, or blocks that `split` cannot halve.
     """

@@ -185,8 +185,8 @@ def matmul_scatter(
       wgrad: dw_shard[k] = x_shard^T @ dy[k] for all k
     Communication: n - 1 blocks of y per device, and as many of dy in the backward pass.
 
-    more_columns: Of rows, a second kernel `F/n E` beside w_shard, which then has no gradient:
-      y_shard `... R/n D+E`.
+    more_columns: For dim=-2: a second kernel `F/n E`, whose columns are appended to those of
+      w_shard: y_shard `... R/n D+E`. w_shard then has no gradient.
 
     Raises: ValueError as `gather_matmul`, and for a result that does not divide into n blocks.
     """

@@ -60,7 +60,7 @@ def add_in_float32(terms: Sequence[jax.Array]) -> jax.Array:
 
 
 def concat_columns(kernels: Sequence[jax.Array]) -> jax.Array:
-    """Return one kernel with the columns of all: one matmul, and one dx. Also of products."""
+    """Return arrays side by side: kernels for one matmul and one dx, or products."""
     return kernels[0] if len(kernels) == 1 else jnp.concatenate(kernels, axis=-1)
 
 
@@ -68,7 +68,7 @@ def split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array
     """Split the last dim into the columns of each kernel; reverses `concat_columns`."""
     if len(kernels) == 1:
         return (y,)
-    return tuple(lax.split(y, [w.shape[1] for w in kernels], axis=y.ndim - 1))
+    return tuple(lax.split(y, [w.shape[-1] for w in kernels], axis=y.ndim - 1))
 
 
 def trained_columns(dy: jax.Array, kernels: Sequence[jax.Array], frozen: int) -> jax.Array:

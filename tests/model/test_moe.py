@@ -164,7 +164,8 @@ def test_the_dense_exchange_equals_a_loop_over_experts_in_float64() -> None:
     assert got["tokens"] == valid.sum() and got["load_E"].sum() == 2 * valid.sum()
 
 
-# Every router and every exchange once; the slow test has all combinations.
+# Every router and every exchange once; the slow test has every exchange on every mesh and with
+# every router.
 PAIRS = [
     ("alltoall", "unnormalised", "ep2-tp4"),
     ("ragged", "topk_softmax", "ep4-fsdp2"),
@@ -173,16 +174,17 @@ PAIRS = [
     ("alltoall", "expert_choice", "ep2-sp2-tp2"),
     ("dense", "softmax", "ep2-tp4"),
 ]
-ALL = [
-    case
-    for case in itertools.product(("alltoall", "ragged", "dense"), ROUTERS, MESHES)
-    if case not in PAIRS and case[::2] != ("dense", "one")
+MORE = [
+    (exchange, tuple(ROUTERS)[(i + j) % len(ROUTERS)], mesh)
+    for i, exchange in enumerate(("alltoall", "ragged", "dense"))
+    for j, mesh in enumerate(MESHES)
+    if (exchange, mesh) != ("dense", "one")
 ]
 
 
 @pytest.mark.parametrize(
     ("exchange", "router", "mesh"),
-    [*PAIRS, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL)],
+    [*PAIRS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in PAIRS)],
 )
 def test_every_exchange_and_router_equals_the_dense_layer(exchange, router, mesh) -> None:
     got = run(config_of(router, exchange=exchange), MESHES[mesh])

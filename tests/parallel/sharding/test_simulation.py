@@ -59,12 +59,16 @@ def factorisations(devices: int, axes: tuple[str, ...] = AXES) -> list[dict[str,
     ]
 
 
+EVERY = [",".join(f"{axis}={size}" for axis, size in sizes.items()) for sizes in factorisations(8)]
+# Meshes where most runs hung before `prevent_deadlocks`.
+HUNG = [mesh for mesh in EVERY if "fsdp=8" in mesh or "fsdp=4" in mesh]
+REST = [mesh for mesh in EVERY if mesh not in HUNG]
+
+
 @pytest.mark.slow
-def test_three_runs_on_every_factorisation_of_eight_devices_end() -> None:
-    meshes = [
-        ",".join(f"{axis}={size}" for axis, size in sizes.items()) for sizes in factorisations(8)
-    ]
-    assert len(meshes) == 35
+@pytest.mark.parametrize("meshes", [HUNG, REST[::2], REST[1::2]], ids=["hung", "rest-0", "rest-1"])
+def test_three_runs_on_every_factorisation_of_eight_devices_end(meshes) -> None:
+    assert len(EVERY) == 35
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *meshes],
