@@ -42,7 +42,6 @@ from parallel.linear.linear import (
     TokenParallelLinear,
     named_rngs,
 )
-from parallel.linear.low_rank import adapter_of
 from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES
 
 
@@ -169,9 +168,7 @@ class LatentAttention(nnx.Module):
 
     def _kernels_by_head(self, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Return the parts of `kv_b` for keys `R H n` and for values `R H v`, H over tp."""
-        (kernel,), adapter = self.kv_b.kernels(), adapter_of(self.kv_b)
-        if adapter is not None:
-            (kernel,) = adapter.merged([kernel])
+        (kernel,) = self.kv_b.merged_kernels()
         n, axis = self.mla.qk_nope_head_dim, self.tp.axis_name
         kernel = jax.sharding.reshard(kernel.astype(dtype), P(None, axis))
         H = self.config.num_attention_heads

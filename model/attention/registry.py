@@ -396,7 +396,8 @@ def choose_for_layer(
         sp=sp,
     )
     choice = choose_operation(request, AUTO if generating else config.attention)
-    return replace(choice, latent_keys=spec.shared_values, head_dim=head_dim)
+    reason = f"on latents; {choice.reason}" if spec.shared_values else choice.reason
+    return replace(choice, reason=reason, latent_keys=spec.shared_values, head_dim=head_dim)
 
 
 def _head_dim(config: ModelConfig, platform: str) -> int:

@@ -226,6 +226,11 @@ class ParallelLinear(nnx.Module):
         arrays = self.arrays_of(self.kernel)
         return arrays if adapter_of(self) is None else [lax.stop_gradient(w) for w in arrays]
 
+    def merged_kernels(self) -> list[jax.Array]:
+        """Return the kernels, one per output, each with the update of its adapter if it has one."""
+        kernels, adapter = self.kernels(), adapter_of(self)
+        return kernels if adapter is None else adapter.merged(kernels)
+
     def scale_factor(self) -> float:
         """Return `scale` as a number."""
         if not isinstance(self.scale, str):
@@ -276,10 +281,8 @@ class ParallelLinear(nnx.Module):
                 "out"
             )
         x = self.cast_input(inputs)
-        dtype, kernels = x.dtype, self.kernels() if w is None else [w]
+        dtype, kernels = x.dtype, self.merged_kernels() if w is None else [w]
         config = self.parallel_config
-        if w is None and (adapter := adapter_of(self)) is not None:
-            kernels = adapter.merged(kernels)
         if config is None or config.mesh is None:
             return self._finish(
                 [jnp.matmul(x, k.astype(dtype), precision=self.precision) for k in kernels]
