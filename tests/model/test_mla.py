@@ -1,15 +1,21 @@
 """Latent attention: sizes, caches, plans, and attention over rows that are split over sp."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 from conftest import ONE_DEVICE, tensor_parallel
+from flax import nnx
 from model_runs import abstract_model, assert_equal_runs, batch, run_model
 
 from model.attention.registry import choose_for_layer
 from model.config import MLAConfig, ModelConfig
 from model.generation.cache import DenseCache, PagedCache
+from model.generation.generator import Generator
+from model.lora import LoRAConfig, merge_adapters
 from model.plan import make_plan
+from model.transformer import Transformer
 from parallel.sharding.axes import MODE_DECODE, MODE_INSERT, MODE_PREFILL, MODE_TRAIN
 from parallel.sharding.mesh import MeshConfig
 
@@ -90,3 +96,44 @@ def test_rows_that_are_split_over_sp_equal_one_device(on_one_device, attention) 
     tp = tensor_parallel(MeshConfig(tp=2, sp=2))
     config = CONFIG.model_copy(update={"attention": attention, "remat": "full"})
     assert_equal_runs(run_model(config, tp, batch(4, 16)), on_one_device)
+
+
+def random_b(path, x):
+    """Return the matrix B of an adapter with random numbers, and other parameters as they are."""
+    if "lora_b" not in jax.tree_util.keystr(path):
+        return x
+    value = np.random.default_rng(1).normal(scale=0.3, size=x.shape)
+    return jax.device_put(value.astype(np.float32), x.sharding)
+
+
+def greedy_text(lora, mesh, params=None):
+    """Return (eight greedy tokens, the parameters); None: initial ones, with random adapters."""
+    tp = tensor_parallel(mesh)
+    plan = make_plan(CONFIG, tp, lengths=[], lora=lora)
+
+    def build() -> Transformer:
+        return Transformer(plan, rngs=nnx.Rngs(0))
+
+    with jax.set_mesh(tp.mesh):
+        model = nnx.eval_shape(build)
+        if params is None:
+            params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
+            params = jax.tree_util.tree_map_with_path(random_b, params)
+        else:
+            place = partial(jax.NamedSharding, tp.mesh)
+            params = jax.tree.map(
+                lambda x, like: jax.device_put(np.asarray(x), place(like.sharding.spec)),
+                params,
+                nnx.to_pure_dict(nnx.state(model)),
+            )
+        generator = Generator(nnx.graphdef(model), plan)
+        (text,) = generator(params, [np.array([5, 9, 33])], max_new_tokens=8)
+    return text.tolist(), params
+
+
+@pytest.mark.slow
+def test_adapters_of_latents_decode_as_the_merged_model() -> None:
+    lora = LoRAConfig(rank=2)
+    text, params = greedy_text(lora, MeshConfig(tp=2))
+    merged = merge_adapters(jax.tree.map(np.asarray, params), lora, np.float32)
+    assert greedy_text(LoRAConfig(), ONE_DEVICE, merged)[0] == text
