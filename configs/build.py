@@ -131,7 +131,8 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
                 "is odd; make it even, or use bidirectional"
             )
         if n == 1 or kind not in shapes:
-            why = "one device on tp" if n == 1 else "a replicated residual stream"
+            why = "an input that tp does not split" if shapes else "a replicated residual stream"
+            why = "one device on tp" if n == 1 else why
             choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
         elif named != "auto":
             why = "as configured"

@@ -126,9 +126,9 @@ def _cross_check(config: Config) -> None:
     """Check the rules between sections; report the first one that is broken."""
     model, mesh = config.model, config.mesh
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if model.head_dim is None:
+    if model.head_dim is None and model.mla is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
-    if model.head_size % 2:
+    if model.head_size % 2 and model.mla is None:
         raise ConfigError(
             f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
         )
@@ -150,6 +150,9 @@ def _cross_check(config: Config) -> None:
     or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
     _divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+    for name in ("q_lora_rank", "kv_lora_rank") if model.mla is not None else ():
+        width = getattr(model.mla, name) or 0
+        _divides(f"model.mla.{name}", width, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
     split_by_features = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES
     if split_by_features or not model.tie_word_embeddings:
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)

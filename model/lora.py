@@ -23,16 +23,25 @@ from pydantic import (
 from model.config import ModelConfig, as_tuple
 from model.layers import Embedding, truncated_normal
 from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
-from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear, named_rngs
+from parallel.linear.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TokenParallelLinear,
+    named_rngs,
+)
 from parallel.linear.low_rank import add_adapter, merge
 
-LoRATarget = Literal["qkv", "o", "mlp", "experts", "q", "k", "v", "gate", "up", "down"]
+LatentTarget = Literal["q_a", "q_b", "kv_a", "kv_b"]
+LoRATarget = Literal[
+    "qkv", "o", "mlp", "experts", "q", "k", "v", "gate", "up", "down", LatentTarget
+]
 _ALL: tuple[LoRATarget, ...] = ("qkv", "o", "mlp", "experts")
 FACTORS = ("lora_a", "lora_b")
 """Names of the parameters of an adapter, beside the kernel of their linear."""
 _LINEARS = (
     ColumnParallelLinear,
     RowParallelLinear,
+    TokenParallelLinear,
     ExpertColumnParallelLinear,
     ExpertRowParallelLinear,
 )
@@ -58,7 +67,8 @@ class LoRAConfig(
         _ALL
     )
     """Linears with adapters: groups (qkv, o, mlp, experts), or single outputs (q, k, v, gate, up,
-    down) of any group. mlp includes shared experts; routers have none."""
+    down; in latent attention q, q_a, q_b, kv_a, kv_b) of any group. mlp includes shared experts;
+    routers have none."""
     base_dtype: Literal["float32", "bfloat16"] | None = None
     """Storage of the frozen kernels and embeddings; null: model.param_dtype."""
 
@@ -92,6 +102,14 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
         if not is_present and group in lora.targets and lora.targets != _ALL:
             raise ValueError(
                 f"lora.targets={[*lora.targets]}: this model has no {group}; remove {group}"
+            )
+    queries = {"q"} if model.mla is None or model.mla.q_lora_rank is None else {"q_a", "q_b"}
+    projections = queries | ({"k", "v"} if model.mla is None else {"kv_a", "kv_b"})
+    for name in lora.targets:
+        if name in ("q", "k", "v", "q_a", "q_b", "kv_a", "kv_b") and name not in projections:
+            raise ValueError(
+                f"lora.targets={[*lora.targets]}: the attention of this model has no {name}; use "
+                f"some of {', '.join(sorted(projections))}, or qkv for all"
             )
     if model.moe.bias_update_speed:
         raise ValueError(

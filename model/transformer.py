@@ -20,6 +20,7 @@ from model.generation.cache import DenseCache
 from model.head import Head
 from model.layers import Attention, Embedding, GatedMLP, RMSNorm, TokenInfo
 from model.lora import add_adapters, store_base
+from model.mla import LatentAttention
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
@@ -40,7 +41,8 @@ class Block(nnx.Module):
         config, tp = plan.model, plan.tp
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = RMSNorm(config, tp) if before else None
-        self.attention = Attention(config, tp, rngs=named_rngs(rngs, "attention"))
+        layer = Attention if config.mla is None else LatentAttention
+        self.attention = layer(config, tp, rngs=named_rngs(rngs, "attention"))
         self.attention_post_norm = RMSNorm(config, tp) if after else None
         self.mlp_norm = RMSNorm(config, tp) if before else None
         self.mlp_post_norm = RMSNorm(config, tp) if after else None
