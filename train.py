@@ -19,6 +19,7 @@ from configs.build import (
     build_plan,
     build_program,
     build_sharding_table,
+    describe_objective,
     describe_parameters,
     open_devices,
 )
@@ -70,6 +71,7 @@ def open_session(
     announce = [
         *([notice] if notice else []),
         *program.plan.describe(),
+        *describe_objective(config),
         *(source.summary for source in dataset.sources),
         *describe_parameters(program, table),
     ]
@@ -111,7 +113,8 @@ def print_plan(config: Config) -> None:
         ValueError: The configuration cannot run on the devices of this machine.
     """
     devices, notice = open_devices(config)
-    print(*([notice] if notice else []), *build_plan(config, devices).describe(), sep="\n")
+    lines = [*build_plan(config, devices).describe(), *describe_objective(config)]
+    print(*([notice] if notice else []), *lines, sep="\n")
 
 
 def print_sharding(config: Config) -> None:

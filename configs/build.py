@@ -30,6 +30,7 @@ from parallel.sharding.partition import PartitionManager
 from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES
 from training.optimizers import make_optimizer
+from training.preference_step import PreferenceProgram
 from training.schedules import make_schedule
 from training.step import Program
 
@@ -74,15 +75,29 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     Raises:
         ValueError: See `build_plan`.
     """
-    schedule = make_schedule(config.optimizer, config.training.steps)
-    return Program(
+    training, schedule = config.training, make_schedule(config.optimizer, config.training.steps)
+    parts = (
         build_plan(config, devices),
         make_optimizer(config.optimizer, schedule),
         schedule,
-        config.training.seed,
-        config.training.guard,
+        training.seed,
+        training.guard,
         config.optimizer.ema_decay,
     )
+    if training.objective == "dpo":
+        return PreferenceProgram(*parts, training.dpo)
+    return Program(*parts)
+
+
+def describe_objective(config: Config) -> Iterator[str]:
+    """Yield a line about an objective that is not the prediction of the next token."""
+    training = config.training
+    if training.objective == "dpo":
+        kept = "the adapters" if config.lora.rank else "all parameters"
+        yield (
+            f"objective dpo with beta {training.dpo.beta:g}; the reference model is a frozen copy "
+            f"of {kept} before the first step"
+        )
 
 
 def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKind, Choice]:
@@ -116,7 +131,8 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
                 "is odd; make it even, or use bidirectional"
             )
         if n == 1 or kind not in shapes:
-            why = "one device on tp" if n == 1 else "a replicated residual stream"
+            why = "an input that tp does not split" if shapes else "a replicated residual stream"
+            why = "one device on tp" if n == 1 else why
             choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
         elif named != "auto":
             why = "as configured"

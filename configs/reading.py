@@ -9,6 +9,7 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, RootModel, ValidationError
@@ -144,7 +145,13 @@ def _parse(text: str, where: str) -> Any:
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """Return (the model of a section, or None for a value; whether the user names sections)."""
+    """Return (the model of a section, or None for a value; whether the user names sections).
+
+    A section may be optional: `Section | None`.
+    """
+    if isinstance(annotation, UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        annotation = kinds[0] if len(kinds) == 1 else annotation
     if isinstance(annotation, type) and issubclass(annotation, RootModel):
         annotation = annotation.model_fields["root"].annotation
     named = get_origin(annotation) is dict
@@ -160,8 +167,9 @@ def _check_keys(
         path = f"{prefix}{key}"
         if key not in model.model_fields:
             raise ConfigError(f"{path}: unknown key; {_nearest(path, model, prefix, known)}")
-        section, named = section_of(model.model_fields[key].annotation)
-        if section is None:
+        field = model.model_fields[key]
+        section, named = section_of(field.annotation)
+        if section is None or (value is None and field.default is None):
             continue
         parts = {path: value}
         if named:

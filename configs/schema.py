@@ -33,6 +33,7 @@ from parallel.sharding.residual import DEFAULT_RESIDUAL, RESIDUAL_LAYOUTS
 from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint_policy import CheckpointConfig
 from training.config import RunConfig, TrainingConfig
+from training.dpo import DPOConfig
 from training.optimizers import OPTIMIZERS, OptimizerConfig, check_optimizer
 from training.schedules import SCHEDULES
 from training.writers.registry import WRITERS
@@ -125,9 +126,9 @@ def _cross_check(config: Config) -> None:
     """Check the rules between sections; report the first one that is broken."""
     model, mesh = config.model, config.mesh
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if model.head_dim is None:
+    if model.head_dim is None and model.mla is None:
         _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
-    if model.head_size % 2:
+    if model.head_size % 2 and model.mla is None:
         raise ConfigError(
             f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
         )
@@ -149,6 +150,9 @@ def _cross_check(config: Config) -> None:
     or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
     _divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
     _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+    for name in ("q_lora_rank", "kv_lora_rank") if model.mla is not None else ():
+        width = getattr(model.mla, name) or 0
+        _divides(f"model.mla.{name}", width, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
     split_by_features = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES
     if split_by_features or not model.tie_word_embeddings:
         _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
@@ -173,10 +177,31 @@ def _cross_check(config: Config) -> None:
                 "model.layer_types has none; remove it, or add such a layer"
             )
     _check_experts(config)
+    _check_objective(config)
     _require("model", lambda: check_model(model))
     _require("lora", lambda: check_lora(config.lora, model))
     _check_longrope(config)
     _check_registered(config)
+
+
+def _check_objective(config: Config) -> None:
+    """Check that the data are those of the objective, and that its options have an effect."""
+    training, packing = config.training, config.data.packing
+    if training.objective == "dpo" and packing != "pairs":
+        raise ConfigError(
+            f"training.objective=dpo learns from preference pairs, but data.packing={packing}; set "
+            "data.packing=pairs"
+        )
+    if training.objective == "sft" and packing == "pairs":
+        raise ConfigError(
+            "data.packing=pairs reads preference pairs, but training.objective=sft; set "
+            "training.objective=dpo"
+        )
+    if training.objective == "sft" and training.dpo != DPOConfig():
+        raise ConfigError(
+            "training.dpo has no effect with training.objective=sft; set training.objective=dpo, "
+            "or remove training.dpo"
+        )
 
 
 def _check_longrope(config: Config) -> None:
@@ -228,6 +253,11 @@ def _check_data(config: Config) -> None:
     micro = config.training.gradient_accumulation
     for size in data.batch_sizes:
         _divides("data.global_batch_size", size, "training.gradient_accumulation", micro)
+        if size // micro % data.rows_per_item:
+            raise ConfigError(
+                f"data.global_batch_size / training.gradient_accumulation={size // micro} is odd, "
+                "but with data.packing=pairs every pair is two rows of a microbatch; make it even"
+            )
         _divides(
             "data.global_batch_size / training.gradient_accumulation",
             size // micro,

@@ -34,7 +34,8 @@ class BatchSchedule:
     def __init__(self, config: DataConfig):
         sizes = values_by_step(config.global_batch_size)
         lengths = values_by_step(config.sequence_length)
-        self.row_length = config.row_length
+        # The two rows of a preference pair count as one long row, and are cut from it.
+        self.row_length = config.row_length * config.rows_per_item
         self.phases: list[BatchPhase] = []
         for step in sorted({*sizes, *lengths}):
             size = sizes[max(s for s in sizes if s <= step)]

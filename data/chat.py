@@ -107,6 +107,21 @@ def encode_chat(
     return _encode_pieces(tokenizer, [ChatPiece(*piece) for piece in template(messages)])
 
 
+def encode_answers(
+    tokenizer: Tokenizer, messages: Messages, num_context: int, template: ChatTemplate = chatml
+) -> EncodedChat:
+    """Encode a chat as `encode_chat` does; the first `num_context` messages have loss mask 0."""
+    ids, mask, num_bytes = encode_chat(tokenizer, messages, template)
+    context = messages[:num_context]
+    if any(role == "assistant" for role, _ in context):
+        before = encode_chat(tokenizer, context, template)
+        # Templates close an answer with a control token, so what follows does not change its
+        # number of tokens.
+        mask[np.flatnonzero(mask)[: np.count_nonzero(before.loss_mask)]] = False
+        num_bytes -= before.num_bytes
+    return EncodedChat(ids, mask, num_bytes)
+
+
 def _encode_pieces(tokenizer: Tokenizer, pieces: Sequence[ChatPiece]) -> EncodedChat:
     texts = tokenizer.encode_batch([piece.text for piece in pieces])
     ids = [np.empty(0, id_dtype(tokenizer.vocab_size))]

@@ -25,7 +25,7 @@ T = TypeVar("T", int, float)
 Files = Annotated[
     str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
 ]
-Packing = Literal["split", "best_fit"]
+Packing = Literal["split", "best_fit", "pairs"]
 OnError = Literal["raise", "skip"]
 
 
@@ -88,7 +88,8 @@ class DataConfig(
     chatml. In chats, only assistant tokens contribute to the loss."""
     packing: Packing = "split"
     """split: concatenate documents and cut at row ends; best_fit: keep documents whole if they
-    fit."""
+    fit; pairs: documents are preference pairs (fields prompt, chosen, rejected), and each pair is
+    two consecutive rows, for training.objective=dpo."""
     on_error: OnError = "raise"
     """raise: stop at an unreadable document and report its place; skip: leave it out and count it.
     Empty documents are always skipped."""
@@ -110,6 +111,7 @@ class DataConfig(
     def _check_sources(self) -> "DataConfig":
         if self.sources and self.files is not None:
             raise ValueError("data.files and data.sources are both given; leave one out")
+        self._check_pairs()
         for step, shares in self.shares.items():
             if not shares:
                 raise ValueError(
@@ -117,6 +119,37 @@ class DataConfig(
                     f"{', '.join(self.sources)} a weight above 0"
                 )
         return self
+
+    def _check_pairs(self) -> None:
+        """Raise ValueError for keys that do not go with preference pairs."""
+        if self.packing != "pairs":
+            return
+        if len(values_by_step(self.sequence_length)) > 1:
+            raise ValueError(
+                "data.sequence_length changes at steps, which data.packing=pairs does not support; "
+                "give one length"
+            )
+        for size in self.batch_sizes:
+            if size % 2:
+                raise ValueError(
+                    f"data.global_batch_size={size} is odd, but with data.packing=pairs every pair "
+                    "is two rows; use an even number"
+                )
+        for name, source in self.named_sources.items():
+            if source.field != SourceConfig.model_fields["field"].default:
+                raise ValueError(
+                    f"data.sources.{name}.field={source.field} has no effect with data.packing="
+                    "pairs, which reads the fields prompt, chosen and rejected; remove it"
+                )
+
+    def field_of(self, source: SourceConfig) -> str | None:
+        """Return the field to read of a source; None: it holds preference pairs."""
+        return None if self.packing == "pairs" else source.field
+
+    @property
+    def rows_per_item(self) -> int:
+        """Rows that are shuffled as one: two of a preference pair."""
+        return 2 if self.packing == "pairs" else 1
 
     @property
     def shares(self) -> dict[int, dict[str, Fraction]]:

@@ -36,17 +36,21 @@ def choose_rows(
     held_out: the first held-out rows of the source, or of every source.
     """
     chosen = [s for s in dataset.sources if source in (None, s.name)]
+    rows_per_item = dataset.config.rows_per_item
     if held_out:
         for one in chosen:
             for index in range(min(num_rows, one.num_eval)):
                 title = f"held-out row {index} of {one.num_eval:,} · source {one.name}"
-                yield title, one.eval_row(index)
+                yield title + _member(index, rows_per_item), one.eval_row(index)
         return
     before = dataset.mixture.counts(dataset.schedule.first_row(step))
     if source is not None:
         one, first = chosen[0], before[dataset.sources.index(chosen[0])]
-        for index in range(first, first + num_rows):
-            yield _row_title(one, index), one.train_row(index)
+        for row in range(first * rows_per_item, first * rows_per_item + num_rows):
+            index, n = divmod(row, rows_per_item)
+            part = slice(n * one.row_length, (n + 1) * one.row_length)
+            fields = {name: values[part] for name, values in one.train_row(index).items()}
+            yield _row_title(one, index) + _member(row, rows_per_item), fields
         return
     phase = dataset.schedule.at(step)
     batch_size = phase.batch_size
@@ -56,14 +60,21 @@ def choose_rows(
         index, of_source = dataset.mixture.locate(long_row)
         title = f"row {number} of {batch_size} of step {step} · "
         title += _row_title(dataset.sources[index], of_source)
-        if phase.length < dataset.schedule.row_length:
+        title += _member(number, rows_per_item)
+        if phase.length < dataset.config.row_length:
             title += f", from its token {first_token}"
         yield title, {name: values[number] for name, values in fields.items()}
 
 
 def _row_title(source: Source, index: int) -> str:
-    epoch, row = divmod(index, source.packed.train.num_rows)
-    return f"source {source.name}, row {row:,} of epoch {epoch}"
+    epoch, item = divmod(index, source.num_items)
+    kind = "row" if source.rows_per_item == 1 else "pair"
+    return f"source {source.name}, {kind} {item:,} of epoch {epoch}"
+
+
+def _member(row: int, rows_per_item: int) -> str:
+    """Return which conversation of its pair a row holds; empty if there are no pairs."""
+    return "" if rows_per_item == 1 else (", chosen", ", rejected")[row % 2]
 
 
 def count_row(fields: Fields) -> str:
@@ -141,7 +152,7 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
     lengths = document_lengths(source)
     marks = np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1])
     least, median, most_90, most_99, longest = (f"{value:,.0f}" for value in marks)
-    weight = weights[source.name]
+    weight, left_out = weights[source.name], source.num_pairs_left_out
     return [
         ("documents", f"{info.num_documents:,}"),
         ("tokens", f"{info.num_tokens:,}"),
@@ -151,6 +162,7 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
         ("held-out rows", f"{packed.held_out_rows:,}"),
         ("packing efficiency", f"{packed.efficiency:.2%} ({config.packing})"),
         ("cut documents", f"{packed.cut_documents:,}"),
+        *([("pairs left out", f"{left_out:,}")] if left_out else []),
         *(
             (f"skipped: {kind}", f"{skip.count:,} (first: {skip.examples[0]})")
             for kind, skip in info.skipped.items()

@@ -22,6 +22,7 @@ from data.packing import (
     PackedRows,
     TokenSpans,
     count_loss_tokens,
+    pack_pairs,
     split_documents,
 )
 from data.store import Store
@@ -72,9 +73,13 @@ def open_packed_store(
     name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = cache / "packs" / name
     if not folder.exists():
-        train_spans, held_spans = split_documents(store.ends, eval_fraction)
-        pack = PACKERS[packing]
-        train, held_out = pack(train_spans, row_length), pack(held_spans, row_length)
+        if packing == "pairs":
+            train, held_out = pack_pairs(store.ends, row_length, eval_fraction)
+            held_spans = TokenSpans(held_out.start, held_out.length)
+        else:
+            train_spans, held_spans = split_documents(store.ends, eval_fraction)
+            pack = PACKERS[packing]
+            train, held_out = pack(train_spans, row_length), pack(held_spans, row_length)
         info = _describe(store, train, held_out, held_spans, row_length)
         if eval_fraction and not info.held_out_learned:
             raise DataError(

@@ -205,6 +205,42 @@ def _best_fit(lengths: np.ndarray, row_length: int) -> np.ndarray:
     return row
 
 
+def pack_pairs(
+    ends: np.ndarray, row_length: int, eval_fraction: float
+) -> tuple[PackedRows, PackedRows]:
+    """Return training and held-out rows of preference pairs: one row per document.
+
+    Rows 2p and 2p + 1 are the two conversations of a pair. A pair with a document longer than a row
+    is left out. The split depends on the arguments alone, and never divides a pair.
+
+    ends: (2P,), ascending: where documents end.
+    Raises: DataError when too few pairs are left.
+    """
+    ends = np.asarray(ends, np.int64)
+    lengths = np.diff(ends, prepend=0)
+    pairs = np.flatnonzero(lengths.reshape(-1, 2).max(axis=1) <= row_length)
+    num_held = math.ceil(eval_fraction * len(pairs))
+    if len(pairs) < 1 + (eval_fraction > 0):
+        raise DataError(
+            f"{len(pairs)} of {len(lengths) // 2} preference pairs fit data.sequence_length="
+            f"{row_length}, too few for data.eval_fraction={eval_fraction:g}; raise the length, or "
+            "give more pairs"
+        )
+    held = np.zeros(len(pairs), bool)
+    held[np.argsort(_mix(pairs.astype(np.uint64)))[: min(num_held, len(pairs) - 1)]] = True
+
+    def rows(chosen: np.ndarray) -> PackedRows:
+        documents = (2 * chosen[:, None] + np.arange(2)).ravel()
+        return PackedRows(
+            np.arange(len(documents) + 1),
+            (ends - lengths)[documents],
+            lengths[documents].astype(np.int32),
+            np.zeros(len(documents), bool),
+        )
+
+    return rows(pairs[~held]), rows(pairs[held])
+
+
 PACKERS: dict[Packing, Callable[[TokenSpans, int], PackedRows]] = {
     "split": pack_split,
     "best_fit": pack_best_fit,

@@ -49,18 +49,34 @@ class Source:
     seed: int
     tokenizer: Tokenizer
     row_length: int
+    rows_per_item: int = 1
+    """Rows that are shuffled as one: two of a preference pair."""
 
     @cached_property
     def _order(self) -> grain.MapDataset:
-        return grain.MapDataset.range(self.packed.train.num_rows).seed(self.seed).shuffle().repeat()
+        return grain.MapDataset.range(self.num_items).seed(self.seed).shuffle().repeat()
 
     @cached_property
     def _held_out_order(self) -> grain.MapDataset:
-        return grain.MapDataset.range(self.packed.held_out.num_rows).seed(0).shuffle()
+        return grain.MapDataset.range(self.num_eval // self.rows_per_item).seed(0).shuffle()
+
+    @property
+    def num_items(self) -> int:
+        """Number of training rows, or of training pairs."""
+        return self.packed.train.num_rows // self.rows_per_item
 
     def train_row(self, index: int, out: Fields | None = None) -> Fields:
-        """Return row `index` of the endless training order, every field (L,), in `out` if given."""
-        return self._read(self.packed.train, int(self._order[index]), out)
+        """Return row `index` of the endless training order, every field (L,), in `out` if given.
+
+        Of preference pairs: pair `index`, every field (2L,), the chosen row first.
+        """
+        count, length = self.rows_per_item, self.row_length
+        out = empty_fields(count * length) if out is None else out
+        first = count * int(self._order[index])
+        for n in range(count):
+            part = {name: x[n * length : (n + 1) * length] for name, x in out.items()}
+            self._read(self.packed.train, first + n, part)
+        return out
 
     @property
     def num_eval(self) -> int:
@@ -69,7 +85,7 @@ class Source:
 
     def eval_row(self, index: int) -> Fields:
         """Return held-out row `index`; past the end, a row with loss_mask 0."""
-        row = self._read(self.packed.held_out, int(self._held_out_order[index % self.num_eval]))
+        row = self._read(self.packed.held_out, self._held_out_row(index % self.num_eval))
         if index >= self.num_eval:
             row["loss_mask"][:] = 0
         return row
@@ -78,15 +94,30 @@ class Source:
     def summary(self) -> str:
         """One line: size of the store, skipped documents, and rows."""
         info = self.packed.info
-        return (
+        line = (
             f"data {self.name}: {self.store.summary()}; {info.train_rows:,} training rows "
             f"({info.efficiency:.1%} full), {info.held_out_rows:,} held-out rows"
         )
+        if left_out := self.num_pairs_left_out:
+            line += f"; {left_out:,} pairs left out: longer than data.sequence_length"
+        return line
+
+    @property
+    def num_pairs_left_out(self) -> int:
+        """Number of preference pairs that are too long for rows."""
+        if self.rows_per_item == 1:
+            return 0
+        info = self.packed.info
+        return (self.store.info.num_documents - info.train_rows - info.held_out_rows) // 2
 
     def eval_bytes(self, count: int) -> float:
         """Return the UTF-8 bytes of text in the loss of the first `count` held-out rows."""
-        order = [int(self._held_out_order[index]) for index in range(min(count, self.num_eval))]
+        order = [self._held_out_row(index) for index in range(min(count, self.num_eval))]
         return count_bytes(self.store, self.packed.held_out, order)
+
+    def _held_out_row(self, index: int) -> int:
+        item, n = divmod(index, self.rows_per_item)
+        return self.rows_per_item * int(self._held_out_order[item]) + n
 
     def _read(self, rows: PackedRows, row: int, out: Fields | None = None) -> Fields:
         return read_row(
@@ -142,7 +173,13 @@ class Dataset:
         # A seed per source, so that other sources do not change its order.
         seed = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4]
         return Source(
-            name, store, packed, int.from_bytes(seed, "little"), self.tokenizer, config.row_length
+            name,
+            store,
+            packed,
+            int.from_bytes(seed, "little"),
+            self.tokenizer,
+            config.row_length,
+            config.rows_per_item,
         )
 
     def _shares(self) -> dict[int, dict[str, Fraction]]:
@@ -173,10 +210,10 @@ class Dataset:
 
     def progress(self, step: int) -> dict[str, float]:
         """Return tokens and epochs of every source in the first `step` steps, by metric name."""
-        counts = self.mixture.counts(self.schedule.tokens_before(step) // self.config.row_length)
+        counts = self.mixture.counts(self.schedule.tokens_before(step) // self.schedule.row_length)
         numbers: dict[str, float] = {}
         for source, count in zip(self.sources, counts, strict=True):
-            epochs = count / source.packed.train.num_rows
+            epochs = count / source.num_items
             # Without padding, of which every row has about the same amount.
             numbers[f"data/{source.name}/tokens"] = round(epochs * source.packed.info.train_tokens)
             numbers[f"data/{source.name}/epoch"] = epochs

@@ -47,6 +47,8 @@ class StoreJob:
     on_error: OnError
     chat_template: ChosenTemplate = DEFAULT_TEMPLATE
     bos_id: int | None = None
+    is_paired: bool = False
+    """Whether documents are preference pairs."""
 
     @cached_property
     def paths(self) -> list[str]:
@@ -66,12 +68,16 @@ class StoreJob:
             parts.append(self.chat_template.key)
         if self.bos_id is not None:
             parts.append(f"bos {self.bos_id}")
+        if self.is_paired:
+            parts.append("pairs")
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
     def encoding(self) -> Encoding:
         """Additions of this store to the text of its documents."""
-        return Encoding(bos_id=self.bos_id, chat_template=self.chat_template.key)
+        return Encoding(
+            bos_id=self.bos_id, chat_template=self.chat_template.key, is_paired=self.is_paired
+        )
 
     def folder(self, cache: Path) -> Path:
         """Return the folder of the store in the cache."""
@@ -107,6 +113,7 @@ def store_job(name: str, config: DataConfig, tokenizer: Tokenizer) -> StoreJob:
         config.on_error,
         find_chat_template(config.chat_template, tokenizer),
         document_bos(tokenizer, config.add_bos),
+        config.packing == "pairs",
     )
 
 
@@ -164,9 +171,14 @@ def open_prepared(folder: Path, job: StoreJob) -> Store:
 
 
 def _check_encoding(store: Store, job: StoreJob) -> None:
-    """Raise DataError unless the BOS and, in chats, the template of a store are those of a job."""
+    """Raise DataError unless a store has the BOS, pairs and, in chats, the template of a job."""
     stored, wanted = _stored_encoding(store, job), job.encoding
     place = f"{files_key(job.name)}={store.folder}"
+    if stored.is_paired != wanted.is_paired:
+        has, remedy = "no preference pairs", "prepare it again with"
+        if stored.is_paired:
+            has, remedy = "preference pairs", "set"
+        raise DataError(f"{place} holds {has}; {remedy} data.packing=pairs")
     if stored.bos_id != wanted.bos_id:
         was, now = (
             "without BOS" if encoding.bos_id is None else f"with BOS id {encoding.bos_id}"
@@ -191,14 +203,15 @@ def _check_encoding(store: Store, job: StoreJob) -> None:
 def _stored_encoding(store: Store, job: StoreJob) -> Encoding:
     """Return the encoding of a store.
 
-    Older stores do not record it. Their text begins with BOS if they have one; nothing is known
-    about their chats.
+    Older stores do not record it, and hold no pairs. Their text begins with BOS if they have one;
+    nothing is known about their chats.
     """
     if store.info.encoding is not None:
         return store.info.encoding
+    encoding = job.encoding.model_copy(update={"is_paired": False})
     if job.bos_id is None or store.loss_mask is not None or job.bos_id in store.tokens[:1]:
-        return job.encoding
-    return job.encoding.model_copy(update={"bos_id": None})
+        return encoding
+    return encoding.model_copy(update={"bos_id": None})
 
 
 def build(
@@ -258,7 +271,7 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
     bytes_before = _bytes_before(shards, plan.files)
     settings = TokenizeSettings(
         job.name,
-        job.source.field,
+        None if job.is_paired else job.source.field,
         job.tokenizer,
         job.chat_template.template,
         job.on_error,

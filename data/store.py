@@ -53,10 +53,12 @@ class Encoding(BaseModel, frozen=True, extra="forbid"):
     """Additions of a store to the text of its documents.
 
     bos_id: id before every document; None: none. chat_template: key of the template of chats.
+    is_paired: documents alternate between the chosen and the rejected conversation of a pair.
     """
 
     bos_id: NonNegativeInt | None
     chat_template: str
+    is_paired: bool = False
 
 
 class StorePlan(BaseModel, frozen=True, extra="forbid"):
@@ -188,7 +190,10 @@ class Store:
     def summary(self) -> str:
         """Return one line with the size of the store and the skipped documents."""
         info, num_bytes = self.info, int(self.num_bytes.sum())
-        line = f"{info.num_documents:,} documents, {info.num_tokens:,} tokens, " + (
+        documents = f"{info.num_documents:,} documents"
+        if info.encoding is not None and info.encoding.is_paired:
+            documents = f"{info.num_documents // 2:,} preference pairs"
+        line = f"{documents}, {info.num_tokens:,} tokens, " + (
             f"{num_bytes / info.num_tokens:.2f} bytes per token"
             if self.loss_mask is None
             else f"{num_bytes:,} bytes of text in the loss"

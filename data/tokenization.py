@@ -1,6 +1,7 @@
 """Tokenize shards of input files, in this process or in worker processes."""
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.chat import ChatTemplate, ConversationError, ConversationTemplate, encode_chat
+from data.chat import (
+    ChatTemplate,
+    ConversationError,
+    ConversationTemplate,
+    EncodedChat,
+    Messages,
+    encode_answers,
+)
 from data.config import OnError
 from data.files import DataError
 from data.formats.base import (
@@ -40,7 +48,8 @@ class TokenizeSettings:
     """Settings of a worker process besides its shards. source: name, for error messages."""
 
     source: str
-    text_field: str
+    text_field: str | None
+    """Field of the text; None: documents are preference pairs."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     on_error: OnError
@@ -206,14 +215,28 @@ class _RangeTokens:
     num_bytes: list[int] = field(default_factory=list)
 
     def add(self, document: Document) -> None:
-        """Append a document. Raises: ConversationError."""
+        """Append a document, or both conversations of a pair. Raises: ConversationError."""
         if document.messages is None:
             assert document.text is not None
             self.batch.add(self, document.text)
             return
+        if document.rejected is None:
+            self.append(*self._encode(document.messages))
+            return
+        both = {"chosen": document.messages, "rejected": document.rejected}
+        num_shared = _count_shared(*both.values())
+        encoded = {name: self._encode(chat, num_shared) for name, chat in both.items()}
+        for name, (_, loss_mask, _) in encoded.items():
+            if not loss_mask.any():
+                raise ConversationError(f"the {name} answer has no token")
+        for chat in encoded.values():
+            self.append(*chat)
+
+    def _encode(self, messages: Messages, num_context: int = 0) -> EncodedChat:
+        """Return a conversation with BOS and end of text; the context has loss mask 0."""
         settings = self.batch.settings
-        ids, mask, num_bytes = encode_chat(
-            settings.tokenizer, document.messages, settings.chat_template
+        ids, mask, num_bytes = encode_answers(
+            settings.tokenizer, messages, num_context, settings.chat_template
         )
         bos_id, eos_id = settings.bos_id, settings.tokenizer.eos_id
         if isinstance(settings.chat_template, ConversationTemplate):
@@ -221,9 +244,9 @@ class _RangeTokens:
             if ids[-1:] == [eos_id]:  # and perhaps the end
                 ids, mask = ids[:-1], mask[:-1]
         # The end of text contributes to the loss only after an assistant message.
-        mask = np.append(mask, document.messages[-1][0] == "assistant")
+        mask = np.append(mask, messages[-1][0] == "assistant")
         mask = mask if bos_id is None else np.insert(mask, 0, False)
-        self.append(self.batch.as_document(ids, bos_id), mask, num_bytes)
+        return EncodedChat(self.batch.as_document(ids, bos_id), mask, num_bytes)
 
     def append(self, ids: np.ndarray, loss_mask: np.ndarray | None, num_bytes: int) -> None:
         """Append ids that end with the end of text; loss_mask None: all of them count."""
@@ -246,3 +269,9 @@ class _RangeTokens:
             num_bytes=np.array(self.num_bytes, np.int64),
             loss_mask=loss_mask,
         )
+
+
+def _count_shared(chosen: Messages, rejected: Messages) -> int:
+    """Return how many messages both conversations begin with; the last is never shared."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

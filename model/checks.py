@@ -12,8 +12,9 @@ def check_model(model: ModelConfig) -> None:
 
     Raises: ValueError with key path, value, rule and remedy.
     """
-    for message in (*_activation(model), *_linears(model), *_norms(model), *_rope(model)):
-        raise ValueError(message)
+    for check in (_activation, _linears, _norms, _latent_attention, _rope):
+        for message in check(model):
+            raise ValueError(message)
 
 
 def _activation(model: ModelConfig) -> Iterator[str]:
@@ -62,6 +63,36 @@ def _norms(model: ModelConfig) -> Iterator[str]:
         yield (
             "model.qk_norm_across_heads=true has no effect with model.qk_norm=false; set qk_norm, "
             "or remove qk_norm_across_heads"
+        )
+
+
+def _latent_attention(model: ModelConfig) -> Iterator[str]:
+    """Yield error messages about fields that latent attention does not read."""
+    mla = model.mla
+    if mla is None:
+        return
+    if model.num_key_value_heads != model.num_attention_heads:
+        yield (
+            f"model.num_key_value_heads={model.num_key_value_heads}: with model.mla every query "
+            f"head has keys of its own; set it to model.num_attention_heads="
+            f"{model.num_attention_heads}"
+        )
+    for name, instead in {
+        "head_dim": "set the head dims of model.mla",
+        "partial_rotary_factor": "set model.mla.qk_rope_head_dim",
+        "query_pre_attn_scalar": "the scale follows from the head dims",
+        "qk_norm": "the latents have norms",
+        "attention_sinks": "no model has both",
+    }.items():
+        value = getattr(model, name)
+        if value != ModelConfig.model_fields[name].default:
+            yield f"model.{name}={value} is not supported with model.mla; remove it: {instead}"
+    if "qkv" in model.biases:
+        yield "model.biases lists qkv, which is not supported with model.mla; remove it"
+    if mla.qk_rope_head_dim % 2:
+        yield (
+            f"model.mla.qk_rope_head_dim={mla.qk_rope_head_dim}: rope rotates pairs; use an even "
+            "number"
         )
 
 

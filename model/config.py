@@ -83,15 +83,17 @@ class MoEConfig(
     decoder_sparse_step: PositiveInt = 1
     """Every Nth of the remaining layers is a mixture of experts, counted from the first layer."""
     router: str = "softmax"
-    """softmax: softmax over all experts, then top k; topk_softmax: top k, then softmax over those
-    (Mixtral); sigmoid: sigmoid scores, top k within the best groups (DeepSeek-V3); switch: one
-    expert per token; expert_choice: every expert chooses its tokens; or a registered router."""
+    """softmax: softmax over all experts, then top k (in the best groups: DeepSeek-V2);
+    topk_softmax: top k, then softmax over those (Mixtral); sigmoid: sigmoid scores, top k within
+    the best groups (DeepSeek-V3); switch: one expert per token; expert_choice: every expert chooses
+    its tokens; or a registered router."""
     norm_topk_prob: bool = True
     """Normalise the routing weights of a token to sum to one (softmax, sigmoid)."""
     n_group: PositiveInt = 1
-    """Number of expert groups (sigmoid)."""
+    """Number of expert groups (sigmoid, softmax)."""
     topk_group: PositiveInt = 1
-    """Number of groups that a token may choose from (sigmoid)."""
+    """Number of groups that a token may choose from (sigmoid: by the sum of their two best scores;
+    softmax: by the best score)."""
     routed_scaling_factor: PositiveFloat = 1.0
     """Multiplier on the routing weights."""
     router_aux_loss_coef: NonNegativeFloat = 0.01
@@ -124,6 +126,51 @@ class MoEConfig(
     def has_router_bias(self) -> bool:
         """Whether the router has a bias, frozen or updated."""
         return self.router_bias or self.bias_update_speed > 0
+
+
+class MLAConfig(
+    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+):
+    """Multi-head latent attention: the keys and values of all heads come from one latent per token.
+
+    A part of every head has no rope; the other part has, and its key is shared by all heads.
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    q_lora_rank: PositiveInt | None = None
+    """Width of the latent of queries; null: queries are projected directly (V2-Lite)."""
+    kv_lora_rank: PositiveInt = 512
+    """Width of the latent of keys and values."""
+    qk_nope_head_dim: PositiveInt = 128
+    """Dimensions of a query or key head without rope."""
+    qk_rope_head_dim: PositiveInt = 64
+    """Dimensions of a query or key head with rope."""
+    v_head_dim: PositiveInt = 128
+    """Dimensions of a value head."""
+    rope_interleave: bool = False
+    """Rope rotates the pairs (2i, 2i + 1), as DeepSeek's weights need, instead of (i, i + r/2) of
+    r dimensions."""
+    norm_eps: PositiveFloat = 1e-6
+    """Epsilon of the norms of the latents."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers per token in a cache: the latent, and the key with rope."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def matmul_parameters(self, hidden_size: int, heads: int) -> int:
+        """Return the parameters of all projections of one layer."""
+        queries = heads * self.qk_head_dim
+        rank = self.q_lora_rank
+        q = hidden_size * queries if rank is None else rank * (hidden_size + queries)
+        values = heads * self.v_head_dim
+        kv_b = self.kv_lora_rank * (heads * self.qk_nope_head_dim + values)
+        return q + hidden_size * self.kv_width + kv_b + values * hidden_size
 
 
 class ModelConfig(
@@ -220,6 +267,8 @@ class ModelConfig(
     zigzag: bool = True
     """Give every device an early and a late part of the rows in ring attention over sp, which
     balances causal work."""
+    mla: MLAConfig | None = None
+    """Multi-head latent attention; null: grouped-query attention."""
     moe: MoEConfig = MoEConfig()
     """Mixture of experts."""
     remat: str = "dots"
@@ -236,13 +285,34 @@ class ModelConfig(
 
     @property
     def head_size(self) -> int:
-        """Width of one head: head_dim, or its default."""
+        """Width of one query and key head: head_dim, or its default."""
+        if self.mla is not None:
+            return self.mla.qk_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
+    def value_size(self) -> int:
+        """Width of one value head."""
+        return self.head_size if self.mla is None else self.mla.v_head_dim
+
+    @property
+    def num_cache_heads(self) -> int:
+        """Heads in a key-value cache: those of keys, or the one latent of all heads."""
+        return self.num_key_value_heads if self.mla is None else 1
+
+    @property
+    def cache_size(self) -> int:
+        """Width of a head in a key-value cache."""
+        return self.head_size if self.mla is None else self.mla.kv_width
+
+    @property
     def softmax_scale(self) -> float:
-        """Factor on attention scores: query_pre_attn_scalar ** -0.5, or its default."""
-        return float((self.query_pre_attn_scalar or self.head_size) ** -0.5)
+        """Factor on attention scores: query_pre_attn_scalar ** -0.5, or its default.
+
+        With latent attention it also has the square of yarn's factor of `mscale_all_dim`.
+        """
+        scale = float((self.query_pre_attn_scalar or self.head_size) ** -0.5)
+        return scale if self.mla is None else scale * self.rope_scaling.score_factor
 
     @property
     def layer_kinds(self) -> tuple[LayerType, ...]:
@@ -287,6 +357,8 @@ class ModelConfig(
     @property
     def rotary_size(self) -> int:
         """Dimensions of a head that rope rotates."""
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
         return int(self.head_size * self.partial_rotary_factor)
 
     @property
@@ -304,6 +376,8 @@ class ModelConfig(
         """Return the parameters in matmuls, counting `experts` experts per sparse layer."""
         heads = self.num_attention_heads + self.num_key_value_heads
         attention = 2 * self.hidden_size * self.head_size * heads
+        if self.mla is not None:
+            attention = self.mla.matmul_parameters(self.hidden_size, self.num_attention_heads)
         sparse = sum(self.sparse_layers)
         width = self.expert_size * (experts + self.moe.num_shared_experts)
         widths = (self.num_hidden_layers - sparse) * self.intermediate_size + sparse * width
@@ -334,6 +408,8 @@ class ModelConfig(
         else:
             heads = 2
         per_layer += heads * self.head_size if self.qk_norm else 0
+        if self.mla is not None:
+            per_layer += (self.mla.q_lora_rank or 0) + self.mla.kv_lora_rank
         return self.num_hidden_layers * per_layer + self.hidden_size
 
     @property
@@ -356,11 +432,12 @@ class ModelConfig(
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the training FLOPs per token: 6 per matmul parameter, plus causal attention.
 
-        Attention computes q k^T and p v, each 2 * H * h FLOPs per visible key, three times: once
-        forward and twice backward. Only keys that the mask leaves visible count. Recomputed work
-        does not. Source: PaLM (arXiv 2204.02311), appendix B, with causal masking.
+        Attention computes q k^T and p v, each 2 * H * h FLOPs per visible key for heads of h
+        dimensions, three times: once forward and twice backward. Only keys that the mask leaves
+        visible count. Recomputed work does not. Source: PaLM (arXiv 2204.02311), appendix B, with
+        causal masking.
         """
         keys = sum(self.visible_keys(kind, sequence_length) for kind in self.layer_kinds)
-        width = self.num_attention_heads * self.head_size
-        attention = 3 * 2 * 2 * width * keys
+        width = self.num_attention_heads * (self.head_size + self.value_size)
+        attention = 3 * 2 * width * keys
         return 6 * self.num_matmul_parameters + attention

@@ -4,7 +4,7 @@ Only shapes and bytes, of one microbatch; how many activations live at a time de
 on the compiler.
 
 Letters: B batch, L length, D embed, H query heads, K kv heads, h head dim, F intermediate, C tokens
-of a loss chunk on all devices, V vocab.
+of a loss chunk on all devices, V vocab; in latent attention R latents, v value dims.
 """
 
 from functools import partial
@@ -17,7 +17,9 @@ from parallel.linear.choice import RingShape
 from parallel.planning.sharding_table import Tensor
 from parallel.sharding.axes import (
     BATCH,
+    EMPTY,
     EP,
+    LENGTH,
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
     TP,
@@ -40,7 +42,7 @@ def activation_tensors(
     of the loss. The inputs of experts are local to a shard_map, so they have no layout to list.
     """
     dtype, rows = jnp.dtype(config.dtype), (batch, length)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
     parts = manager.axis_size([BATCH, QUERY_LENGTH])
     chunk = parts * min(config.loss_chunk, batch * length // parts)
     mlp_axes = [BATCH, QUERY_LENGTH, MLP_INTERMEDIATE]
@@ -50,7 +52,7 @@ def activation_tensors(
         ("tokens_BL", TokenSharding, rows, jnp.dtype("int32"), 5),
         ("x_BLD", ResidualSharding, (*rows, config.hidden_size), dtype, 1),
         ("q_BLHh", AttnQSharding, (*rows, heads, config.head_size), dtype, 1),
-        ("kv_BLKh", AttnKVSharding, (*rows, kv_heads, config.head_size), dtype, 2),
+        *((name, axes, shape, dtype, count) for name, axes, shape, count in _keys(config, rows)),
         ("mlp_BLF", mlp_axes, (*rows, mlp_size), dtype, 2 if mlp_size else 0),
         ("logits_CV", logit_axes, (chunk, config.padded_vocab_size), jnp.dtype("float32"), 1),
     ]
@@ -58,6 +60,21 @@ def activation_tensors(
         Tensor(name=name, axes=axes, shape=shape, dtype=kind, count=count)
         for name, axes, shape, kind, count in activations
         if count
+    ]
+
+
+def _keys(
+    config: ModelConfig, rows: tuple[int, int]
+) -> list[tuple[str, Any, tuple[int, ...], int]]:
+    """Return name, axes, shape and number of the keys, values and latents of one layer."""
+    mla, kv_heads = config.mla, config.num_key_value_heads
+    if mla is None:
+        return [("kv_BLKh", AttnKVSharding, (*rows, kv_heads, config.head_size), 2)]
+    width = mla.kv_width + (mla.q_lora_rank or 0)
+    return [
+        ("latents_BLR", [BATCH, LENGTH, EMPTY], (*rows, width), 1),
+        ("k_BLHh", AttnQSharding, (*rows, kv_heads, config.head_size), 1),
+        ("v_BLHv", AttnQSharding, (*rows, kv_heads, config.value_size), 1),
     ]
 
 
@@ -87,19 +104,17 @@ def ring_shapes(
     local_length = length // manager.axis_size(QUERY_LENGTH)
     rows = local_batch * local_length // n
     halved = local_length // n if dim == ROWS else config.hidden_size // n
-    row_bytes = config.hidden_size * jnp.dtype(config.dtype).itemsize
 
-    def ring(rows: int, **columns: Any) -> RingShape:
-        return RingShape(
-            rows=rows, width=config.hidden_size, block_bytes=rows * row_bytes, **columns
-        )
+    def ring(rows: int, width: int = config.hidden_size, **columns: Any) -> RingShape:
+        block_bytes = rows * width * jnp.dtype(config.dtype).itemsize
+        return RingShape(rows=rows, width=width, block_bytes=block_bytes, **columns)
 
     dense = partial(ring, rows, halves=halved % 2 == 0)
     heads = config.num_attention_heads * config.head_size // n
     kv_heads = config.num_key_value_heads * config.head_size // n
     shapes: dict[LinearKind, RingShape] = {
         "qkv": dense(gather_columns=heads + 2 * kv_heads),
-        "o": dense(scatter_columns=heads),
+        "o": dense(scatter_columns=config.num_attention_heads * config.value_size // n),
         # The loss sends its tokens in chunks.
         "head": ring(
             max(min(config.loss_chunk // n, rows), 1),
@@ -107,6 +122,15 @@ def ring_shapes(
             gather_columns=config.padded_vocab_size // n,
         ),
     }
+    if config.mla is not None:
+        # The widest ring of this kind: that of queries, from their latents if they have some.
+        rank = config.mla.q_lora_rank
+        if rank is None:
+            shapes["qkv"] = dense(gather_columns=heads)
+        elif dim == ROWS:
+            shapes["qkv"] = dense(width=rank, gather_columns=heads)
+        else:
+            del shapes["qkv"]  # latents are whole on every device of tp
     if width := _dense_mlp_size(config) // n:
         shapes["mlp"] = dense(gather_columns=2 * width, scatter_columns=width)
     if True in config.sparse_layers:

@@ -6,7 +6,7 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.layers import truncated_normal
-from model.loss import cross_entropy_sum, soft_cap
+from model.loss import cross_entropy_sum, soft_cap, token_losses
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ColumnParallelLinear
 from parallel.linear.sharded_matmul import column_parallel
@@ -44,6 +44,13 @@ class Head(ColumnParallelLinear):
         """Return the cross-entropy summed over all tokens; see `cross_entropy_sum`."""
         kernel = self.kernel[...] if w is None else w
         return cross_entropy_sum(x_BLD, kernel, targets_BL, mask_BL, config=self.config, tp=self.tp)
+
+    def token_losses(
+        self, x_BLD: jax.Array, targets_BL: jax.Array, *, w: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the cross-entropy of every token `B L`; see `model.loss.token_losses`."""
+        kernel = self.kernel[...] if w is None else w
+        return token_losses(x_BLD, kernel, targets_BL, config=self.config, tp=self.tp)
 
     def logits(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
         """Return the logits `B L V`, V over tp; columns from `config.vocab_size` on are padding.

@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 from model.activations import gated_activation
 from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
-from model.attention.mask import AttentionInputs, chunk_ids
+from model.attention.mask import AttentionInputs, AttentionSpec, chunk_ids
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
-from model.rope import RopeScaling, partial_rope, rope_frequencies
+from model.rope import Rescaled, RopeScaling, partial_rope, rope_frequencies
 from parallel.linear.chain import chain
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import (
@@ -78,10 +78,16 @@ class RMSNorm(nnx.Module):
     offset: `model.norm_offset`, 0 by default. Source: arXiv 1910.07467, equation 4.
     """
 
-    def __init__(self, config: ModelConfig, tp: TensorParallelConfig, width: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallelConfig,
+        width: int | None = None,
+        eps: float | None = None,
+    ):
         spec = tp.manager.resolve(Replicated)
         shape, dtype = (width or config.hidden_size,), jnp.dtype(config.param_dtype)
-        self.eps, self.offset = config.rms_norm_eps, config.norm_offset
+        self.eps, self.offset = eps or config.rms_norm_eps, config.norm_offset
         value = jnp.full(shape, 1 - self.offset, dtype, out_sharding=spec)
         self.scale = nnx.Param(value, semantic_axes=Replicated)
 
@@ -255,22 +261,9 @@ class Attention(nnx.Module):
                     choice, q, cache, positions_BL, spec, metadata, sinks_H=sinks_H
                 )
             else:
-                segment_ids_BL = info.segment_ids_BL
-                if (chunk := spec.chunk) is not None:
-                    segment_ids_BL = chunk_ids(
-                        info.positions_BL, segment_ids_BL, chunk=chunk, keys=k.shape[1]
-                    )
-                inputs = AttentionInputs(
-                    q_index_BL=info.index_L,
-                    kv_index_BT=info.index_L,
-                    q_segment_ids_BL=segment_ids_BL,
-                    dropout_seed=info.dropout_key,
-                    sinks_H=sinks_H,
-                )
+                inputs = attention_inputs(info, spec, sinks_H)
                 out_BLHh = attend((choice.backend,), (q, k, v), inputs, spec, metadata, mode)
-            B, L, H, h = out_BLHh.shape
-            features = P(*jax.typeof(out_BLHh).sharding.spec[:3])
-            out_BLF = out_BLHh.reshape(B, L, H * h, out_sharding=features)
+            out_BLF = merge_heads(out_BLHh)
         with jax.named_scope("o"):
             return self.o(out_BLF, jax.typeof(x_BLD).sharding.spec), cache
 
@@ -289,11 +282,7 @@ class Attention(nnx.Module):
         self, q: jax.Array, k: jax.Array, positions_BL: jax.Array, layer_type: LayerType
     ) -> tuple[jax.Array, jax.Array]:
         """Apply rope to the first `rotary_size` dimensions of every head."""
-        config = self.config
-        theta, scaling = config.rope_theta, config.rope_scaling
-        if layer_type != "full_attention" and config.rope_local_theta is not None:
-            theta, scaling = config.rope_local_theta, RopeScaling()
-        frequency_h, factor = rope_frequencies(config.rotary_size, theta, scaling)
+        frequency_h, factor = layer_frequencies(self.config, layer_type)
         rotate = partial(
             partial_rope,
             positions_BL=positions_BL,
@@ -303,14 +292,49 @@ class Attention(nnx.Module):
         return rotate(q), rotate(k)
 
     def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
-        """Reshape `B L H*h` to `B L H h`: H over tp, or not split if tp does not divide H."""
-        B, L, features = y_BLF.shape
-        heads = features // self.config.head_size
-        spec = jax.typeof(y_BLF).sharding.spec
-        if heads % self.tp.manager.mesh.shape[self.tp.axis_name]:
-            spec = P(*spec[:2], None)
-            y_BLF = jax.sharding.reshard(y_BLF, spec)
-        return y_BLF.reshape(B, L, heads, self.config.head_size, out_sharding=P(*spec, None))
+        return split_heads(y_BLF, self.config.head_size, self.tp)
+
+
+def attention_inputs(
+    info: TokenInfo, spec: AttentionSpec, sinks_H: jax.Array | None = None
+) -> AttentionInputs:
+    """Return the arrays with which new tokens attend to each other."""
+    segment_ids_BL = info.segment_ids_BL
+    if spec.chunk is not None:
+        keys = info.positions_BL.shape[1]
+        segment_ids_BL = chunk_ids(info.positions_BL, segment_ids_BL, chunk=spec.chunk, keys=keys)
+    return AttentionInputs(
+        q_index_BL=info.index_L,
+        kv_index_BT=info.index_L,
+        q_segment_ids_BL=segment_ids_BL,
+        dropout_seed=info.dropout_key,
+        sinks_H=sinks_H,
+    )
+
+
+def layer_frequencies(config: ModelConfig, layer_type: LayerType) -> Rescaled:
+    """Return the rotary frequencies and the attention factor of such a layer."""
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if layer_type != "full_attention" and config.rope_local_theta is not None:
+        theta, scaling = config.rope_local_theta, RopeScaling()
+    return rope_frequencies(config.rotary_size, theta, scaling)
+
+
+def split_heads(y_BLF: jax.Array, head_dim: int, tp: TensorParallelConfig) -> jax.Array:
+    """Reshape `B L H*h` to `B L H h`: H over tp, or not split if tp does not divide H."""
+    B, L, features = y_BLF.shape
+    heads = features // head_dim
+    spec = jax.typeof(y_BLF).sharding.spec
+    if heads % tp.manager.mesh.shape[tp.axis_name]:
+        spec = P(*spec[:2], None)
+        y_BLF = jax.sharding.reshard(y_BLF, spec)
+    return y_BLF.reshape(B, L, heads, head_dim, out_sharding=P(*spec, None))
+
+
+def merge_heads(y_BLHh: jax.Array) -> jax.Array:
+    """Reshape `B L H h` to `B L H*h`, with the features split as H is."""
+    B, L, H, h = y_BLHh.shape
+    return y_BLHh.reshape(B, L, H * h, out_sharding=P(*jax.typeof(y_BLHh).sharding.spec[:3]))
 
 
 class GatedMLP(nnx.Module):

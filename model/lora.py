@@ -24,16 +24,25 @@ from model.config import ModelConfig, as_tuple
 from model.layers import Embedding, truncated_normal
 from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
 from parallel.linear.int8_kernel import SCALE, Int8Kernel, Kernel, floats, store_as_int8
-from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear, named_rngs
+from parallel.linear.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TokenParallelLinear,
+    named_rngs,
+)
 from parallel.linear.low_rank import add_adapter, merge
 
-LoRATarget = Literal["qkv", "o", "mlp", "experts", "q", "k", "v", "gate", "up", "down"]
+LatentTarget = Literal["q_a", "q_b", "kv_a", "kv_b"]
+LoRATarget = Literal[
+    "qkv", "o", "mlp", "experts", "q", "k", "v", "gate", "up", "down", LatentTarget
+]
 _ALL: tuple[LoRATarget, ...] = ("qkv", "o", "mlp", "experts")
 FACTORS = ("lora_a", "lora_b")
 """Names of the parameters of an adapter, beside the kernel of their linear."""
 _LINEARS = (
     ColumnParallelLinear,
     RowParallelLinear,
+    TokenParallelLinear,
     ExpertColumnParallelLinear,
     ExpertRowParallelLinear,
 )
@@ -59,7 +68,8 @@ class LoRAConfig(
         _ALL
     )
     """Linears with adapters: groups (qkv, o, mlp, experts), or single outputs (q, k, v, gate, up,
-    down) of any group. mlp includes shared experts; routers have none."""
+    down; in latent attention q, q_a, q_b, kv_a, kv_b) of any group. mlp includes shared experts;
+    routers have none."""
     base_dtype: Literal["float32", "bfloat16", "int8"] | None = None
     """Storage of the frozen kernels and embeddings; null: model.param_dtype. int8: kernels of the
     layers with a float32 scale for every output column; embedding and head as null."""
@@ -94,6 +104,14 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
         if not is_present and group in lora.targets and lora.targets != _ALL:
             raise ValueError(
                 f"lora.targets={[*lora.targets]}: this model has no {group}; remove {group}"
+            )
+    queries = {"q"} if model.mla is None or model.mla.q_lora_rank is None else {"q_a", "q_b"}
+    projections = queries | ({"k", "v"} if model.mla is None else {"kv_a", "kv_b"})
+    for name in lora.targets:
+        if name in ("q", "k", "v", "q_a", "q_b", "kv_a", "kv_b") and name not in projections:
+            raise ValueError(
+                f"lora.targets={[*lora.targets]}: the attention of this model has no {name}; use "
+                f"some of {', '.join(sorted(projections))}, or qkv for all"
             )
     if model.moe.bias_update_speed:
         raise ValueError(

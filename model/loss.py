@@ -60,20 +60,56 @@ def cross_entropy_sum(
     overlap method; its gradient likewise. Per chunk one all-reduce (max) and two all-reduces (sum)
     of C floats over tp; one all-reduce of the scalar over the other axes.
     """
-    spec = jax.typeof(x_BLD).sharding.spec
-    token_spec = jax.typeof(targets_BL).sharding.spec
-    kernel_spec = tp.manager.resolve(ColumnWise)
-    body = partial(_loss_body, dim=split_dim(spec, tp.axis_name), config=config, tp=tp)
-    mapped = jax.shard_map(
-        body,
-        mesh=tp.manager.mesh,
-        in_specs=(spec, kernel_spec, token_spec, token_spec),
-        out_specs=P(),
+    return _map_over_mesh(
+        _sum_body, P(), x_BLD, kernel_DV, targets_BL, mask_BL, config=config, tp=tp
     )
-    return mapped(x_BLD, kernel_DV, targets_BL, mask_BL)
 
 
-def _loss_body(
+def token_losses(
+    x_BLD: jax.Array,
+    kernel_DV: jax.Array,
+    targets_BL: jax.Array,
+    *,
+    config: ModelConfig,
+    tp: TensorParallelConfig,
+) -> jax.Array:
+    """Return the cross-entropy of every token `B L`, float32, in nats, sharded as the targets.
+
+    The arguments are those of `cross_entropy_sum`. The weight of a token in the loss may depend on
+    other tokens, so gradients wait for the backward pass, which computes the logits of each chunk
+    again: four matmuls per chunk in all. Without derivatives there is one.
+
+    Communication: that of `cross_entropy_sum` in the forward and again in the backward pass,
+    without the all-reduce of the scalar.
+    """
+    out_specs = jax.typeof(targets_BL).sharding.spec
+    return _map_over_mesh(
+        _token_body, out_specs, x_BLD, kernel_DV, targets_BL, config=config, tp=tp
+    )
+
+
+def _map_over_mesh(
+    body: Callable[..., jax.Array],
+    out_specs: P,
+    x_BLD: jax.Array,
+    kernel_DV: jax.Array,
+    *tokens_BL: jax.Array,
+    config: ModelConfig,
+    tp: TensorParallelConfig,
+) -> jax.Array:
+    """Apply a body to the local blocks of hidden states, kernel and arrays of tokens."""
+    spec = jax.typeof(x_BLD).sharding.spec
+    token_specs = [jax.typeof(y_BL).sharding.spec for y_BL in tokens_BL]
+    mapped = jax.shard_map(
+        partial(body, dim=split_dim(spec, tp.axis_name), config=config, tp=tp),
+        mesh=tp.manager.mesh,
+        in_specs=(spec, tp.manager.resolve(ColumnWise), *token_specs),
+        out_specs=out_specs,
+    )
+    return mapped(x_BLD, kernel_DV, *tokens_BL)
+
+
+def _sum_body(
     x: jax.Array,
     kernel: jax.Array,
     targets: jax.Array,
@@ -84,6 +120,36 @@ def _loss_body(
     tp: TensorParallelConfig,
 ) -> jax.Array:
     """Sum the loss of local blocks: x, kernel `D/fsdp V/tp`, tokens `B L` -> scalar."""
+    x_MCD, kernel, chunks, settings = _cut_into_chunks(x, kernel, dim=dim, config=config, tp=tp)
+    total = _sum_chunks(x_MCD, kernel, chunks.join(targets), chunks.join(mask), settings)
+    axes = tp.manager.mesh.axis_names
+    return lax.psum(total, tuple(name for name in axes if name != tp.axis_name))
+
+
+def _token_body(
+    x: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    *,
+    dim: SplitDim | None,
+    config: ModelConfig,
+    tp: TensorParallelConfig,
+) -> jax.Array:
+    """Return the loss of every token of local blocks: x, kernel, tokens `B L` -> `B L`."""
+    x_MCD, kernel, chunks, settings = _cut_into_chunks(x, kernel, dim=dim, config=config, tp=tp)
+    losses_MC = _losses_of_chunks(x_MCD, kernel, chunks.join(targets), settings)
+    return chunks.part(losses_MC, *targets.shape)
+
+
+def _cut_into_chunks(
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    dim: SplitDim | None,
+    config: ModelConfig,
+    tp: TensorParallelConfig,
+) -> tuple[jax.Array, jax.Array, "_Chunks", "_Settings"]:
+    """Return hidden states by chunk, the gathered kernel `D V/tp`, and how tokens are cut."""
     axes, axis = tp.manager.mesh.axis_names, tp.axis_name
     if tp.overlap == "none" and dim is not None:
         x, dim = all_gather(x, axis, dim), None
@@ -96,10 +162,7 @@ def _loss_body(
     chunks = _Chunks(rows=_rows_per_chunk(config, tp, x.size // x.shape[-1], n), parts=n)
     cap = config.final_logit_softcapping
     settings = _Settings(axis, dim, tp.overlap, config.vocab_size, cap)
-    total = _sum_chunks(
-        chunks.split_rows(x), kernel, chunks.join(targets), chunks.join(mask), settings
-    )
-    return lax.psum(total, tuple(name for name in axes if name != axis))
+    return chunks.split_rows(x), kernel, chunks, settings
 
 
 class _Settings(NamedTuple):
@@ -162,19 +225,24 @@ class _Chunks:
             .reshape(-1, self.parts * self.rows)
         )
 
+    def part(self, y_MC: jax.Array, B: int, L: int) -> jax.Array:
+        """Return values by chunk in the order of the tokens: the inverse of `join`."""
+        y_nN = y_MC.reshape(-1, self.parts, self.rows).swapaxes(0, 1).reshape(self.parts, -1)
+        y_nBL = y_nN[:, : B * L // self.parts].reshape(self.parts, B, L // self.parts)
+        return y_nBL.swapaxes(0, 1).reshape(B, L)
+
 
 def _loss_and_gradients(
     x: jax.Array,
     kernel_DV: jax.Array,
     targets_C: jax.Array,
-    mask_C: jax.Array,
     settings: _Settings,
-) -> tuple[jax.Array, Callable[[], tuple[jax.Array, jax.Array]]]:
-    """Return the summed loss of a chunk, and a function that computes its gradients (dx, dkernel).
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
+    """Return the losses C of a chunk, and a function that computes gradients (dx, dkernel).
 
-    The gradient with respect to the logits is softmax(logits) - one_hot(targets), times the mask,
-    and times the derivative of the cap. Columns that pad the vocabulary have no probability. Lists
-    hold blocks of rows, c of them each.
+    It takes a weight for every token, such as the mask. The gradient with respect to the logits is
+    softmax(logits) - one_hot(targets), times the weight, and times the derivative of the cap.
+    Columns that pad the vocabulary have no probability. Lists hold blocks of rows, c of them each.
     """
     axis_name, columns = settings.axis_name, kernel_DV.shape[1]
     ids_V = lax.axis_index(axis_name) * columns + jnp.arange(columns)
@@ -205,7 +273,7 @@ def _loss_and_gradients(
     target_C1 = total(jnp.where(target == ids_V, block, 0) for block, target in hits)
     losses_C1 = jnp.log(norm_C1) + max_C1 - target_C1
 
-    def gradients() -> tuple[jax.Array, jax.Array]:
+    def gradients(mask_C: jax.Array) -> tuple[jax.Array, jax.Array]:
         rows = (max_C1, mask_C[:, None] / norm_C1, mask_C[:, None])
         blocks = zip(logits, targets, *map(product.shard, rows), strict=True)
         return product.pullback(
@@ -220,7 +288,7 @@ def _loss_and_gradients(
             ]
         )
 
-    return jnp.sum(losses_C1[:, 0] * mask_C), gradients
+    return losses_C1[:, 0], gradients
 
 
 def _scan_chunks(
@@ -239,10 +307,11 @@ def _scan_chunks(
 
     def body(dkernel_DV: Any, chunk: tuple[jax.Array, ...]) -> tuple[Any, Any]:
         x, targets_C, mask_C = chunk
-        loss, gradients = _loss_and_gradients(x, kernel_DV, targets_C, mask_C, settings)
+        losses_C, gradients = _loss_and_gradients(x, kernel_DV, targets_C, settings)
+        loss = jnp.sum(losses_C * mask_C)
         if not with_gradients:
             return None, (loss, None)
-        dx, chunk_DV = gradients()
+        dx, chunk_DV = gradients(mask_C)
         return dkernel_DV + chunk_DV, (loss, dx)
 
     zero_DV = None
@@ -281,3 +350,33 @@ def _sum_chunks_backward(
 
 
 _sum_chunks.defvjp(_sum_chunks_forward, _sum_chunks_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _losses_of_chunks(
+    x_MCD: jax.Array, kernel_DV: jax.Array, targets_MC: jax.Array, settings: _Settings
+) -> jax.Array:
+    """Return the loss of every token `M C`."""
+
+    def body(_: None, chunk: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        x, targets_C = chunk
+        return None, _loss_and_gradients(x, kernel_DV, targets_C, settings)[0]
+
+    return lax.scan(body, None, (x_MCD, targets_MC))[1]
+
+
+def _losses_forward(*args: Any) -> tuple[jax.Array, Any]:
+    x_MCD, kernel_DV, targets_MC, _ = args
+    return _losses_of_chunks(*args), (x_MCD, kernel_DV, targets_MC)
+
+
+def _losses_backward(settings: _Settings, chunks: Any, weights_MC: jax.Array) -> tuple[Any, ...]:
+    x_MCD, kernel_DV, targets_MC = chunks
+    _, gradients = _scan_chunks(
+        x_MCD, kernel_DV, targets_MC, weights_MC, settings=settings, with_gradients=True
+    )
+    assert gradients is not None
+    return *gradients, None
+
+
+_losses_of_chunks.defvjp(_losses_forward, _losses_backward)

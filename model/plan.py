@@ -114,6 +114,8 @@ class ExecutionPlan:
         for (kind, name, _), found in same.items():
             rows = self._of_lengths([length for length, _ in found])
             yield f"attention {name} for {kind}{rows and f', rows{rows}'}: {found[0][1].reason}"
+        if model.mla is not None:
+            yield self._latent_line()
         lengths = dict.fromkeys(length for _, length, _ in self.attention)
         if zigzag := [length for length in lengths if self.row_order(length) is not None]:
             rows = self._of_lengths(zigzag)
@@ -143,6 +145,18 @@ class ExecutionPlan:
         if len(lengths) == len({length for _, length, _ in self.attention}):
             return ""
         return f" of {', '.join(map(str, sorted(lengths)))} tokens"
+
+    def _latent_line(self) -> str:
+        """Describe the two forms of latent attention, each with its reason."""
+        model, mla = self.model, self.model.mla
+        assert mla is not None
+        size, wide = jnp.dtype(model.dtype).itemsize, model.head_size + model.value_size
+        return (
+            f"latent attention: new tokens attend to each other by heads, {wide:,} multiplications "
+            f"per pair and head instead of {mla.kv_width + mla.kv_lora_rank:,}; to a cache by "
+            f"latents, {mla.kv_width * size:,} bytes per token and layer instead of "
+            f"{model.num_attention_heads * wide * size:,}"
+        )
 
     def _embedding_line(self) -> str:
         """Describe how the embedding is split over tp, and its communication per token."""

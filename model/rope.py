@@ -152,6 +152,13 @@ class RopeScaling(
             )
         return self
 
+    @property
+    def score_factor(self) -> float:
+        """Factor of `mscale_all_dim` on the scores of latent attention (DeepSeek-V2); else 1."""
+        if self.mscale_all_dim is None or self.factor is None:
+            return 1.0
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2
+
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rescaled:
     """Return the radians per position of every pair (float64, `h / 2`) and the attention factor.

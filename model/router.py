@@ -87,7 +87,7 @@ def check_router(moe: MoEConfig) -> None:
     if not router.uses_groups and (groups, top) != (1, 1):
         raise ValueError(
             f"n_group={groups}, topk_group={top}: the {moe.router} router has no groups of "
-            "experts; use 1 and 1, or the sigmoid router"
+            "experts; use 1 and 1, or the sigmoid or softmax router"
         )
     if E % groups:
         divisors = ", ".join(str(n) for n in range(1, E + 1) if E % n == 0)
@@ -164,12 +164,16 @@ def token_choice(choose: TokenChoice) -> RouteFunction:
     return function
 
 
-@register_router("softmax", uses_normalise=True)
+@register_router("softmax", uses_normalise=True, uses_groups=True)
 @token_choice
 def _softmax(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> Choice:
-    """Take the top k of softmax(logits); weights are these probabilities, or their shares."""
+    """Take the top k of softmax(logits); weights are these probabilities, or their shares.
+
+    Of several groups, those with the best single experts are considered. Source: DeepSeek-V2,
+    arXiv 2405.04434, section 2.2.2.
+    """
     probs_TE = jax.nn.softmax(logits_TE)
-    experts_TK = _top_k(probs_TE, moe, bias_E)
+    experts_TK = _top_k(probs_TE, moe, bias_E, merits=1)
     if moe.norm_topk_prob:
         # Shares of a sum as a softmax of logarithms: a quotient of tiny probabilities, and its
         # gradient, is NaN in float32 where the sum is near 1e-20.
@@ -222,23 +226,30 @@ def mask_logits(logits: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.where(valid[..., None], logits, 0.0)
 
 
-def _top_k(scores_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> jax.Array:
-    """Return the experts with the highest score + bias, `T K` int32."""
+def _top_k(
+    scores_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None, merits: int = 2
+) -> jax.Array:
+    """Return the experts with the highest score + bias, `T K` int32.
+
+    merits: experts by whose sum groups are compared, one or two.
+    """
     if bias_E is not None:
         scores_TE = scores_TE + bias_E
     scores_TE = lax.stop_gradient(scores_TE)
     if moe.topk_group < moe.n_group:
-        scores_TE = _mask_groups(scores_TE, moe)
+        scores_TE = _mask_groups(scores_TE, moe, merits)
     return lax.top_k(scores_TE, moe.num_experts_per_tok)[1]
 
 
-def _mask_groups(scores_TE: jax.Array, moe: MoEConfig) -> jax.Array:
+def _mask_groups(scores_TE: jax.Array, moe: MoEConfig, merits: int) -> jax.Array:
     """Set the scores outside of the best groups to -inf: with a bias, scores may be negative."""
     T, E = scores_TE.shape
     G = moe.n_group
     scores_TGM = scores_TE.reshape(T, G, E // G)
     merits_TG = jnp.max(scores_TGM, axis=2)
-    if G < E:  # the second best without lax.top_k, which on a TPU pads M experts to 128
+    if (
+        merits == 2 and G < E
+    ):  # the second best without lax.top_k, which on a TPU pads M experts to 128
         first_TGM = jnp.arange(E // G) == jnp.argmax(scores_TGM, axis=2, keepdims=True)
         merits_TG += jnp.max(jnp.where(first_TGM, -jnp.inf, scores_TGM), axis=2)
     groups_Tg = lax.top_k(merits_TG, moe.topk_group)[1]

@@ -20,6 +20,7 @@ from model.generation.cache import DenseCache
 from model.head import Head
 from model.layers import Attention, Embedding, GatedMLP, RMSNorm, TokenInfo
 from model.lora import add_adapters, store_base
+from model.mla import LatentAttention
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
@@ -40,7 +41,8 @@ class Block(nnx.Module):
         config, tp = plan.model, plan.tp
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = RMSNorm(config, tp) if before else None
-        self.attention = Attention(config, tp, rngs=named_rngs(rngs, "attention"))
+        layer = Attention if config.mla is None else LatentAttention
+        self.attention = layer(config, tp, rngs=named_rngs(rngs, "attention"))
         self.attention_post_norm = RMSNorm(config, tp) if after else None
         self.mlp_norm = RMSNorm(config, tp) if before else None
         self.mlp_post_norm = RMSNorm(config, tp) if after else None
@@ -221,6 +223,10 @@ class Transformer(nnx.Module):
     def loss(self, x_BLD: jax.Array, targets_BL: jax.Array, mask_BL: jax.Array) -> jax.Array:
         """Return the masked cross-entropy of hidden states, summed over all tokens, in nats."""
         return self.head(x_BLD, targets_BL, mask_BL, w=self._tied_kernel())
+
+    def token_losses(self, x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
+        """Return the cross-entropy of hidden states at every token `B L`, in nats."""
+        return self.head.token_losses(x_BLD, targets_BL, w=self._tied_kernel())
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Return the logits `B L V` of hidden states, V over tp; see `Head.logits`."""

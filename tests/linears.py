@@ -8,6 +8,7 @@ from flax import nnx
 from parallel.linear.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TokenParallelLinear,
 )
 from parallel.sharding.axes import (
     BATCH,
@@ -86,6 +87,11 @@ def column(tp, out=GATE_UP, scale="fan_in", **options):
 def row(tp, out=D, scale="fan_out", **options):
     options = {"parallel_config": tp, "bias_init": bias_init, "rngs": rngs(), **options}
     return RowParallelLinear(F, out, scale=scale, **options)
+
+
+def token(tp, out=GATE_UP, scale="fan_in", **options):
+    options = {"parallel_config": tp, "bias_init": bias_init, "rngs": rngs(), **options}
+    return TokenParallelLinear(D, out, scale=scale, **options)
 
 
 def to_residual(module, x):

@@ -81,8 +81,8 @@ def rotated(config, x_LHh, positions, theta):
     return jnp.concatenate([pairs.real, pairs.imag, x_LHh[..., r:]], -1)
 
 
-def attention(config, weights, x, positions, segments, layer):
-    """Attention of one row; the layer's number decides about window and rope."""
+def grouped_qkv(config, weights, x, positions, layer, is_local):
+    """Queries, keys and values of one row `L H h`, and the factor on the scores."""
     H, K, h = config.num_attention_heads, config.num_key_value_heads, config.head_size
     q, k, v = (linear(x, weights["qkv"], name) for name in "qkv")
     if config.qk_norm_across_heads:
@@ -90,12 +90,60 @@ def attention(config, weights, x, positions, segments, layer):
     q, k, v = q.reshape(-1, H, h), k.reshape(-1, K, h), v.reshape(-1, K, h)
     if config.qk_norm and not config.qk_norm_across_heads:
         q, k = (rms_norm(y, weights[f"{n}_norm"]["scale"], config) for y, n in ((q, "q"), (k, "k")))
-    is_local = config.layer_types[layer % len(config.layer_types)] == "sliding_attention"
     if config.rope_layers[layer % len(config.rope_layers)]:
         theta = config.rope_local_theta if is_local else None
         q, k = (rotated(config, y, positions, theta or config.rope_theta) for y in (q, k))
     k, v = (jnp.repeat(y, H // K, axis=1) for y in (k, v))
-    scores = jnp.einsum("lhd,thd->hlt", q, k) / np.sqrt(config.query_pre_attn_scalar or h)
+    return q, k, v, 1 / np.sqrt(config.query_pre_attn_scalar or h)
+
+
+def latent_qkv(config, weights, x, positions):
+    """Queries, keys and values of latent attention `L H .`, and the factor on the scores; yarn."""
+    mla, H, scaling = config.mla, config.num_attention_heads, config.rope_scaling
+    n, r, rank = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.kv_lora_rank
+
+    def normed(y, name):
+        root = jnp.sqrt(jnp.mean(y**2, -1, keepdims=True) + mla.norm_eps)
+        return y / root * weights[f"{name}_norm"]["scale"]
+
+    down = weights["down"]["kernel"]
+    q = normed(x @ down["q_a"], "q_a") @ weights["q_b"]["kernel"]
+    latent, k_rope = jnp.split(x @ down["kv_a"], [rank], -1)
+    kv = normed(latent, "kv_a") @ weights["kv_b"]["kernel"]
+    q, kv = q.reshape(-1, H, n + r), kv.reshape(-1, H, n + mla.v_head_dim)
+
+    pair, theta = np.arange(r // 2), config.rope_theta
+    ends = [
+        (r / 2) * np.log(scaling.original_max_position_embeddings / (turns * 2 * np.pi))
+        / np.log(theta)
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    ]  # fmt: skip
+    first, last = max(np.floor(ends[0]), 0), min(np.ceil(ends[1]), r - 1)
+    slow = np.clip((pair - first) / (last - first), 0, 1)
+    frequency = theta ** (-2 * pair / r) * (1 - slow + slow / scaling.factor)
+    growth = 0.1 * np.log(scaling.factor)
+    size = (growth * scaling.mscale + 1) / (growth * scaling.mscale_all_dim + 1)
+
+    def turned(y):
+        """Rotate the pairs (2i, 2i + 1)."""
+        turn = size * jnp.exp(1j * positions[:, None] * frequency)[:, None]
+        pairs = (y[..., ::2] + 1j * y[..., 1::2]) * turn
+        return jnp.stack([pairs.real, pairs.imag], -1).reshape(y.shape)
+
+    shared = jnp.repeat(turned(k_rope[:, None]), H, axis=1)
+    q = jnp.concatenate([q[..., :n], turned(q[..., n:])], -1)
+    k = jnp.concatenate([kv[..., :n], shared], -1)
+    return q, k, kv[..., n:], (growth * scaling.mscale_all_dim + 1) ** 2 / np.sqrt(n + r)
+
+
+def attention(config, weights, x, positions, segments, layer):
+    """Attention of one row; the layer's number decides about window and rope."""
+    is_local = config.layer_types[layer % len(config.layer_types)] == "sliding_attention"
+    if config.mla:
+        q, k, v, scale = latent_qkv(config, weights, x, positions)
+    else:
+        q, k, v, scale = grouped_qkv(config, weights, x, positions, layer, is_local)
+    scores = jnp.einsum("lhd,thd->hlt", q, k) * scale
     if config.attn_logit_softcapping:
         scores = config.attn_logit_softcapping * jnp.tanh(scores / config.attn_logit_softcapping)
     index = np.arange(len(x))
@@ -107,7 +155,7 @@ def attention(config, weights, x, positions, segments, layer):
     if config.attention_sinks:
         total += jnp.exp(weights["sinks"])[:, None, None]
     out = jnp.einsum("hlt,thd->lhd", weight / total, v)
-    return linear(out.reshape(len(x), H * h), weights["o"])
+    return linear(out.reshape(len(x), -1), weights["o"])
 
 
 def row_logits(config: ModelConfig, params, tokens, positions, segments):

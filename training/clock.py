@@ -84,6 +84,6 @@ class StepClock:
             "host_time": max(0.0, step_time - device_wait),
         }
         if self._peak_flops is not None:
-            flops = self._program.plan.flops_per_token(length) * tokens
+            flops = self._program.flops_per_token(length) * tokens
             values["mfu"] = flops / self._peak_flops / step_time
         return values

@@ -1,10 +1,12 @@
 """Configuration of a run: its directory, its length, and what is reported on the way."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from training.checkpoint_policy import CheckpointConfig
+from training.dpo import DPOConfig
 from training.guard import GuardConfig
 from training.health import HealthLimits
 
@@ -32,6 +34,12 @@ class TrainingConfig(
     RUN_DIR/checkpoints/STEP, or a Hugging Face model directory; null: drawn from the seed.
     Optimizer, schedule and data start anew. A run that has a checkpoint of its own resumes from
     that instead."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: predict the next token, in chats of assistant messages alone; dpo: prefer the chosen to
+    the rejected answer of every pair (data.packing=pairs), relative to the parameters with which
+    the run began, so it needs init_from."""
+    dpo: DPOConfig = DPOConfig()
+    """Loss of objective=dpo."""
     gradient_accumulation: PositiveInt = 1
     """Microbatches per optimizer step; the global batch size stays the same."""
     log_every: PositiveInt = 10

@@ -1,18 +1,19 @@
 """Evaluation on the held-out split of every source, and text samples, during training."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from data.pipeline import Dataset, eval_batches
+from data.pipeline import Dataset, Source, eval_batches
 from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput
 from training.logs import log
-from training.step import Program, TrainState
+from training.preference_step import PreferenceProgram
+from training.step import Batch, Program, TrainState
 from training.writers.registry import MetricsWriter
 
 
@@ -39,7 +40,7 @@ class Evaluation:
         if not self.dataset.num_eval:
             return {}
         with self.goodput.spend("evaluation"):
-            metrics = self._evaluate(self.program.averaged(state))
+            metrics = self._evaluate(state)
         if metrics:
             self._log(step, metrics)
         else:
@@ -47,25 +48,28 @@ class Evaluation:
         self.clock.restart()
         return metrics
 
-    def _evaluate(self, params: Any) -> dict[str, float]:
+    @property
+    def _batch_size(self) -> int:
+        """Rows of a batch: as many as of a training microbatch."""
+        return max(self.dataset.config.batch_sizes) // self.config.gradient_accumulation
+
+    def _batches(self, source: Source) -> Iterator[Batch]:
+        return eval_batches(
+            source,
+            self.program.batch_sharding,
+            batch_size=self._batch_size,
+            limit=self.config.eval_batches * self.config.gradient_accumulation,
+        )
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        totals = np.zeros(3)
-        accumulation = self.config.gradient_accumulation
-        batch_size = max(self.dataset.config.batch_sizes) // accumulation
+        totals, params = np.zeros(3), self.program.averaged(state)
         for source in self.dataset.sources:
-            sums = [
-                self.program.eval_step(params, batch)
-                for batch in eval_batches(
-                    source,
-                    self.program.batch_sharding,
-                    batch_size=batch_size,
-                    limit=self.config.eval_batches * accumulation,
-                )
-            ]
+            sums = [self.program.eval_step(params, batch) for batch in self._batches(source)]
             nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
             if not count:
                 continue
-            num_bytes = source.eval_bytes(len(sums) * batch_size)
+            num_bytes = source.eval_bytes(len(sums) * self._batch_size)
             totals += nats, count, num_bytes
             metrics[f"eval/{source.name}/loss"] = nats / count
             metrics[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
@@ -89,6 +93,58 @@ class Evaluation:
             metrics["eval_bits_per_byte"],
             f" ({', '.join(parts)})" if parts else "",
         )
+
+
+@dataclass
+class PreferenceEvaluation(Evaluation):
+    """Evaluates preference pairs: `eval_loss` per pair, `eval_accuracy` and `eval_margin`."""
+
+    program: PreferenceProgram
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        """Return the metrics over all pairs, and `eval/SOURCE/...` of those of each source."""
+        program = self.program
+        params = program.averaged(state)
+        reference = program.with_trained(state.params, state.reference)
+        metrics: dict[str, float] = {}
+        every: list[dict[str, Any]] = []
+        for source in self.dataset.sources:
+            sums = [
+                program.preference_sums(params, reference, batch) for batch in self._batches(source)
+            ]
+            metrics |= _preference_means(sums, f"eval/{source.name}/")
+            every += sums
+        return metrics | _preference_means(every, "eval_")
+
+    def _log(self, step: int, metrics: dict[str, float]) -> None:
+        log.info(
+            "step %d  eval loss %.4f, accuracy %.1f%%, margin %.3f",
+            step,
+            metrics["eval_loss"],
+            100 * metrics["eval_accuracy"],
+            metrics["eval_margin"],
+        )
+
+
+def _preference_means(sums: Sequence[dict[str, Any]], prefix: str) -> dict[str, float]:
+    """Return means per pair from the sums of batches; empty if there is no pair."""
+    names = {"loss": "loss", "accuracy": "dpo/accuracy", "margin": "dpo/margin", "pairs": "pairs"}
+    total = {name: sum(float(one[key]) for one in sums) for name, key in names.items()}
+    pairs = total.pop("pairs")
+    return {f"{prefix}{name}": value / pairs for name, value in total.items()} if pairs else {}
+
+
+def make_evaluation(
+    program: Program,
+    dataset: Dataset,
+    config: TrainingConfig,
+    goodput: Goodput,
+    clock: StepClock,
+) -> Evaluation:
+    """Return the evaluation of the objective of a program."""
+    if isinstance(program, PreferenceProgram):
+        return PreferenceEvaluation(program, dataset, config, goodput, clock)
+    return Evaluation(program, dataset, config, goodput, clock)
 
 
 GenerateText = Callable[[Any, str, int], str]

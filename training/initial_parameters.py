@@ -55,6 +55,8 @@ SHAPE_KEYS = (
     "biases",
     "norm_placement",
     "qk_norm_across_heads",
+    *("mla.q_lora_rank", "mla.kv_lora_rank", "mla.v_head_dim"),
+    *("mla.qk_nope_head_dim", "mla.qk_rope_head_dim"),
 )
 Differences = dict[str, tuple[Any, Any]]
 """(value of the source, value of this run) of keys of the section `model`, by dotted path."""

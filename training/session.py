@@ -23,7 +23,7 @@ from training.directory import (
     move_aside,
     run_directory,
 )
-from training.evaluation import Evaluation, GenerateText, Sampling
+from training.evaluation import GenerateText, Sampling, make_evaluation
 from training.goodput import Goodput
 from training.health import ExpertHealth
 from training.initial_parameters import (
@@ -152,7 +152,7 @@ def build_trainer(
             directory,
             goodput,
         ),
-        evaluation=Evaluation(program, dataset, config, goodput, clock),
+        evaluation=make_evaluation(program, dataset, config, goodput, clock),
         sampling=Sampling(generate, config, writers, goodput, clock),
         reporter=StepReporter(
             dataset,
@@ -184,6 +184,11 @@ def _find_start(
     elif path is not None:
         check_is_elsewhere(path, directory)
     if path is None:
+        if settings.training.objective == "dpo":
+            raise ValueError(
+                "training.objective=dpo has no training.init_from, so that the reference model "
+                "would be random; name a run, a checkpoint or a Hugging Face model"
+            )
         return resume_point, None
     return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)
 

@@ -5,6 +5,7 @@ the state is donated. Initialisation, restore and planning read the same abstrac
 shardings.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,7 +36,8 @@ Batch = dict[str, jax.Array]
 class TrainState:
     """State of training: finished steps, parameters, optimizer, spike guard, moving average.
 
-    `ema` is None unless `optimizer.ema_decay` is set.
+    `ema` is None unless `optimizer.ema_decay` is set. `reference` is None unless
+    `training.objective` is dpo: the trained parameters as they were before the first step.
     """
 
     step: jax.Array
@@ -43,6 +45,7 @@ class TrainState:
     opt_state: Any
     guard: GuardState
     ema: Any
+    reference: Any = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,10 @@ class Program:
     def definition(self) -> Any:
         """The model definition without its parameters."""
         return nnx.graphdef(nnx.eval_shape(self._build))
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of a training step per token."""
+        return self.plan.flops_per_token(length)
 
     def trained(self, params: Any) -> Any:
         """Return the parameters that are trained: all, or with LoRA the tree of the adapters."""
@@ -157,6 +164,14 @@ class Program:
             dropout_key: None: no dropout.
             dropless: compute every assignment, beyond the expert capacity too.
         """
+        model, hidden, batch, report = self._hidden(params, batch, dropout_key, dropless=dropless)
+        with jax.default_matmul_precision(self._precision):
+            return model.loss(hidden, batch["targets"], batch["loss_mask"]), report
+
+    def _hidden(
+        self, params: Any, batch: Batch, dropout_key: jax.Array | None, *, dropless: bool
+    ) -> tuple[Transformer, jax.Array, Batch, MoEReport | None]:
+        """Return (model, hidden states of a microbatch, its fields in their order, MoE report)."""
         if dropout_key is not None and self.plan.lora.dropout:
             key = jax.random.fold_in(dropout_key, 2**31)
             params = drop_features(params, key, self.plan.lora.dropout)
@@ -178,7 +193,7 @@ class Program:
                 dropout_key=dropout_key if self.config.attention_dropout else None,
                 dropless=dropless,
             )
-            return model.loss(hidden, batch["targets"], batch["loss_mask"]), report
+        return model, hidden, batch, report
 
     @property
     def _precision(self) -> str | None:
@@ -208,6 +223,24 @@ class Program:
                 return loss, (loss, None)
             return loss + auxiliary_loss(report, self.config) / parts, (loss, report)
 
+        (loss, report), grads = self._accumulate(
+            objective, self.trained(params), batch, dropout_key
+        )
+        return loss, report, grads
+
+    def _accumulate(
+        self,
+        objective: Callable[[Any, Batch, Any], tuple[jax.Array, Any]],
+        trained: Any,
+        batch: Batch,
+        dropout_key: jax.Array | None,
+    ) -> tuple[Any, Any]:
+        """Return (output, gradients) of an objective, both summed over microbatches.
+
+        objective: (trained parameters, microbatch, dropout key) -> (loss, output).
+        """
+        parts = batch["tokens"].shape[0]
+
         def micro(trained: Any, part: Batch, number: Any) -> tuple[Any, Any]:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
             # Also around the derivative: custom derivative rules are traced after the forward.
@@ -215,19 +248,16 @@ class Program:
                 (_, output), grads = jax.value_and_grad(objective, has_aux=True)(trained, part, key)
             return output, grads
 
-        trained = self.trained(params)
         first = {name: field[0] for name, field in batch.items()}
         if parts == 1:
-            (loss, report), grads = micro(trained, first, 0)
-            return loss, report, grads
+            return micro(trained, first, 0)
 
         def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, micro(trained, *part)), None
 
         output = jax.eval_shape(micro, trained, first, 0)[0]
         zero = (jax.tree.map(jnp.zeros_like, output), jax.tree.map(jnp.zeros_like, trained))
-        (loss, report), grads = lax.scan(body, zero, (batch, jnp.arange(parts)))[0]
-        return loss, report, grads
+        return lax.scan(body, zero, (batch, jnp.arange(parts)))[0]
 
     def _dropout_key(self, step: jax.Array) -> jax.Array | None:
         """Return the key of a step, a function of seed and step: equal after a resume."""
@@ -261,7 +291,8 @@ class Program:
         if self.ema_decay is not None:
             ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
         params = self.with_trained(state.params, params)
-        return TrainState(state.step + 1, params, opt_state, guard, ema), metrics
+        step, reference = state.step + 1, state.reference
+        return TrainState(step, params, opt_state, guard, ema, reference), metrics
 
     @cached_property
     def train_step(self) -> Any:
@@ -272,10 +303,14 @@ class Program:
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-            key = self._dropout_key(state.step)
-            return self.apply_gradients(state, *self.gradients(state.params, batch, key))
+            return self._step(state, batch, self._dropout_key(state.step))
 
         return jax.jit(step, donate_argnums=0)
+
+    def _step(
+        self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        return self.apply_gradients(state, *self.gradients(state.params, batch, dropout_key))
 
     @cached_property
     def eval_step(self) -> Any:

@@ -19,6 +19,8 @@ SHARD_BYTES = 16 * 2**20
 
 # Fields that usually hold the text of a document, in order of preference.
 _USUAL_FIELDS = ("text", "content", "body", "messages", "conversations", "document", "markdown")
+PAIR_FIELDS = ("prompt", "chosen", "rejected")
+"""Fields of a preference pair; the prompt may be missing."""
 # Roles of ShareGPT by their usual names; others stay as they are.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
 _JSON_TYPES = {
@@ -54,9 +56,15 @@ class InputShard:
     ranges: tuple[FileRange, ...]
 
 
+Messages = tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: a text, or the (role, content) messages of a chat.
+    """One document: a text, or the (role, content) messages of a chat, or a preference pair.
+
+    In a pair, `messages` ends with the chosen answer, and `rejected` are the messages of the other
+    conversation, which ends with the rejected answer.
 
     number: line of the range from 1, row or record of the file from 0, None for a whole file.
     """
@@ -64,7 +72,8 @@ class Document:
     file_range: FileRange
     number: int | None
     text: str | None
-    messages: tuple[tuple[str, str], ...] | None
+    messages: Messages | None
+    rejected: Messages | None = None
 
     @property
     def location(self) -> str:
@@ -79,8 +88,8 @@ class Document:
 class DocumentError:
     """Document, or rest of a file, that cannot be read, and the reason.
 
-    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, chat template, truncated
-        file or corrupt file. The last two, and a missing field of a table, end the range.
+    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, not a pair, chat template,
+        truncated file or corrupt file. The last two, and a missing field of a table, end the range.
     suggested_field: field that may hold the text, when the configured one is missing.
     """
 
@@ -96,7 +105,7 @@ class DocumentError:
         return _location(self.file_range, self.number)
 
 
-ReadDocuments = Callable[[FileRange, str], Iterator[Document | DocumentError]]
+ReadDocuments = Callable[[FileRange, str | None], Iterator[Document | DocumentError]]
 
 
 def _locate_row(file_range: FileRange, number: int) -> str:
@@ -130,9 +139,9 @@ def register_format(
 ) -> Callable[[ReadDocuments], ReadDocuments]:
     """Register the decorated function as the reader of a text format.
 
-    The reader takes a `FileRange` and the name of the field that holds the text, and yields
-    documents in order. It may raise `DamagedFileError`. All functions must be module-level, since
-    worker processes receive them by pickle.
+    The reader takes a `FileRange` and the name of the field that holds the text, or None for
+    preference pairs, and yields documents in order. It may raise `DamagedFileError`. All functions
+    must be module-level, since worker processes receive them by pickle.
 
     suffixes: of the file names, lowercase, such as ".jsonl".
     count: positions at which a file can be cut; None: bytes.
@@ -165,11 +174,12 @@ def _format_of_suffix(suffix: str) -> Format | None:
     return next((entry for entry in FORMATS.values() if suffix in entry.suffixes), None)
 
 
-def read_documents(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+def read_documents(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
     """Yield the documents of a range in order, and an error in the place of each unreadable one.
 
     field: field of JSON lines, Parquet and saved datasets that holds a text, or a list of messages
-        with role and content; other fields are not read. A record of ArrayRecord is a text.
+        with role and content; other fields are not read. None: PAIR_FIELDS are read, and each
+        document is a preference pair. A record of ArrayRecord is a text.
     Raises: DataError without the format's library, OSError when the file is gone.
     """
     try:
@@ -254,13 +264,15 @@ def invalid_utf8(
 
 
 def to_document(
-    file_range: FileRange, number: int | None, value: Any, field: str
+    file_range: FileRange, number: int | None, value: Any, field: str | None
 ) -> Document | DocumentError:
     """Make a document of the value of its field: a text (str or UTF-8 bytes), or messages.
 
     A message has role and content (OpenAI; content may be a list of text parts), or from and value
-    (ShareGPT).
+    (ShareGPT). Without a field, the value is the record of a preference pair.
     """
+    if field is None:
+        return _to_pair(file_range, number, value)
     if isinstance(value, bytes):
         value = decode_utf8(file_range, number, value)
     if isinstance(value, DocumentError):
@@ -272,12 +284,57 @@ def to_document(
     if not isinstance(value, list):
         detail = f"field {field!r} is {type_name(value)}, neither text nor a list of messages"
         return DocumentError(file_range, number, "wrong type", detail)
-    return _to_chat(file_range, number, value)
+    messages = _to_messages(file_range, number, value)
+    if isinstance(messages, DocumentError):
+        return messages
+    if not any(content for _, content in messages):
+        return DocumentError(file_range, number, "empty", "no message has a character")
+    return Document(file_range, number, None, messages)
 
 
-def _to_chat(
+def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document | DocumentError:
+    """Make a document of a record with the fields `chosen`, `rejected` and perhaps `prompt`.
+
+    chosen and rejected are an answer (text, or messages that begin with the assistant's), or the
+    messages of a whole conversation. The prompt (text, or messages) is put before answers.
+    """
+
+    def not_a_pair(detail: str) -> DocumentError:
+        return DocumentError(file_range, number, "not a pair", detail)
+
+    if not isinstance(record, dict):
+        return not_a_pair(f"the document is {type_name(record)}, not an object")
+    if not {*PAIR_FIELDS[1:]} <= record.keys():
+        return missing_pair_field(file_range, number, record)
+    found: dict[str, Messages] = {}
+    for name, role in zip(PAIR_FIELDS, ("user", "assistant", "assistant"), strict=True):
+        value = record.get(name)
+        if value is None and name == "prompt":
+            continue
+        if not isinstance(value, str | list) or not value:
+            what = "empty" if value in ("", []) else type_name(value)
+            return not_a_pair(f"{name} is {what}, neither text nor a list of messages")
+        if isinstance(value, str):
+            if role == "assistant" and "prompt" not in found:
+                return not_a_pair(f"{name} is text, and there is no prompt that it answers")
+            found[name] = ((role, value),)
+            continue
+        messages = _to_messages(file_range, number, value)
+        if isinstance(messages, DocumentError):
+            return not_a_pair(f"{name}: {messages.detail}")
+        found[name] = messages
+    prompt = found.pop("prompt", ())
+    for name, messages in found.items():
+        if messages[-1][0] != "assistant":
+            return not_a_pair(f"the last message of {name} is not the assistant's")
+        if messages[0][0] == "assistant":
+            found[name] = (*prompt, *messages)
+    return Document(file_range, number, None, found["chosen"], found["rejected"])
+
+
+def _to_messages(
     file_range: FileRange, number: int | None, values: list[Any]
-) -> Document | DocumentError:
+) -> Messages | DocumentError:
     messages = []
     for index, value in enumerate(values):
         if not isinstance(value, dict):
@@ -296,9 +353,7 @@ def _to_chat(
             texts.append(text)
         role, content = texts
         messages.append((_SHAREGPT_ROLES.get(role, role) if is_sharegpt else role, content))
-    if not any(content for _, content in messages):
-        return DocumentError(file_range, number, "empty", "no message has a character")
-    return Document(file_range, number, None, tuple(messages))
+    return tuple(messages)
 
 
 def _joined_parts(content: Any) -> Any:
@@ -320,6 +375,15 @@ def missing_field(
     suggested = next((name for name in _USUAL_FIELDS if name in texts), texts[0] if texts else None)
     detail = _no_field(field, fields)
     return DocumentError(file_range, number, "missing field", detail, suggested)
+
+
+def missing_pair_field(
+    file_range: FileRange, number: int | None, fields: Iterable[str]
+) -> DocumentError:
+    """Return the error of a record that lacks `chosen` or `rejected`."""
+    names = [*fields]
+    detail = _no_field(next(name for name in PAIR_FIELDS[1:] if name not in names), names)
+    return DocumentError(file_range, number, "not a pair", detail)
 
 
 def _no_field(field: str, fields: Iterable[Any]) -> str:

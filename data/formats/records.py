@@ -10,11 +10,13 @@ from fsspec.implementations.local import LocalFileSystem
 
 from data.files import DamagedFileError, DataError, load_library, open_bytes, open_file_system
 from data.formats.base import (
+    PAIR_FIELDS,
     Document,
     DocumentError,
     FileRange,
     invalid_utf8,
     missing_field,
+    missing_pair_field,
     register_format,
     to_document,
 )
@@ -42,17 +44,19 @@ def _count_row_groups(path: str) -> int:
 
 
 @register_format("parquet", suffixes=(".parquet",), count=_count_row_groups)
-def read_parquet(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+def read_parquet(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
     """Yield the documents of some row groups of a Parquet file."""
     with _open_parquet(file_range.path) as table:
         schema = table.schema_arrow
-        if field not in schema.names:
-            yield missing_field(file_range, None, field, schema.names, _text_columns(schema))
+        columns = _find_columns(file_range, field, schema.names, schema)
+        if isinstance(columns, DocumentError):
+            yield columns
             return
-        if (count := schema.names.count(field)) > 1:
-            raise DamagedFileError("wrong type", f"there are {count} columns {field!r}")
+        for name in columns:
+            if (count := schema.names.count(name)) > 1:
+                raise DamagedFileError("wrong type", f"there are {count} columns {name!r}")
         first = sum(table.metadata.row_group(group).num_rows for group in range(file_range.begin))
-        read = partial(table.iter_batches, _ROWS, columns=[field], use_threads=False)
+        read = partial(table.iter_batches, _ROWS, columns=columns, use_threads=False)
         # Group by group, since a damaged group would spoil a batch that begins before it.
         groups = range(file_range.begin, file_range.end)
         batches = (batch for group in groups for batch in read(row_groups=[group]))
@@ -73,16 +77,31 @@ def _count_rows(path: str) -> int:
 
 
 @register_format("datasets", count=_count_rows)
-def read_dataset(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+def read_dataset(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
     """Yield the documents of some rows of a folder that `Dataset.save_to_disk` wrote."""
     dataset = _open_dataset(file_range.path)
-    if field not in dataset.column_names:
-        texts = _text_columns(dataset.features.arrow_schema)
-        yield missing_field(file_range, None, field, dataset.column_names, texts)
+    schema = dataset.features.arrow_schema
+    columns = _find_columns(file_range, field, dataset.column_names, schema)
+    if isinstance(columns, DocumentError):
+        yield columns
         return
-    part = dataset.select(range(file_range.begin, file_range.end)).select_columns(field)
+    part = dataset.select(range(file_range.begin, file_range.end)).select_columns(columns)
     tables = part.with_format("arrow").iter(_ROWS)
     yield from _read_rows(file_range, field, file_range.begin, tables)
+
+
+def _find_columns(
+    file_range: FileRange, field: str | None, names: list[str], schema: Any
+) -> list[str] | DocumentError:
+    """Return the columns to read: the field, or without one those of a preference pair."""
+    if field is None:
+        found = [name for name in PAIR_FIELDS if name in names]
+        if {*PAIR_FIELDS[1:]} <= {*found}:
+            return found
+        return missing_pair_field(file_range, None, names)
+    if field not in names:
+        return missing_field(file_range, None, field, names, _text_columns(schema))
+    return [field]
 
 
 def _text_columns(schema: Any) -> list[str]:
@@ -92,13 +111,13 @@ def _text_columns(schema: Any) -> list[str]:
 
 
 def _read_rows(
-    file_range: FileRange, field: str, first: int, tables: Iterable[Any]
+    file_range: FileRange, field: str | None, first: int, tables: Iterable[Any]
 ) -> Iterator[Document | DocumentError]:
     """Yield the documents of Arrow tables; `first` is the number of their first row in the file."""
     number = first
     try:
         for table in tables:
-            for scalar in table.column(field):
+            for scalar in table.to_struct_array() if field is None else table.column(field):
                 try:
                     value = scalar.as_py()
                 except UnicodeDecodeError as error:  # Arrow does not validate strings
@@ -145,7 +164,9 @@ def _locate_record(file_range: FileRange, number: int) -> str:
     count=_count_records,
     locate=_locate_record,
 )
-def read_array_record(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+def read_array_record(
+    file_range: FileRange, field: str | None
+) -> Iterator[Document | DocumentError]:
     """Yield the documents of some records of an ArrayRecord file."""
     reader = _open_array_record(file_range.path)
     reader.seek(file_range.begin)

@@ -30,7 +30,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 @register_format("text", suffixes=(".txt",), splittable=False, compressible=True)
-def read_text(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+def read_text(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
     """Yield the one document of a text file; files without a known suffix are texts too."""
     parts: list[bytes] = []
     try:
@@ -64,7 +64,7 @@ def _lines_before(path: str, begin: int) -> int:
 @register_format(
     "jsonl", suffixes=(".jsonl", ".ndjson", ".json"), compressible=True, locate=_locate_line
 )
-def read_json_lines(file_range: FileRange, field: str) -> Iterator[Document | DocumentError]:
+def read_json_lines(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
     """Yield the document of each line that starts in the range; blank lines are skipped."""
     number = 0
     try:
@@ -78,7 +78,7 @@ def read_json_lines(file_range: FileRange, field: str) -> Iterator[Document | Do
 
 
 def _parse_line(
-    file_range: FileRange, number: int, line: bytes, field: str
+    file_range: FileRange, number: int, line: bytes, field: str | None
 ) -> Document | DocumentError:
     text = decode_utf8(file_range, number, line, "column", 1)
     if isinstance(text, DocumentError):
@@ -93,11 +93,11 @@ def _parse_line(
     if not isinstance(record, dict):
         detail = f"the line is {type_name(record)}, not an object"
         return DocumentError(file_range, number, "wrong type", detail)
-    if field not in record:
+    if field is not None and field not in record:
         texts = [name for name, value in record.items() if value and isinstance(value, str | list)]
         texts.sort(key=lambda name: -len(record[name]))
         return missing_field(file_range, number, field, record, texts)
-    value = record[field]
+    value = record if field is None else record[field]
     if "\\u" in text and _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()

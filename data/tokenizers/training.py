@@ -53,10 +53,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def sample_texts(shards: Sequence[tuple[InputShard, str, str]], on_error: OnError) -> Iterator[str]:
+def sample_texts(
+    shards: Sequence[tuple[InputShard, str, str | None]], on_error: OnError
+) -> Iterator[str]:
     """Yield at most 256 MiB of text from the beginnings of evenly spaced shards.
 
-    shards: with the name of the source and the field to read.
+    shards: with the name of the source and the field to read; None: preference pairs.
     Raises: DataError for an unreadable document, unless on_error is skip.
     """
     count = min(len(shards), SAMPLE_SHARDS)
@@ -98,7 +100,7 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
             )
         report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
         return
-    shards = []
+    shards: list[tuple[InputShard, str, str | None]] = []
     for name, source in data.named_sources.items():
         if (folder := prepared_folder(source)) is not None:
             raise ValueError(
@@ -106,7 +108,8 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
                 "tokenizer on; name its input files"
             )
         paths = find_files(source.files, files_key(name))
-        shards += [(shard, name, source.field) for shard in plan_shards(paths)]
+        field = data.field_of(source)
+        shards += [(shard, name, field) for shard in plan_shards(paths)]
     report(
         f"training a tokenizer of {vocab_size} tokens on at most {SAMPLE_BYTES >> 20} MiB, spread "
         f"evenly over {min(len(shards), SAMPLE_SHARDS)} of {len(shards)} shards of the text"

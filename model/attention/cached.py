@@ -42,9 +42,10 @@ class LayerCache:
     config: ModelConfig
     tp: TensorParallelConfig
 
-    def write(self, k_BLKh: Array, v_BLKh: Array) -> "LayerCache":
+    def write(self, k_BLKh: Array, v_BLKh: Array | None) -> "LayerCache":
         """Return the cache with the new tokens' keys and values; in place if it is donated.
 
+        v_BLKh: None: the keys are latents.
         Communication: an all-gather of k and v over sp if they are split there (prefill).
         """
         specs = self.cache.specs(self.config, self.tp)
@@ -54,10 +55,10 @@ class LayerCache:
         island = jax.shard_map(
             lambda cache, *arrays: cache.write(*arrays),
             mesh=self.tp.manager.mesh,
-            in_specs=(specs, P(), new, new, P(batch, None)),
+            in_specs=(specs, P(), new, None if v_BLKh is None else new, P(batch, None)),
             out_specs=specs,
         )
-        k, v = (jax.sharding.reshard(y, new) for y in (k_BLKh, v_BLKh))
+        k, v = (y if y is None else jax.sharding.reshard(y, new) for y in (k_BLKh, v_BLKh))
         return replace(self, cache=island(self.cache, self.layer, k, v, self.slots_BL))
 
 
@@ -131,7 +132,7 @@ def _attend_pages(
         head_axis=head_axis,
         heads_per_key=(
             config.num_attention_heads // config.num_key_value_heads
-            if specs.pages_PSKh[2] is None
+            if specs.pages_PSKh[2] is None and not spec.shared_values
             else None
         ),
     )

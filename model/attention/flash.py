@@ -137,7 +137,8 @@ def _attention_backward(
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-# Tokens in a block: a multiple of the vector unit's lanes, up to what fits into VMEM.
+# Tokens in a block: a multiple of the vector unit's lanes, up to what fits into VMEM for heads as
+# wide as the lanes (v5p, libtpu 0.0.42.1); wider heads get fewer.
 _LANES, _MAX_BLOCK = 128, 1024
 _TPU_FEATURES: frozenset[Feature] = frozenset(
     {"bidirectional", "segment_ids", "window", "soft_cap", "sinks", "gqa"}
@@ -166,6 +167,9 @@ def splash(
 
     Source: jax.experimental.pallas.ops.tpu.splash_attention.
     """
+    if (wide := q_BLHh.shape[-1]) > _LANES:
+        limit = _MAX_BLOCK * _LANES // wide
+        spec = replace(spec, block_q=spec.block_q or limit, block_k=spec.block_k or limit)
     kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], spec)
     q, k, v = (y.transpose(0, 2, 1, 3) for y in (q_BLHh, k_BTKh, v_BTKh))
     q = q * jnp.asarray(spec.scale, q.dtype)

@@ -207,6 +207,8 @@ class AttentionSpec:
         partial results are merged over it.
     contiguous: tokens are in the order of their row indices.
     scan: a ring is a `lax.scan` instead of unrolled.
+    shared_values: the keys are also the values (`model.mla`, attention to latents): pages then hold
+        K heads instead of 2 K. Over rows, callers pass the keys twice.
     """
 
     scale: float
@@ -220,6 +222,7 @@ class AttentionSpec:
     merge_axis: str | None = None
     contiguous: bool = True
     scan: bool = False
+    shared_values: bool = False
 
     def __post_init__(self) -> None:
         if self.soft_cap is not None and not self.soft_cap > 0:

@@ -8,8 +8,9 @@ arrays are local to one device. Key i of a sequence is slot i of its pages; othe
 supported.
 
 Letters: S sequences, T tokens of all sequences, H query heads, K kv heads, G = H / K, h head dim.
-pages_PSKh are P pages of S slots with 2 K heads: k0, v0, k1, v1, ...; page_table_SP lists the
-pages of every sequence. In one step of the native backend: W pages, Y keys in them.
+pages_PSKh are P pages of S slots with 2 K heads: k0, v0, k1, v1, ..., or with K heads whose keys
+are also the values; page_table_SP lists the pages of every sequence. In one step of the native
+backend: W pages, Y keys in them.
 """
 
 import math
@@ -28,9 +29,9 @@ from model.attention.registry import Capabilities, Feature, register
 from parallel.linear.ring import pcast_varying
 
 _FEATURES: frozenset[Feature] = frozenset(
-    {"window", "soft_cap", "gqa", "decode", "paged", "chunk", "prefix", "sinks"}
+    {"window", "soft_cap", "gqa", "decode", "paged", "chunk", "prefix", "sinks", "shared_values"}
 )
-_TPU_FEATURES = _FEATURES - {"chunk", "prefix", "sinks"}
+_TPU_FEATURES = _FEATURES - {"chunk", "prefix", "sinks", "shared_values"}
 
 
 @register("ragged_page_attention_v2", capabilities=Capabilities(features=_FEATURES, preference=20))
@@ -52,7 +53,8 @@ def any_queries_each(
     Source: online softmax (arXiv 1805.02867), in blocks as FlashAttention (arXiv 2205.14135).
     """
     T, H, h = q_THh.shape
-    size, K = pages_PSKh.shape[1], pages_PSKh.shape[2] // 2
+    size, stored = pages_PSKh.shape[1:3]
+    K = stored if spec.shared_values else stored // 2
     tokens = TokenRows.of(inputs, T)
     ids_NTW = _steps_of_pages(inputs.page_table_SP, tokens.sequence_T, size, spec.block_k)
     keys = ids_NTW.shape[2] * size
@@ -68,7 +70,7 @@ def any_queries_each(
             seen_TY = tokens.visible(index_Y, spec)
             # A slot beyond the end may hold nan, and 0 * nan is nan.
             used_TY = index_Y < tokens.length_T[:, None]
-            kv_TYKh = pages_PSKh[ids_TW].reshape(T, keys, 2 * K, h)
+            kv_TYKh = pages_PSKh[ids_TW].reshape(T, keys, stored, h)
             kv_TYKh = jnp.where(used_TY[..., None, None], kv_TYKh, 0)
             return _add_keys(sums, q_TKGh, kv_TYKh, seen_TY, spec)
 
@@ -143,6 +145,8 @@ def _add_keys(
     """Return the running maximum, norm and sum of values with these keys added."""
     top_TKG, norm_TKG, out_TKGh = sums
     k, v = kv_TYKh[:, :, 0::2], kv_TYKh[:, :, 1::2]
+    if spec.shared_values:
+        k = v = kv_TYKh
     scores = jnp.einsum("TKGh,TYKh->TKGY", q_TKGh, k, preferred_element_type=jnp.float32)
     scores = scores * spec.scale
     if spec.soft_cap is not None:

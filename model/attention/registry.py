@@ -13,7 +13,7 @@ folder, or `plugins` of the configuration, must import the file.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from jax import Array
@@ -31,6 +31,7 @@ from parallel.sharding.partition import PartitionManager
 
 AUTO = "auto"
 """Configuration value that asks for the most preferred operation."""
+_TPU_LANES = 128
 RESULT_NAME = "attention_result"
 """`checkpoint_name` of results and logsumexps, for remat policies that keep them."""
 
@@ -52,6 +53,7 @@ Feature = Literal[
     "paged",
     "mixed",
     "chunk",
+    "shared_values",
 ]
 """Features beyond causal self-attention with one query head per kv head.
 
@@ -59,10 +61,13 @@ bidirectional: queries see later keys. row_order: tokens are not in the order of
 or the keys are not those of the query tokens (another number, other segments). sequence_parallel:
 rows are split over sp. decode: few queries against a cache with unused slots. paged: keys and
 values in pages. mixed: any number of queries per sequence in one paged call. chunk: chunks of the
-documents in pages; over rows they are segments. gqa: several query heads per kv head. The others
+documents in pages; over rows they are segments. shared_values: the keys in pages are also the
+values. gqa: several query heads per kv head. The others
 are fields of `MaskSpec`, `AttentionInputs` and `AttentionSpec`.
 """
-ALL: frozenset[Feature] = frozenset(get_args(Feature)) - {"paged", "mixed", "chunk"}
+ALL: frozenset[Feature] = frozenset(get_args(Feature)) - {
+    *("paged", "mixed", "chunk", "shared_values")
+}
 """Every feature of attention over rows; paged operations take pages instead."""
 
 BackendName = Literal["native", "gpu", "tpu"]
@@ -191,11 +196,18 @@ class Backend:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The operation and backend that serve a request, and why preferred ones do not."""
+    """The operation and backend that serve a request, and why preferred ones do not.
+
+    latent_keys: with `model.mla`, the keys are the latents of a cache, one for all heads, and
+        queries are projected to their space; otherwise every head has keys of its own.
+    head_dim: width of the heads of q, k and v; with `model.mla`, narrower ones are padded by zeros.
+    """
 
     name: str
     backend: Backend
     reason: str
+    latent_keys: bool = False
+    head_dim: int = 0
 
 
 _OPERATIONS: dict[str, dict[BackendName, Backend]] = {}
@@ -331,6 +343,7 @@ def layer_spec(
         soft_cap=config.attn_logit_softcapping,
         dropout=config.attention_dropout if mode == MODE_TRAIN else 0.0,
         scan=config.scan_ring_attention,
+        shared_values=config.mla is not None and mode in GENERATION_MODES,
     )
 
 
@@ -355,23 +368,45 @@ def choose_for_layer(
     segmented = mode == MODE_TRAIN or (spec.chunk is not None and not paged)
     given = ["q_segment_ids_BL"] if segmented else []
     given += ["sinks_H"] if config.attention_sinks else []
+    kv_heads = config.num_cache_heads if generating else config.num_key_value_heads
     features = features_of(
         spec,
         given,
-        grouped=config.num_attention_heads > config.num_key_value_heads,
+        grouped=config.num_attention_heads > kv_heads,
         decoding=generating,
         sp=sp,
     )
     if paged:
-        asked = {"paged": True, "mixed": length > 1, "chunk": spec.chunk is not None}
+        asked = {
+            "paged": True,
+            "mixed": length > 1,
+            "chunk": spec.chunk is not None,
+            "shared_values": spec.shared_values,
+        }
         features |= {name for name in get_args(Feature) if asked.get(name)}
+    platform = manager.mesh.devices.flat[0].platform
+    head_dim = config.cache_size if generating else _head_dim(config, platform)
     request = Request(
         features=features,
-        platform=manager.mesh.devices.flat[0].platform,
+        platform=platform,
         dtype=config.dtype,
         length=length // sp,
-        head_dim=config.head_size,
+        head_dim=head_dim,
         heads=config.num_attention_heads // manager.axis_size(HEAD, mode),
         sp=sp,
     )
-    return choose_operation(request, AUTO if generating else config.attention)
+    choice = choose_operation(request, AUTO if generating else config.attention)
+    reason = f"on latents; {choice.reason}" if spec.shared_values else choice.reason
+    return replace(choice, reason=reason, latent_keys=spec.shared_values, head_dim=head_dim)
+
+
+def _head_dim(config: ModelConfig, platform: str) -> int:
+    """Return the width of the heads of q, k and v where every head has keys of its own.
+
+    With latent attention it is that of the wider of keys and values. On a TPU whole lanes cost no
+    more than a part of them, and the kernels for TPU need them.
+    """
+    if config.mla is None:
+        return config.head_size
+    width = max(config.head_size, config.value_size)
+    return -(-width // _TPU_LANES) * _TPU_LANES if platform == "tpu" else width

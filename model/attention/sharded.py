@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention.mask import AttentionInputs, AttentionSpec
 from model.attention.registry import Backend, Request, features_of
-from parallel.linear.ring import all_gather
+from parallel.linear.ring import all_gather, pcast_varying
 from parallel.sharding import axes as ax
 from parallel.sharding.axes import GENERATION_MODES, RUNTIME_MODE_TYPES
 from parallel.sharding.partition import PartitionManager
@@ -285,7 +285,9 @@ def _attend_body(
     """
     q, k, v = qkv
     heads = q.shape[_HEADS]
-    if heads_per_key is not None:
+    if heads_per_key is not None and spec.shared_values:
+        k = v = pcast_varying(k, mesh_axes_of(head_axis))  # one head, which serves all
+    elif heads_per_key is not None:
         own = local_kv_heads(head_axis, heads, heads_per_key)
         k, v = (jnp.take(y, own, axis=_HEADS) for y in (k, v))
     if gather_axis is not None:

@@ -1,6 +1,7 @@
 """Hugging Face model families; importing the package registers them."""
 
 from model.families import (
+    deepseek,
     dots1,
     gemma,
     glm4_moe,
@@ -17,6 +18,7 @@ from model.families import (
 )
 
 __all__ = [
+    "deepseek",
     "dots1",
     "gemma",
     "glm4_moe",

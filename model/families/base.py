@@ -192,9 +192,11 @@ def model_config(fields: Fields) -> ModelConfig:
 
 
 def get_field(model: ModelConfig, path: str) -> Any:
-    """Return the value of a dotted path."""
+    """Return the value of a dotted path. Raises: FamilyError for a section that is null."""
     value: Any = model
     for name in path.split("."):
+        if value is None:
+            raise FamilyError(f"the model has no {path}")
         value = getattr(value, name)
     return value
 

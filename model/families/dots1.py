@@ -1,7 +1,7 @@
 """dots.1: a norm on every query and key head, and DeepSeek-V3's router."""
 
 from model.families.base import Family, register
-from model.families.deepseek import EXPERTS, ROUTER
+from model.families.deepseek import EXPERTS, router
 from model.families.layer_rules import LayerTypes, sliding_from
 from model.families.rope import Rope
 from model.families.rules import Bias, FixedKey, Key, dimensions
@@ -17,7 +17,7 @@ DOTS1 = register(
             LayerTypes(sliding_from(62), window=4096, others=("max_window_layers",)),
             FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),
-            *ROUTER,
+            *router(),
             Key("n_shared_experts", "moe.num_shared_experts"),
             Key("first_k_dense_replace", "moe.first_k_dense_replace", 0),
             Key("norm_topk_prob", "moe.norm_topk_prob", False),

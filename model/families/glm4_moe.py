@@ -1,7 +1,7 @@
 """GLM-4.5: half of every head rotated, and DeepSeek-V3's router."""
 
 from model.families.base import Family, register
-from model.families.deepseek import EXPERTS, ROUTER
+from model.families.deepseek import EXPERTS, router
 from model.families.rope import Rope
 from model.families.rules import Bias, FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
@@ -16,7 +16,7 @@ GLM4_MOE = register(
             FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv",)),
             Key("use_qk_norm", "qk_norm", False),
-            *ROUTER,
+            *router(),
             Key("n_shared_experts", "moe.num_shared_experts", 1),
             Key("first_k_dense_replace", "moe.first_k_dense_replace", 1),
             Key("norm_topk_prob", "moe.norm_topk_prob", True),

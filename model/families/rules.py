@@ -234,10 +234,12 @@ def dimensions(
     tied: bool = False,
     kv_heads: int | None = None,
     head_dim: int | None = None,
+    has_head_dim: bool = True,
 ) -> tuple[Rule, ...]:
     """Return the rules that all families need: sizes, epsilon of the norms, tied embeddings.
 
-    The arguments are Hugging Face's defaults that differ between families.
+    has_head_dim: `head_dim` is the width of a head. The other arguments are Hugging Face's defaults
+    that differ between families.
     """
     return (
         Key("vocab_size", size=True),
@@ -245,7 +247,7 @@ def dimensions(
         Key("num_hidden_layers", size=True),
         Key("num_attention_heads", size=True),
         KeyValueHeads(kv_heads),
-        HeadDim(head_dim),
+        *([HeadDim(head_dim)] if has_head_dim else []),
         Key("intermediate_size", size=True),
         Key("rms_norm_eps", default=eps),
         Key("tie_word_embeddings", default=tied),

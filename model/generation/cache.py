@@ -5,6 +5,9 @@ shard_map. A scan over layers carries the whole cache, donated: each layer write
 stacked arrays (`write`) and then reads them (`read_layer`). As inputs and outputs of the scan the
 cache would be held twice and copied once per token. Caches know slots, not models.
 
+With latent attention (`model.mla`) the one head is the latent and the key with rope, from which all
+keys and values can be computed; there are no other values.
+
 Letters: N layers, B rows, T slots of a row, L new tokens, K kv heads, h head dim. Pages: P pages, S
 slots of a page, 2K alternating heads of keys and values: k0, v0, k1, v1, ...
 """
@@ -63,12 +66,13 @@ class DenseCache(_SlotCounter):
     """Key-value cache with a fixed number of slots per row.
 
     k_NBTKh, v_NBTKh: `N B T/sp K/tp h`; every device holds all of K if tp does not divide it.
+        v_NBTKh is None with latent attention.
     index_BT: int32, position of every slot's token in its row, or UNUSED; shared by all layers.
     lengths_B: int32, tokens of every row. sequence_axis: mesh axis that splits the slots, or None.
     """
 
     k_NBTKh: jax.Array
-    v_NBTKh: jax.Array
+    v_NBTKh: jax.Array | None
     index_BT: jax.Array
     lengths_B: jax.Array
     sequence_axis: str | None = field(default=None, metadata={"static": True})
@@ -82,7 +86,8 @@ class DenseCache(_SlotCounter):
         lengths: Any = manager.resolve([BATCH], MODE_DECODE)
         split = manager.axis_size(KV_LENGTH, MODE_DECODE) > 1
         axis = manager.partition_axis.sequence_parallel_axis if split else None
-        return cls(k_NBTKh=kv, v_NBTKh=kv, index_BT=index, lengths_B=lengths, sequence_axis=axis)
+        v = kv if config.mla is None else None
+        return cls(k_NBTKh=kv, v_NBTKh=v, index_BT=index, lengths_B=lengths, sequence_axis=axis)
 
     @classmethod
     def empty(
@@ -93,12 +98,15 @@ class DenseCache(_SlotCounter):
         Call it under `jax.set_mesh(tp.mesh)`. Raises: ValueError if the mesh does not divide rows
         or slots.
         """
-        shape = (batch, length, config.num_key_value_heads, config.head_size)
+        shape = (batch, length, config.num_cache_heads, config.cache_size)
         tp.manager.resolve(_kv_axes(config, tp), MODE_DECODE, shape, "rows of the cache")
         specs: Any = cls.specs(config, tp)
         stack, dtype = (config.num_hidden_layers, *shape), jnp.dtype(config.dtype)
         # Two arrays: one array in both fields could not be donated.
-        k_NBTKh, v_NBTKh = (jnp.zeros(stack, dtype, out_sharding=specs.k_NBTKh) for _ in "kv")
+        k_NBTKh = jnp.zeros(stack, dtype, out_sharding=specs.k_NBTKh)
+        v_NBTKh = None
+        if specs.v_NBTKh is not None:
+            v_NBTKh = jnp.zeros(stack, dtype, out_sharding=specs.v_NBTKh)
         index_BT = jnp.full((batch, length), UNUSED, jnp.int32, out_sharding=specs.index_BT)
         lengths_B = jnp.zeros((batch,), jnp.int32, out_sharding=specs.lengths_B)
         return replace(
@@ -119,24 +127,33 @@ class DenseCache(_SlotCounter):
         return replace(self, index_BT=self.index_BT.at[row_B1, slots_BL].set(index_BL, mode="drop"))
 
     def write(
-        self, layer: jax.Array, k_BLKh: jax.Array, v_BLKh: jax.Array, slots_BL: jax.Array
+        self, layer: jax.Array, k_BLKh: jax.Array, v_BLKh: jax.Array | None, slots_BL: jax.Array
     ) -> "DenseCache":
         """Store new keys and values of one layer in their slots; in place if donated.
 
         Call it inside shard_map on local blocks. k, v `B L K/tp h` and slots `B L` are not split
         over sp: every device stores what falls into its own slots. Missing slots are dropped.
+        v_BLKh: None: the keys are latents.
         """
         row_B1, slots_BL = self._local_slots(slots_BL)
-        k_NBTKh, v_NBTKh = (
-            stack.at[layer, row_B1, slots_BL].set(new.astype(stack.dtype), mode="drop")
-            for stack, new in ((self.k_NBTKh, k_BLKh), (self.v_NBTKh, v_BLKh))
-        )
-        return replace(self, k_NBTKh=k_NBTKh, v_NBTKh=v_NBTKh)
+
+        def written(stack: jax.Array, new: jax.Array) -> jax.Array:
+            at = stack.at[layer, row_B1, slots_BL]
+            return at.set(new.astype(stack.dtype), mode="drop")
+
+        v_NBTKh = self.v_NBTKh
+        if v_NBTKh is not None and v_BLKh is not None:
+            v_NBTKh = written(v_NBTKh, v_BLKh)
+        return replace(self, k_NBTKh=written(self.k_NBTKh, k_BLKh), v_NBTKh=v_NBTKh)
 
     def read_layer(self, layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return keys and values `B T K h` of one layer. Call it inside shard_map."""
+        """Return keys and values `B T K h` of one layer. Call it inside shard_map.
+
+        Latents are both keys and values.
+        """
         take = partial(lax.dynamic_index_in_dim, index=layer, axis=0, keepdims=False)
-        return take(self.k_NBTKh), take(self.v_NBTKh)
+        k_BTKh = take(self.k_NBTKh)
+        return k_BTKh, k_BTKh if self.v_NBTKh is None else take(self.v_NBTKh)
 
     def _local_slots(self, slots_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return rows `B 1`, and slots `B L` as local indices; T for slots of other devices."""
@@ -156,8 +173,9 @@ class PagedCache(_SlotCounter):
     Every data-parallel device has its own pool of pages.
 
     pages_PSKh: `P S 2K/tp h`, P split like rows; every device holds all of K if tp does not divide
-        it. A device holds the pages of layer 0, then as many of layer 1, and so on, in one dim: a
-        layer is a range of page numbers, and reading it needs no slice or reshape.
+        it. With latent attention `P S 1 h`. A device holds the pages of layer 0, then as many of
+        layer 1, and so on, in one dim: a layer is a range of page numbers, and reading it needs no
+        slice or reshape.
     page_table_BP: int32, the pages of every row in order, counted within a layer and device; 0
         where a row has none: page 0 is reserved and stays zero.
     lengths_B: int32, tokens of every row. num_layers: number of layers that P is divided into.
@@ -208,8 +226,8 @@ class PagedCache(_SlotCounter):
         manager.resolve([BATCH], MODE_DECODE, lengths.shape, "rows of the cache")
         pools = manager.axis_size(BATCH, MODE_DECODE)
         table, num_pages = _page_table(lengths, page_size, pools, min_pages)
-        heads = 2 * config.num_key_value_heads
-        shape = (config.num_hidden_layers * num_pages, page_size, heads, config.head_size)
+        heads = config.num_cache_heads * (2 if config.mla is None else 1)
+        shape = (config.num_hidden_layers * num_pages, page_size, heads, config.cache_size)
         specs: Any = cls.specs(config, tp)
         dtype = jnp.dtype(config.dtype)
         return replace(
@@ -225,12 +243,12 @@ class PagedCache(_SlotCounter):
         return self.page_table_BP.shape[1] * self.pages_PSKh.shape[1]
 
     def write(
-        self, layer: jax.Array, k_BLKh: jax.Array, v_BLKh: jax.Array, slots_BL: jax.Array
+        self, layer: jax.Array, k_BLKh: jax.Array, v_BLKh: jax.Array | None, slots_BL: jax.Array
     ) -> "PagedCache":
         """Store new keys and values of one layer in their slots; in place if donated.
 
         Call it inside shard_map on local blocks: k, v `B L K/tp h` and slots `B L`. Slots beyond
-        the pages of a row are dropped.
+        the pages of a row are dropped. v_BLKh: None: the keys are latents.
         """
         B, L, K, h = k_BLKh.shape
         pages, size = self.pages_PSKh.shape[:2]
@@ -239,7 +257,9 @@ class PagedCache(_SlotCounter):
         exists_BL = (page_BL > 0) & (slots_BL >= 0) & (slots_BL < self.capacity)
         # A scatter drops indices past the end.
         page_BL = jnp.where(exists_BL, page_BL + layer * self._pages_per_layer, pages)
-        new = jnp.stack([k_BLKh, v_BLKh], axis=3).reshape(B, L, 2 * K, h)
+        new = k_BLKh
+        if v_BLKh is not None:
+            new = jnp.stack([k_BLKh, v_BLKh], axis=3).reshape(B, L, 2 * K, h)
         new = new.astype(self.pages_PSKh.dtype)
         written = self.pages_PSKh.at[page_BL, slots_BL % size].set(new, mode="drop")
         return replace(self, pages_PSKh=written)
@@ -259,7 +279,7 @@ class PagedCache(_SlotCounter):
 def _kv_axes(config: ModelConfig, tp: TensorParallelConfig) -> list[Any]:
     """Return the semantic axes of `B T K h`; K is not split where tp does not divide it."""
     axes: list[Any] = list(AttnKVSharding.axes)
-    if config.num_key_value_heads % tp.manager.axis_size(KV_HEAD, MODE_DECODE):
+    if config.num_cache_heads % tp.manager.axis_size(KV_HEAD, MODE_DECODE):
         axes[2] = None
     return axes
 

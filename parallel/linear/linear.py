@@ -30,8 +30,8 @@ from parallel.linear.config import (
 )
 from parallel.linear.int8_kernel import Kernel, floats, frozen, with_scales
 from parallel.linear.low_rank import adapter_of
-from parallel.linear.sharded_matmul import column_parallel, row_parallel
-from parallel.sharding.axes import ColumnWise, Replicated, RowWise, SRowWise
+from parallel.linear.sharded_matmul import column_parallel, row_parallel, token_parallel
+from parallel.sharding.axes import ColumnWise, Replicated, RowWise, SRowWise, TokenWise
 from parallel.sharding.mesh import mesh_context
 from parallel.sharding.specs import without_axis
 
@@ -42,17 +42,28 @@ __all__ = [
     "ParallelLinear",
     "RowParallelLinear",
     "TensorParallelConfig",
+    "TokenParallelLinear",
     "get_matmul_output_sharding",
     "get_output_partition_spec",
     "get_sharding",
     "named_rngs",
 ]
 
-Parallelism = Literal["none", "column", "row"]
+Parallelism = Literal["none", "column", "row", "token"]
 Initializer = Callable[..., jax.Array]
 _LECUN_NORMAL = nnx.initializers.lecun_normal()
-_KERNEL_AXES: dict[Parallelism, Any] = {"none": (None, None), "column": ColumnWise, "row": RowWise}
-_BIAS_AXES: dict[Parallelism, Any] = {"none": Replicated, "column": SRowWise, "row": Replicated}
+_KERNEL_AXES: dict[Parallelism, Any] = {
+    "none": (None, None),
+    "column": ColumnWise,
+    "row": RowWise,
+    "token": TokenWise,
+}
+_BIAS_AXES: dict[Parallelism, Any] = {
+    "none": Replicated,
+    "column": SRowWise,
+    "row": Replicated,
+    "token": Replicated,
+}
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -260,7 +271,8 @@ class ParallelLinear(nnx.Module):
 
         The test reference of the overlapped forms, and the only form without a parallel_config.
         Features of a row-parallel input are on tp. Column-parallel outputs stay split over tp with
-        `reduce_scatter_output`; otherwise outputs are whole.
+        `reduce_scatter_output`, rows of a token-parallel input as they are; otherwise outputs are
+        whole.
 
         w: An array (in, out) to use instead of the kernel, for a tied head.
         """
@@ -277,7 +289,9 @@ class ParallelLinear(nnx.Module):
                 [jnp.matmul(x, k.astype(dtype), precision=self.precision) for k in kernels]
             )
         axis, spec = config.axis_name, jax.typeof(x).sharding.spec
-        rows = [without_axis(entry, axis) for entry in spec[:-1]]
+        rows = list(spec[:-1])
+        if self.direction != "token":
+            rows = [without_axis(entry, axis) for entry in rows]
         in_axis, out_axis = (axis if self.direction == side else None for side in ("row", "column"))
         x = jax.sharding.reshard(x, P(*rows, in_axis))
         kernels = [jax.sharding.reshard(k.astype(dtype), P(in_axis, out_axis)) for k in kernels]
@@ -310,14 +324,17 @@ class ParallelLinear(nnx.Module):
         config = self.parallel_config
         if self.direction == "none" or config is None or config.mesh is None:
             return self.native_forward(inputs)
+        if self.direction != "row" and out_spec is not None:
+            raise ValueError(
+                "out_spec is for row-parallel linears; set reduce_scatter_output in the "
+                "TensorParallelConfig of a column-parallel one"
+            )
         if self.direction == "column":
-            if out_spec is not None:
-                raise ValueError(
-                    "out_spec is for row-parallel linears; set reduce_scatter_output in the "
-                    "TensorParallelConfig of a column-parallel one"
-                )
             return self._gather_outputs(self.sharded_forward(inputs))
         x = self.cast_input(inputs)
+        if self.direction == "token":
+            adapter = adapter_of(self)
+            return self._finish(token_parallel(x, self.kernels(), config, self.precision, adapter))
         if out_spec is None:
             scattered = config.matmul_method is not None and not config.reduce_output
             rows = jax.typeof(x).sharding.spec[:-1]
@@ -361,6 +378,16 @@ class RowParallelLinear(ParallelLinear):
     """
 
     direction = "row"
+
+
+class TokenParallelLinear(ParallelLinear):
+    """A linear that tp does not split: `... L D` -> `... L F`, for narrow outputs. Ours.
+
+    Every device of tp multiplies the rows that it has; see `token_parallel`. With L on tp nothing
+    is computed twice, and only the narrow output has to be gathered afterwards.
+    """
+
+    direction = "token"
 
 
 def scale_and_add(

@@ -28,7 +28,7 @@ from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values
 from parallel.linear.local_matmul import split_columns
 from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
 from parallel.linear.ring import all_gather, pcast_varying
-from parallel.sharding.axes import ColumnWise, RowWise
+from parallel.sharding.axes import ColumnWise, RowWise, TokenWise
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
 
 
@@ -331,3 +331,60 @@ def add_row_update(
         width = y.shape[-1]
         b = lax.dynamic_slice_in_dim(b, lax.axis_index(axis_name) * width, width, 1)
     return add_product(y, u, b, adapter.scale, precision)
+
+
+def token_parallel(
+    x: jax.Array,
+    kernels: Sequence[Kernel],
+    config: TensorParallelConfig,
+    precision: lax.PrecisionLike = None,
+    adapter: LowRank | None = None,
+) -> tuple[jax.Array, ...]:
+    """Multiply `x` with `TokenWise` kernels (D, F): `... L D` -> `... L F` each, F not split.
+
+    Every device multiplies the rows that it has:
+      forward y = x W;  dgrad dx = dy W^T;  wgrad dW = sum over devices of x^T dy.
+    Communication: none over tp, unless tp splits the features of `x`: then each device multiplies
+    these with its rows of the kernel, and an all-reduce sums the outputs. Each kernel is gathered
+    over (fsdp, sp) in the dtype of `x`.
+
+    Raises: ValueError if another axis than tp splits the features of `x`.
+    """
+    axis, spec = config.axis_name, jax.typeof(x).sharding.spec
+    check_features(spec, config)
+    body = partial(token_block, dim=split_dim(spec, axis), precision=precision)
+    return _shard_map(body, x, kernels, TokenWise, P(*spec[:-1], None), config, adapter)
+
+
+def token_block(
+    x: jax.Array,
+    *kernels: Kernel,
+    kernel_spec: P,
+    dim: SplitDim | None,
+    axis_name: str,
+    overlap: Overlap,
+    precision: lax.PrecisionLike,
+    adapter: LowRank | None = None,
+    adapter_spec: Any = None,
+) -> tuple[jax.Array, ...]:
+    """Compute `token_parallel` of local blocks inside a shard_map over all mesh axes.
+
+    `... L/tp D` or `... L D/tp` or `... L D`, kernels `D/fsdp F` -> `... L/tp F` or `... L F` each.
+    overlap: not used; there is nothing to overlap with.
+    """
+    whole = [gather_kernel(w, kernel_spec, keep=(), dtype=x.dtype, like=x) for w in kernels]
+    if adapter is not None:
+        whole.append(gather_factor(adapter.columns(), adapter_spec.a[0], keep=(), like=x))
+    if dim == FEATURES:
+        width = x.shape[-1]
+        first = lax.axis_index(axis_name) * width
+        whole = [lax.dynamic_slice_in_dim(w, first, width, 0) for w in whole]
+    outputs = tuple(jnp.matmul(x, w, precision=precision) for w in whole)
+    if dim == FEATURES:
+        outputs = tuple(lax.psum(y, axis_name) for y in outputs)
+    if adapter is None:
+        return outputs
+    *products, u = outputs
+    gather = partial(gather_factor, keep=(), like=u)
+    adapter = replace(adapter, b=tuple(map(gather, adapter.b, adapter_spec.b)))
+    return adapter.update(products, u, precision)

@@ -145,6 +145,13 @@ class RowWise(DynamicShardingAxes):
     mode: ClassVar = MODE_TRAIN
 
 
+class TokenWise(DynamicShardingAxes):
+    """Kernel (in, out) of a token-parallel linear: whole over tp. Ours."""
+
+    axes: ClassVar = [[FSDP, SP], EMPTY]
+    mode: ClassVar = MODE_TRAIN
+
+
 class EmbeddingTable(DynamicShardingAxes):
     """Embedding table (V, D), its features over tp, fsdp and sp. Ours."""
 

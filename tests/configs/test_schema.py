@@ -73,6 +73,21 @@ REFUSALS = {
     f"model.partial_rotary_factor=0.0625 model.rope_scaling={LONGROPE}": (
         "is longer than model.rope_scaling.original_max_position_embeddings=64, but row_length=None"
     ),
+    # Latent attention.
+    "model.mla.kv_lora_rnak=8": "unknown key; did you mean model.mla.kv_lora_rank?",
+    "model.mla.kv_lora_rank=0": "model.mla.kv_lora_rank=0: input should be greater than 0",
+    "model.mla=8": "model.mla=8 is not a section; write model.mla: with q_lora_rank, ",
+    "model.mla={} model.num_attention_heads=16": "model.num_key_value_heads=8: with model.mla ev",
+    "model.mla={} model.head_dim=32": "model.head_dim=32 is not supported with model.mla; remove",
+    "model.mla={} model.qk_norm=true": "model.qk_norm=True is not supported with model.mla; rem",
+    "model.mla={} model.biases=[qkv]": "model.biases lists qkv, which is not supported with mod",
+    "model.mla.qk_rope_head_dim=7": "model.mla.qk_rope_head_dim=7: rope rotates pairs; use an e",
+    "model.mla.q_lora_rank=10 mesh.tp=4 mesh.fsdp=2 mesh.sp=2": (
+        "model.mla.q_lora_rank=10 is not divisible by mesh.fsdp * mesh.sp=4"
+    ),
+    "model.mla={} model.num_attention_heads=6 model.num_key_value_heads=6": (
+        "model.num_attention_heads=6 is not divisible by mesh.tp=8"
+    ),
     # Ranges.
     "mesh.tp=0": "mesh.tp=0: input should be greater than 0",
     "training.seed=-1": "training.seed=-1: input should be greater than or equal to 0",
@@ -162,7 +177,9 @@ EXPERT_REFUSALS = {
     ),
     "model.moe.num_experts_per_tok=9": "router=softmax: num_experts_per_tok=9: there are 8",
     "model.moe.router=switch": "router=switch: num_experts_per_tok=2: the switch router",
-    "model.moe.n_group=2": "router=softmax: n_group=2, topk_group=1: the softmax router",
+    "model.moe.router=topk_softmax model.moe.n_group=2": (
+        "router=topk_softmax: n_group=2, topk_group=1: the topk_softmax router"
+    ),
     "model.moe.router=best": "model.moe.router=best: unknown router 'best'; use one of ",
     "model.moe.grouped_matmul=fast": "unknown grouped matmul 'fast'; use one of reference",
     "model.moe.first_k_dense_replace=2": "leave no mixture-of-experts layer among 2; lower them",
@@ -289,7 +306,7 @@ def test_an_override_keeps_the_other_keys_of_its_section():
 
 def test_config_keys_lists_every_key_once():
     keys = list(config_keys(Config))
-    assert 40 < len(keys) == len(set(keys)) < 160
+    assert 40 < len(keys) == len(set(keys)) < 180
     assert {"mesh.tp", "run.dir", "optimizer.clip_norm"} <= set(keys)
 
 

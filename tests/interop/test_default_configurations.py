@@ -42,6 +42,6 @@ def test_absent_and_null_keys_are_the_defaults_of_transformers(architecture) -> 
             rule.read(required, fields)
     assert read(architecture, required) == read(architecture, full)
     meaningful = {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}
-    meaningful.add("num_key_value_heads")
+    meaningful |= {"num_key_value_heads", "q_lora_rank"}
     null = {name: None for name in full.keys() - meaningful} | required
     assert read(architecture, null) == read(architecture, full)

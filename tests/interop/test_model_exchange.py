@@ -11,11 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 import transformers
 from conftest import ROOT
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import MODELS, save_model, tokens
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -91,3 +92,34 @@ def test_mxfp4_weights_are_decoded_as_transformers_does() -> None:
     stored = Mxfp4Tensor(blocks, scales)
     for expert in range(3):
         np.testing.assert_array_equal(stored[expert], want[expert].numpy())
+
+
+def test_fp8_weights_of_deepseek_are_decoded_and_its_extra_layer_is_left_out(tmp_path) -> None:
+    save_model("deepseek-v3", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    keys = json.loads(path.read_text())
+    keys["num_nextn_predict_layers"] = 1
+    keys["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    path.write_text(json.dumps(keys))
+    stored, want = {}, {}
+    rng = np.random.default_rng(0)
+    for name, x in load_file(tmp_path / "hf/model.safetensors").items():
+        want[name] = x
+        if name.endswith("_proj.weight"):
+            rows, columns = x.shape
+            scale = rng.uniform(0.5, 2, (-(-rows // 16), -(-columns // 16))).astype(np.float32)
+            full = np.kron(scale, np.ones((16, 16), np.float32))[:rows, :columns]
+            stored[name] = (x / full).astype(ml_dtypes.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            want[name] = stored[name].astype(np.float32) * full
+    extra = {
+        name.replace("layers.3", "layers.4"): x for name, x in stored.items() if "layers.3" in name
+    }
+    plain = {name: x for name, x in want.items() if name not in stored}
+    save_file(plain | stored | extra, tmp_path / "hf/model.safetensors")
+    convert("from-hf", tmp_path / "hf", tmp_path / "run", *SETTINGS)
+    convert("to-hf", tmp_path / "run", tmp_path / "out", "--dtype", "float32")
+    got = load_file(tmp_path / "out/model.safetensors")
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        np.testing.assert_array_equal(got[name], x, err_msg=name)

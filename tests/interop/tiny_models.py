@@ -28,6 +28,22 @@ SIZES = {
 }
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 ROUTED = {**EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1}
+LATENT = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -97,8 +113,23 @@ MODELS = {
         {**ROUTED, "head_dim": 16, "n_group": 4, "topk_group": 2, "attention_bias": True}
         | {"use_qk_norm": True, "n_shared_experts": 1},
     ),
+    "deepseek-v2": Tiny(
+        "DeepseekV2Config",
+        {**ROUTED, **LATENT, "q_lora_rank": 24, "n_shared_experts": 2, "rms_norm_eps": 1e-3}
+        | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+        | {"rope_parameters": YARN},
+    ),
+    "deepseek-v2-lite": Tiny(
+        "DeepseekV2Config",
+        {**ROUTED, **LATENT, "q_lora_rank": None, "qk_nope_head_dim": 4, "n_shared_experts": 1},
+    ),
+    "deepseek-v3": Tiny(
+        "DeepseekV3Config",
+        {**ROUTED, **LATENT, "q_lora_rank": 24, "rope_parameters": YARN},
+    ),
 }
 SPARSE = {"mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "dots1", "glm4-moe"}
+SPARSE |= {"deepseek-v2", "deepseek-v2-lite", "deepseek-v3"}
 
 
 def make_model(name: str) -> Any:

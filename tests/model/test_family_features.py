@@ -69,8 +69,31 @@ VARIANTS = {
             **EXPERTS, num_shared_experts=2, shared_expert_gate=True, first_k_dense_replace=1
         ),
     },
+    "latent": {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 4.0,
+            "beta_slow": 0.25,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.2,
+        },
+        "layer_types": ("full_attention", "sliding_attention"),
+        "sliding_window": 5,
+        "mla": {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "rope_interleave": True,
+            "norm_eps": 1e-3,
+        },
+        "moe": MoEConfig(**EXPERTS, num_shared_experts=1, first_k_dense_replace=1),
+    },
 }
-SPARSE = ("gpt_oss", "shared_gate")
+SPARSE = ("gpt_oss", "shared_gate", "latent")
 B, L = 8, 16
 MORE = {"ep2-tp2-sp2": MeshConfig(ep=2, tp=2, sp=2), "ep2-tp4": MeshConfig(ep=2, tp=4)}
 
@@ -138,7 +161,13 @@ def test_loss_and_every_gradient_on_a_mesh_equal_a_plain_formula(
 
 
 PROMPTS = [np.array([5, 9, 33]), np.array([7]), np.array([1, 2, 3, 4, 5, 6, 50, 60])]
-CACHES = {"biases": "dense", "gemma": "paged", "partial": "dense", "gpt_oss": "paged"}
+CACHES = {
+    "biases": "dense",
+    "gemma": "paged",
+    "partial": "dense",
+    "gpt_oss": "paged",
+    "latent": "dense",
+}
 
 
 @pytest.mark.parametrize(
@@ -173,11 +202,12 @@ def test_greedy_text_equals_that_of_a_plain_formula(name, cache) -> None:
         np.testing.assert_array_equal(text[len(prompt) :], best[len(prompt) - 1 : len(text) - 1])
 
 
-def test_bfloat16_is_close_to_float32_and_sums_the_gradient_of_a_bias_in_float32() -> None:
-    config = config_of("biases").model_copy(update={"dtype": "bfloat16"})
+@pytest.mark.parametrize("name", ["biases", "latent"])
+def test_bfloat16_is_close_to_float32_and_gradients_are_summed_in_float32(name) -> None:
+    config = config_of(name).model_copy(update={"dtype": "bfloat16"})
     tp = tensor_parallel(MESHES["dp2-fsdp2-tp2"], overlap="bidirectional")
     got = run_model(config, tp, batch(B, L), alter=plain_model.with_noise)
-    want = one_device("biases")
+    want = one_device(name)
     assert got.loss == pytest.approx(want.loss, rel=5e-3)
     for a, b in zip(jax.tree.leaves(got.gradients), jax.tree.leaves(want.gradients), strict=True):
         assert a.dtype == np.float32 and np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b)

@@ -6,9 +6,9 @@ import pytest
 from conftest import MESHES, tensor_parallel
 from flax import nnx
 
-from model.config import ModelConfig
-from model.footprint import activation_tensors
-from model.layers import TokenInfo
+from model.config import MLAConfig, ModelConfig
+from model.footprint import activation_tensors, ring_shapes
+from model.layers import Attention, TokenInfo
 from model.plan import make_plan
 from model.segments import LayerKind
 from model.transformer import Block, Transformer
@@ -19,17 +19,42 @@ BATCH, LENGTH = 8, 16
 CONFIG = ModelConfig(hidden_size=32, num_hidden_layers=2, intermediate_size=64, dtype="float32")
 
 
-def activations_of_the_model(tp) -> dict[str, jax.Array]:
+LATENT = CONFIG.model_copy(
+    update={
+        "mla": MLAConfig(
+            kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=10, q_lora_rank=24
+        )
+    }
+)
+
+
+def heads_and_latents(attention, x) -> dict[str, jax.Array]:
+    """Return queries, keys, values and latents of a layer, under their names in the table."""
+    if isinstance(attention, Attention):
+        qkv = attention.qkv(x)
+        split = attention._split_heads
+        return {"q_BLHh": split(qkv["q"]), "kv_BLKh": split(qkv["k"])}
+    q_n, q_r, latent, k_r = attention._project(x)
+    k, v = attention._keys_and_values(latent, k_r)
+    down = attention.down(x).values()
+    return {
+        "q_BLHh": jnp.concatenate([q_n, q_r], -1),
+        "k_BLHh": k,
+        "v_BLHv": v,
+        "latents_BLR": jnp.concatenate(list(down), -1),
+    }
+
+
+def activations_of_the_model(config, tp) -> dict[str, jax.Array]:
     """Return abstract activations of the model's layers."""
 
     def forward():
-        plan = make_plan(CONFIG, tp, lengths=[LENGTH])
+        plan = make_plan(config, tp, lengths=[LENGTH])
         model = Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(0)))
         block = Block(plan, sparse=False, rngs=nnx.Rngs(params=jax.random.key(0)))
         spec = tp.manager.resolve(TokenSharding)
         tokens = jnp.zeros((BATCH, LENGTH), jnp.int32, out_sharding=spec)
         x = model.embed(tokens)
-        qkv = block.attention.qkv(x)
         rows = TokenInfo(positions_BL=tokens, segment_ids_BL=tokens)
         return {
             "tokens_BL": tokens,
@@ -39,8 +64,7 @@ def activations_of_the_model(tp) -> dict[str, jax.Array]:
                 kind=LayerKind("full_attention", is_sparse=False),
                 choice=plan.attention_of("full_attention", LENGTH),
             )[0],
-            "q_BLHh": block.attention._split_heads(qkv["q"]),
-            "kv_BLKh": block.attention._split_heads(qkv["k"]),
+            **heads_and_latents(block.attention, x),
             "mlp_BLF": block.mlp.gate_up(x)["gate"],
         }
 
@@ -50,11 +74,12 @@ def activations_of_the_model(tp) -> dict[str, jax.Array]:
 
 @pytest.mark.parametrize("residual", ["sequence", "hidden", "replicated"])
 @pytest.mark.parametrize("name", MESHES)
-def test_activations_of_the_table_are_sharded_as_in_the_model(name, residual):
+@pytest.mark.parametrize("config", [CONFIG, LATENT], ids=["heads", "latents"])
+def test_activations_of_the_table_are_sharded_as_in_the_model(config, name, residual):
     tp = tensor_parallel(MESHES[name], residual)
-    tensors = activation_tensors(CONFIG, tp.manager, batch=BATCH, length=LENGTH)
+    tensors = activation_tensors(config, tp.manager, batch=BATCH, length=LENGTH)
     rows = {row.name: row for row in sharding_table(tensors, tp.manager)}
-    for kind, activation in activations_of_the_model(tp).items():
+    for kind, activation in activations_of_the_model(config, tp).items():
         found = rows.pop(kind)
         assert (found.shape, found.dtype) == (activation.shape, activation.dtype.name)
         sharding = jax.sharding.NamedSharding(tp.manager.mesh, activation.sharding.spec)
@@ -68,3 +93,12 @@ def test_logits_are_those_of_one_loss_chunk():
     tensors = activation_tensors(config, tp.manager, batch=BATCH, length=LENGTH)
     row = sharding_table(tensors, tp.manager)[-1]
     assert row.name == "logits_CV" and row.local_shape == (8, config.vocab_size // 2)
+
+
+def test_the_ring_of_latent_queries_is_as_wide_as_their_latents():
+    tp = tensor_parallel(MESHES["tp8"], "sequence")
+    rings = ring_shapes(LATENT, tp.manager, batch=BATCH, length=LENGTH)
+    assert (rings["qkv"].width, rings["qkv"].gather_columns) == (24, 14)
+    assert (rings["o"].width, rings["o"].scatter_columns) == (32, 10)
+    hidden = tensor_parallel(MESHES["tp8"], "hidden").manager
+    assert "qkv" not in ring_shapes(LATENT, hidden, batch=BATCH, length=LENGTH)

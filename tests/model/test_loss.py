@@ -10,7 +10,7 @@ import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum
+from model.loss import cross_entropy_sum, token_losses
 from parallel.sharding.axes import ColumnWise, ResidualSharding, TokenSharding
 
 B, L, D, V = 8, 16, 16, 64
@@ -71,6 +71,37 @@ def test_loss_and_gradients_equal_the_formula_on_every_mesh(arrays, mesh, layout
     assert_equals_reference_loss(
         run(tensor_parallel(MESHES[mesh], layout), arrays, chunk=8), arrays
     )
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "overlap", "chunk"),
+    [
+        ("dp2-fsdp2-tp2", "sequence", "none", 6),
+        ("tp4-sp2", "sequence", "bidirectional", 40),
+        pytest.param("tp8", "hidden", "none", 8, marks=pytest.mark.slow),
+        pytest.param("ep2-fsdp2-sp2", "replicated", "none", 1000, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients_of_tokens_equal_the_formula(
+    arrays, mesh, layout, overlap, chunk
+) -> None:
+    tp = tensor_parallel(MESHES[mesh], layout, overlap)
+    with jax.set_mesh(tp.mesh):
+        *args, targets, mask = shard(tp, arrays)
+        config = ModelConfig(vocab_size=V, loss_chunk=chunk)
+
+        def loss(x, kernel):
+            losses_BL = token_losses(x, kernel, targets, config=config, tp=tp)
+            return jnp.sum(losses_BL * mask), losses_BL
+
+        (total, losses_BL), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
+    assert_equals_reference_loss((total, total, *grads), arrays)
+    x, kernel, targets, _ = arrays
+    for b, t in ((0, 0), (B - 1, L - 1), (3, 9)):
+        one = np.zeros((B, L))
+        one[b, t] = 1
+        want = reference_loss(x, kernel, targets, one)[0]
+        np.testing.assert_allclose(np.asarray(losses_BL)[b, t], want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [8, 40, 1000])

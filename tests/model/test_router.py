@@ -33,6 +33,7 @@ def spec_of(name="sigmoid", top_k=2, normalise=False, **rest) -> MoEConfig:
 SPECS = {
     "softmax": spec_of("softmax", 3, True),
     "softmax-plain": spec_of("softmax", 3, routed_scaling_factor=2.5),
+    "softmax-groups": spec_of("softmax", 3, n_group=4, topk_group=2, routed_scaling_factor=1.5),
     "topk_softmax": spec_of("topk_softmax", 2, True),
     "sigmoid": spec_of("sigmoid", 3, True, n_group=4, topk_group=2, routed_scaling_factor=2.5),
     "sigmoid-plain": spec_of("sigmoid"),
@@ -62,17 +63,22 @@ def best(scores, count, among=None):
     return sorted(ids, key=lambda i: (-scores[i], i))[:count]
 
 
+def best_in_groups(scores, spec, counted):
+    """The best experts of the best groups, by the sum of their `counted` best scores."""
+    size = len(scores) // spec.n_group
+    members = [range(g * size, (g + 1) * size) for g in range(spec.n_group)]
+    merits = [sum(sorted(scores[list(m)])[-counted:]) for m in members]
+    groups = best(merits, spec.topk_group)
+    allowed = [e for e in range(len(scores)) if e // size in groups]
+    return best(scores, spec.num_experts_per_tok, allowed)
+
+
 def token(logits, spec, bias):
     """Route one token in float64: experts, their weights, probabilities of all experts."""
     if spec.router == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
         choosing = scores + (0 if bias is None else bias)
-        size = len(logits) // spec.n_group
-        members = [range(g * size, (g + 1) * size) for g in range(spec.n_group)]
-        merits = [sum(sorted(choosing[list(m)])[-2:]) for m in members]
-        groups = best(merits, spec.topk_group)
-        allowed = [e for e in range(len(logits)) if e // size in groups]
-        experts = best(choosing, spec.num_experts_per_tok, allowed)
+        experts = best_in_groups(choosing, spec, 2)
         weights = scores[experts]
         if spec.norm_topk_prob:
             weights = weights / (weights.sum() + 1e-20)
@@ -80,7 +86,7 @@ def token(logits, spec, bias):
     probs = softmax(logits)
     by_logit = spec.router == "topk_softmax" and bias is None
     choosing = logits if by_logit else probs + (0 if bias is None else bias)
-    experts = best(choosing, spec.num_experts_per_tok)
+    experts = best_in_groups(choosing, spec, 1)
     weights = softmax(logits[experts]) if spec.router == "topk_softmax" else probs[experts]
     if spec.router == "softmax" and spec.norm_topk_prob:
         weights = weights / weights.sum()
@@ -460,7 +466,7 @@ def test_a_bias_changes_the_choice_and_has_no_gradient(name) -> None:
             {"top_k": 3, "n_group": 4},
             "num_experts_per_tok=3: the topk_group=1 best groups hold 2 experts; use at most 2",
         ),
-        ({"name": "softmax", "n_group": 2}, "the softmax router has no groups of experts; use"),
+        ({"name": "topk_softmax", "n_group": 2}, "the topk_softmax router has no groups of exp"),
         (
             {"name": "best"},
             "unknown router 'best'; use one of softmax, topk_softmax, sigmoid, switch, exp",

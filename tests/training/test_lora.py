@@ -159,12 +159,20 @@ SPARSE = (
     "model.moe.router_aux_loss_coef=0",
     "model.tie_word_embeddings=true",
 )
+LATENT = (
+    "model.mla={q_lora_rank: 16, kv_lora_rank: 8, qk_nope_head_dim: 6, qk_rope_head_dim: 4, "
+    "v_head_dim: 8}"
+)
 
 
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
         (GRID, ("parallel.overlap=split", "model.remat=full")),
+        pytest.param(GRID, (LATENT, "parallel.overlap=ring"), marks=pytest.mark.slow),
+        pytest.param(
+            MESHES["tp4-sp2"], (LATENT, "parallel.residual=hidden"), marks=pytest.mark.slow
+        ),
         pytest.param(
             MeshConfig(ep=2, fsdp=2, tp=2),
             (*SPARSE, "parallel.overlap=ring"),

@@ -37,6 +37,7 @@ ROUTED = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+LATENT = {"num_key_value_heads": 8}
 
 
 def keys(architecture: str, **changes: Any) -> dict[str, Any]:
@@ -114,6 +115,33 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         ROUTED,
         {"moe.router": "sigmoid", "moe.router_bias": True, "moe.norm_topk_prob": False},
     ),
+    "DeepseekV2ForCausalLM": (
+        {**ROUTED, **LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        {
+            "mla.q_lora_rank": 1536,
+            "mla.rope_interleave": True,
+            "mla.norm_eps": 1e-6,
+            "head_size": 192,
+            "moe.router": "softmax",
+            "moe.norm_topk_prob": False,
+            "moe.router_bias": False,
+            "moe.n_group": 4,
+            "moe.routed_scaling_factor": 1.0,
+        },
+    ),
+    "DeepseekV3ForCausalLM": (
+        {**ROUTED, **LATENT, "q_lora_rank": None, "rope_interleave": False, "head_dim": 64},
+        {
+            "mla.q_lora_rank": None,
+            "mla.kv_lora_rank": 512,
+            "mla.rope_interleave": False,
+            "head_dim": None,
+            "moe.router_bias": True,
+            "moe.n_group": 8,
+            "moe.topk_group": 4,
+            "moe.routed_scaling_factor": 2.5,
+        },
+    ),
     "Glm4MoeForCausalLM": (
         ROUTED,
         {"partial_rotary_factor": 0.5, "qk_norm": False, "moe.norm_topk_prob": True},
@@ -154,6 +182,8 @@ RELEASED: dict[str, int | float] = {
     "gpt-oss-20b": 20_914_757_184,
     "dots.llm1.inst": 142_774_381_696,
     "GLM-4.5-Air": 106e9,  # as announced
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-R1": 671_026_419_200,
 }
 
 
@@ -212,9 +242,21 @@ def leaves_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         if not N:
             continue
         at = f"{stack}.attention."
-        widths = {"qkv.kernel.q": heads, "qkv.kernel.k": kv, "qkv.kernel.v": kv}
-        found |= {at + name: (N, D, width) for name, width in widths.items()}
-        found[at + "o.kernel"] = (N, heads, D)
+        if (mla := model.mla) is None:
+            widths = {"qkv.kernel.q": heads, "qkv.kernel.k": kv, "qkv.kernel.v": kv}
+            found |= {at + name: (N, D, width) for name, width in widths.items()}
+            found[at + "o.kernel"] = (N, heads, D)
+        else:
+            H, R, rank = model.num_attention_heads, mla.kv_lora_rank, mla.q_lora_rank
+            found |= {
+                at + "down.kernel.kv_a": (N, D, R + mla.qk_rope_head_dim),
+                at + "kv_a_norm.scale": (N, R),
+                at + "kv_b.kernel": (N, R, H * (mla.qk_nope_head_dim + mla.v_head_dim)),
+                at + "o.kernel": (N, H * mla.v_head_dim, D),
+                at + ("q.kernel" if rank is None else "q_b.kernel"): (N, rank or D, heads),
+            }
+            if rank is not None:
+                found |= {at + "down.kernel.q_a": (N, D, rank), at + "q_a_norm.scale": (N, rank)}
         E = model.moe.num_experts
         lead, F = ((N, E), model.expert_size) if sparse else ((N,), model.intermediate_size)
         for name in ("gate", "up"):
@@ -331,6 +373,10 @@ def test_longrope_gets_its_factor_from_the_lengths() -> None:
         ("Qwen2ForCausalLM", {"use_mrope": True}, "use_mrope=True is not supported"),
         ("Phi3ForCausalLM", {"full_attn_mod": 2}, "full_attn_mod=2 is not supported"),
         ("Dots1ForCausalLM", ROUTED | {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("DeepseekV2ForCausalLM", ROUTED | {"scoring_func": "sigmoid"}, "scoring_func='sigmoid'"),
+        ("DeepseekV2ForCausalLM", ROUTED | {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        ("DeepseekV3ForCausalLM", ROUTED | {"attention_bias": True}, "attention_bias=True is not"),
+        ("DeepseekV3ForCausalLM", ROUTED | {"kv_lora_rank": "512"}, "kv_lora_rank='512' is not a"),
         (
             "Qwen2MoeForCausalLM",
             {"shared_expert_intermediate_size": 100},
@@ -364,6 +410,11 @@ def test_what_would_change_the_mathematics_is_refused(architecture, changes, mes
     with pytest.raises(FamilyError, match=message) as error:
         read(architecture, **changes)
     assert "\n" not in str(error.value)
+
+
+def test_a_model_without_latents_is_not_written_as_one_with() -> None:
+    with pytest.raises(FamilyError, match=r"the model has no mla\.q_lora_rank"):
+        FAMILIES["DeepseekV3ForCausalLM"].write(read("MixtralForCausalLM"))
 
 
 def test_a_missing_size_is_named() -> None:

@@ -28,6 +28,7 @@ from linears import (
     row,
     run,
     to_residual,
+    token,
 )
 
 from parallel.linear.chain import chain
@@ -44,6 +45,7 @@ from parallel.linear.linear import (
 from parallel.linear.tensor_parallel import TPDense
 from parallel.sharding.axes import (
     BATCH,
+    EMPTY,
     LENGTH,
     QUERY_LENGTH,
     ResidualSharding,
@@ -99,15 +101,34 @@ def test_row_linear_equals_matmul_and_adds_its_bias_once(
     assert_same_runs(got, rows_on_one_device)
 
 
+TOKENS = [BATCH, LENGTH, EMPTY]  # rows as in the residual stream, features whole
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mesh", ["tp8", "dp2-fsdp2-tp2", "tp4-sp2"])
+def test_token_linear_equals_matmul(mesh, layout) -> None:
+    single, split = tensor_parallel(ONE_DEVICE, layout), tensor_parallel(MESHES[mesh], layout)
+    want, got = (
+        run(tp, ResidualSharding, ARRAYS["x"], token, lambda m, x: m(x), TOKENS)
+        for tp in (single, split)
+    )
+    assert_same_runs(got, want)
+    y, _, params = want
+    for name in ("gate", "up"):
+        plain = ARRAYS["x"] @ params["kernel"][name] * (D**-0.5) + params["bias"][name]
+        close(y[name], plain)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_native_forward_equals_the_call(mesh, layout) -> None:
     split = tensor_parallel(MESHES[mesh], layout)
     with jax.set_mesh(split.mesh):
-        modules = [column(split), column(split.replace(reduce_scatter_output=False)), row(split)]
+        whole_columns = column(split.replace(reduce_scatter_output=False))
+        modules = [column(split), whole_columns, row(split), token(split)]
         x = jax.device_put(ARRAYS["x"], split.manager.sharding(ResidualSharding))
         h = jax.device_put(ARRAYS["h"], split.manager.sharding(HIDDEN))
-        inputs = [x, x, h]
+        inputs = [x, x, h, x]
 
         @jax.jit
         def both(modules, inputs):
@@ -120,7 +141,8 @@ def test_native_forward_equals_the_call(mesh, layout) -> None:
         assert got.sharding.spec == want.sharding.spec
         close(np.asarray(got), np.asarray(want))
     whole = split.manager.resolve([BATCH, QUERY_LENGTH, None])
-    specs = [split.manager.resolve(HIDDEN), whole, whole]
+    tokens = split.manager.resolve(TOKENS)
+    specs = [split.manager.resolve(HIDDEN), whole, whole, tokens]
     for outputs, spec in zip(called, specs, strict=True):
         assert {y.sharding.spec for y in jax.tree.leaves(outputs)} == {spec}
 

@@ -20,6 +20,7 @@ from linears import (
     row,
     run,
     to_residual,
+    token,
 )
 from linears import (
     CASES as ALL,
@@ -30,9 +31,11 @@ from test_chain import Pair, gated
 from parallel.linear.linear import ParallelLinear, named_rngs
 from parallel.linear.low_rank import adapter_of, add_adapter, factor_axes
 from parallel.sharding.axes import (
+    BATCH,
     EMPTY,
     EP,
     FSDP,
+    LENGTH,
     SP,
     TP,
     ColumnWise,
@@ -78,6 +81,10 @@ def column_with_one_adapter(tp):
     return adapted(column(tp), ["up"])
 
 
+def tokens_of_two(tp):
+    return adapted(token(tp), ["gate", "up"])
+
+
 def rows_of_two(tp):
     return adapted(row(tp, (D, 2 * D)), ["0", "1"])
 
@@ -112,10 +119,13 @@ def on_one_device(build):
     tp = tensor_parallel(ONE_DEVICE)
     if build is rows_of_two:
         return run(tp, HIDDEN, ARRAYS["h"], build, to_residual, ResidualSharding)
-    return run(tp, ResidualSharding, ARRAYS["x"], build, lambda m, x: m(x), HIDDEN)
+    out = [BATCH, LENGTH, EMPTY] if build is tokens_of_two else HIDDEN
+    return run(tp, ResidualSharding, ARRAYS["x"], build, lambda m, x: m(x), out)
 
 
-@pytest.mark.parametrize("build", [column_of_two, column_with_one_adapter, rows_of_two])
+@pytest.mark.parametrize(
+    "build", [column_of_two, column_with_one_adapter, tokens_of_two, rows_of_two]
+)
 def test_one_device_equals_the_formula(build) -> None:
     by_rows = build is rows_of_two
     x, scale = (ARRAYS["h"], (3 * D) ** -0.5) if by_rows else (ARRAYS["x"], D**-0.5)
@@ -134,6 +144,17 @@ def test_column_linear_with_an_adapter_of_one_output(overlap) -> None:
     tp = tensor_parallel(MESHES["dp2-fsdp2-tp2"], "sequence", overlap)
     got = run(tp, ResidualSharding, ARRAYS["x"], column_with_one_adapter, lambda m, x: m(x), HIDDEN)
     assert_same_runs(got, on_one_device(column_with_one_adapter))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout"),
+    [("dp2-fsdp2-tp2", "sequence"), ("tp4-sp2", "hidden"), ("tp8", "replicated")],
+)
+def test_token_linear_with_adapters(mesh, layout) -> None:
+    tp, tokens = tensor_parallel(MESHES[mesh], layout), [BATCH, LENGTH, EMPTY]
+    got = run(tp, ResidualSharding, ARRAYS["x"], tokens_of_two, lambda m, x: m(x), tokens)
+    want = on_one_device(tokens_of_two)
+    assert_same_runs(got, want)
 
 
 @pytest.mark.parametrize(("mesh", "layout", "overlap"), CASES)

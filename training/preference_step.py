@@ -1,0 +1,126 @@
+"""The training step on preference pairs: the trained model against a frozen reference model.
+
+The reference model has the parameters with which the run began. The state keeps a copy of those
+that are trained: all, or with LoRA the adapters alone. The copy is sharded as the parameters, has
+no optimizer state, and is part of every checkpoint.
+
+A batch holds two rows per pair, the chosen answer before the rejected one.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from model.moe import MoEReport, auxiliary_loss
+from training.dpo import DPOConfig, sum_over_pairs
+from training.step import Batch, Program, TrainState
+
+Sums = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class PreferenceProgram(Program):
+    """The jitted functions of a run with `training.objective=dpo`."""
+
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of a step per token, with those of the reference model's forward."""
+        return super().flops_per_token(length) + self.config.flops_per_token(length) / 3
+
+    def _start(self, params: Any) -> TrainState:
+        return replace(super()._start(params), reference=self.trained(params))
+
+    def log_probabilities(
+        self,
+        params: Any,
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        dropless: bool = False,
+    ) -> tuple[jax.Array, MoEReport | None]:
+        """Return (log-probabilities of the answers `P 2` of a microbatch, report of sparse layers).
+
+        That of an answer is the sum over its tokens with loss_mask 1. The arguments are those of
+        `loss_sum`. Communication: one all-gather of B floats over the devices that share the rows.
+        """
+        model, hidden, batch, report = self._hidden(params, batch, dropout_key, dropless=dropless)
+        with jax.default_matmul_precision(self._precision):
+            losses_BL = model.token_losses(hidden, batch["targets"])
+        return _by_pair(-jnp.sum(losses_BL * batch["loss_mask"], axis=1)), report
+
+    def _sums(
+        self,
+        params: Any,
+        reference: Any,
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        dropless: bool = False,
+    ) -> tuple[Sums, MoEReport | None]:
+        """Return the sums of `sum_over_pairs` of a microbatch, and the report of sparse layers."""
+        with jax.named_scope("reference"):
+            of_reference, _ = self.log_probabilities(reference, batch, dropless=dropless)
+        policy, report = self.log_probabilities(params, batch, dropout_key, dropless=dropless)
+        pairs = policy, jax.lax.stop_gradient(of_reference), _is_pair(batch)
+        return sum_over_pairs(*pairs, self.dpo), report
+
+    def preference_gradients(
+        self, state: TrainState, batch: Batch, dropout_key: jax.Array | None = None
+    ) -> tuple[Sums, MoEReport | None, Any]:
+        """Return (loss and metrics, means over all pairs of a batch; MoE report; gradients).
+
+        As in `gradients`, accumulation is exact, and the auxiliary loss of experts is in the
+        gradients alone.
+        """
+        count = jnp.maximum(jnp.sum(_is_pair(batch)), 1)
+        parts = batch["tokens"].shape[0]
+        reference = self.with_trained(state.params, state.reference)
+
+        def objective(trained: Any, part: Batch, key: Any) -> tuple[jax.Array, Any]:
+            params = self.with_trained(state.params, trained)
+            sums, report = self._sums(params, reference, part, key)
+            means = {name: total / count for name, total in sums.items()}
+            if report is None:
+                return means["loss"], (means, None)
+            return means["loss"] + auxiliary_loss(report, self.config) / parts, (means, report)
+
+        trained = self.trained(state.params)
+        (means, report), grads = self._accumulate(objective, trained, batch, dropout_key)
+        return means, report, grads
+
+    def _step(
+        self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        means, report, grads = self.preference_gradients(state, batch, dropout_key)
+        state, metrics = self.apply_gradients(state, means["loss"], report, grads)
+        return state, means | metrics
+
+    @cached_property
+    def preference_sums(self) -> Any:
+        """Jitted `(params, reference, batch) -> sums` for evaluation, with `pairs`, their number.
+
+        reference: all parameters of the reference model.
+        """
+
+        def step(params: Any, reference: Any, batch: Batch) -> Sums:
+            part = {name: field[0] for name, field in batch.items()}
+            sums, _ = self._sums(params, reference, part, dropless=True)
+            return sums | {"pairs": jnp.sum(_is_pair(part))}
+
+        return jax.jit(step)
+
+
+def _by_pair(values: jax.Array) -> jax.Array:
+    """Return values of rows `... B` by pair, `... P 2`, on every device."""
+    values = jax.sharding.reshard(values, P(*[None] * values.ndim))
+    return values.reshape(*values.shape[:-1], -1, 2)
+
+
+def _is_pair(batch: Batch) -> jax.Array:
+    """Return which pairs `... P` of a batch have tokens in the loss in both rows."""
+    return jnp.all(_by_pair(jnp.sum(batch["loss_mask"], axis=-1)) > 0, axis=-1)
