@@ -42,6 +42,7 @@ LORA = LoRAConfig(rank=3, alpha=4)
 # Absolute; the standard deviation of the logits is about 0.8.
 LOGITS_BOUND = 2e-5
 ALL = {"q", "k", "v", "o", "gate", "up", "down"}
+LATENT = {"q_a", "q_b", "kv_a", "kv_b", "o", "gate", "up", "down"}
 
 
 def convert(*arguments: Any) -> None:
@@ -114,6 +115,7 @@ def write_random_adapters(base: Path, run: Path, directory: Path, outputs: set[s
         pytest.param("qwen2-moe", {"gate", "o"}, marks=pytest.mark.slow),
         pytest.param("dots1", ALL, marks=pytest.mark.slow),
         pytest.param("glm4-moe", ALL, marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", LATENT, marks=pytest.mark.slow),
     ],
 )
 def test_adapters_go_to_peft_and_back(name, outputs, tmp_path) -> None:
