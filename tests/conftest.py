@@ -1,8 +1,10 @@
 """One process with eight simulated CPU devices, and compiled programs kept in the checkout."""
 
 import os
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 # Tests compile much and run little: LLVM's optimisations would double their time, and the newer
 # of two code generators, the only one since jax 0.11, adds a fifth.
@@ -16,6 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 
 import hypothesis
 import jax
+import pytest
 
 from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.mesh import MeshConfig, build_mesh
@@ -43,6 +46,15 @@ MESHES = {
     "ep2-fsdp2-sp2": MeshConfig(ep=2, fsdp=2, sp=2),
 }
 ONE_DEVICE = MeshConfig()
+
+
+def sample(cases: Iterable[Any], every: int = 4) -> list[Any]:
+    """Return the cases of a product: of `every` consecutive ones, the first is slow.
+
+    The others are a sweep, run by hand.
+    """
+    marks = (pytest.mark.slow, *[pytest.mark.sweep] * (every - 1))
+    return [pytest.param(*case, marks=marks[number % every]) for number, case in enumerate(cases)]
 
 
 def tensor_parallel(mesh: MeshConfig, residual="sequence", overlap="none") -> TensorParallelConfig:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import plain_model
 import pytest
-from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from conftest import MESHES, ONE_DEVICE, sample, tensor_parallel
 from flax import nnx
 from model_runs import SMALL, ModelRun, assert_equal_runs, batch, run_model
 
@@ -136,12 +136,7 @@ SLOW_RUNS = [
 FAST = [
     (name, *run) for name in VARIANTS for run in (SPARSE_RUNS if name in SPARSE else DENSE_RUNS)
 ]
-# Each family on three of the slow runs, and each of these for half of the families.
-SLOW = [
-    pytest.param(name, *run, marks=pytest.mark.slow)
-    for at, name in enumerate(VARIANTS)
-    for run in SLOW_RUNS[at % 2 :: 2]
-]
+SLOW = sample([(name, *run) for name in VARIANTS for run in SLOW_RUNS], 7)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ONE_DEVICE, tensor_parallel
+from conftest import ONE_DEVICE, sample, tensor_parallel
 from flax import nnx
 from plain_model import with_noise
 
@@ -164,8 +164,8 @@ def test_the_dense_exchange_equals_a_loop_over_experts_in_float64() -> None:
     assert got["tokens"] == valid.sum() and got["load_E"].sum() == 2 * valid.sum()
 
 
-# Every router and every exchange once; the slow test has every exchange on every mesh and with
-# every router.
+# Every router and every exchange once; the others are every exchange on every mesh and with every
+# router.
 PAIRS = [
     ("alltoall", "unnormalised", "ep2-tp4"),
     ("ragged", "topk_softmax", "ep4-fsdp2"),
@@ -184,7 +184,7 @@ MORE = [
 
 @pytest.mark.parametrize(
     ("exchange", "router", "mesh"),
-    [*PAIRS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE if case not in PAIRS)],
+    [*PAIRS, *sample(case for case in MORE if case not in PAIRS)],
 )
 def test_every_exchange_and_router_equals_the_dense_layer(exchange, router, mesh) -> None:
     got = run(config_of(router, exchange=exchange), MESHES[mesh])

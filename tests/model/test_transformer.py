@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from conftest import MESHES, ONE_DEVICE, sample, tensor_parallel
 from flax import nnx
 from model_runs import (
     SMALL,
@@ -72,18 +72,11 @@ def test_loss_and_every_gradient_equal_one_device(one_device, mesh, layout, over
 
 
 LAYOUTS = ("hidden", "sequence", "replicated")
-# A third of the product, with every mesh, layout and overlap beside each of the others.
-THIRD = [
-    (mesh, layout, overlap)
-    for (i, mesh), (j, layout), (k, overlap) in itertools.product(
-        enumerate(MESHES), enumerate(LAYOUTS), enumerate(get_args(Overlap))
-    )
-    if (i + j + k) % 3 == 0
-]
+EVERY = itertools.product(MESHES, LAYOUTS, get_args(Overlap))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "layout", "overlap"), THIRD)
+# Eleven steps through the product meet every mesh, layout and overlap.
+@pytest.mark.parametrize(("mesh", "layout", "overlap"), sample(EVERY, 11))
 def test_layouts_and_overlaps_equal_one_device(one_device, mesh, layout, overlap) -> None:
     assert_equal_runs(run(CONFIG, parallel(mesh, layout, overlap)), one_device)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from conftest import MESHES, ONE_DEVICE, sample, tensor_parallel
 from flax import nnx
 from linears import (
     ARRAYS,
@@ -44,13 +44,13 @@ from parallel.sharding.axes import (
 )
 
 RANK, SCALE = 3, 1.5
-FAST = {
+FAST = [
     ("dp2-fsdp2-tp2", "sequence", "none"),
     ("tp8", "sequence", "bidirectional"),
     ("dp2-fsdp2-tp2", "hidden", "ring"),
     ("tp4-sp2", "replicated", "ring"),
-}
-CASES = [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in ALL]
+]
+CASES = [*FAST, *sample(case for case in ALL if case not in FAST)]
 
 
 def normal(linear, name):

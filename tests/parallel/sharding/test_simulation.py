@@ -65,8 +65,15 @@ HUNG = [mesh for mesh in EVERY if "fsdp=8" in mesh or "fsdp=4" in mesh]
 REST = [mesh for mesh in EVERY if mesh not in HUNG]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("meshes", [HUNG, REST[::2], REST[1::2]], ids=["hung", "rest-0", "rest-1"])
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        pytest.param(HUNG, id="hung", marks=pytest.mark.slow),
+        pytest.param(REST[::3], id="rest-0", marks=pytest.mark.slow),
+        pytest.param(REST[1::3], id="rest-1", marks=pytest.mark.sweep),
+        pytest.param(REST[2::3], id="rest-2", marks=pytest.mark.sweep),
+    ],
+)
 def test_three_runs_on_every_factorisation_of_eight_devices_end(meshes) -> None:
     assert len(EVERY) == 35
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
