@@ -13,6 +13,7 @@ from configs.schema import Config
 from data.config import values_by_step
 from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
+from model.int8_base import without_scales
 from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import Choice, choose_overlap
 from parallel.linear.config import TensorParallelConfig
@@ -178,16 +179,19 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
 
 
 def describe_parameters(program: Program, table: Mapping[str, list[Row]]) -> Iterator[str]:
-    """Yield lines with the memory of the parameters and of the optimizer, and what is trained."""
+    """Yield lines with the memory of the parts of the state, and what is trained."""
     rows = [*table["parameters"], *table["optimizer"]]
-    yield f"parameters and optimizer: {summary(rows)}"
+    state = program.abstract_state
+    others = ["optimizer"]
+    others += [] if state.ema is None else ["moving average"]
+    others += [] if state.reference is None else ["reference model"]
+    yield f"{', '.join(['parameters', *others[:-1]])} and {others[-1]}: {summary(rows)}"
     if program.plan.lora.rank:
-        params = program.abstract_state.params
         trained, total = (
             sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
-            for tree in (program.trained(params), params)
+            for tree in (program.trained(state.params), without_scales(state.params))
         )
         yield (
             f"LoRA: {trained:,} trainable of {total:,} parameters ({trained / total:.2%}); "
-            f"optimizer: {summary(table['optimizer'])}"
+            f"{', '.join(others)}: {summary(table['optimizer'])}"
         )

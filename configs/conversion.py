@@ -21,7 +21,7 @@ from data.tokenizers.base import (
     saved_tokenizer,
 )
 from model.families.adapters import find_adapted
-from model.families.base import Family, family_of, find_family, model_config, nested
+from model.families.base import Family, family_of, find_family, nested
 from model.families.layouts import Shape
 from model.int8_base import is_scale, stored_floats, without_scales
 from model.lora import factor_paths, is_adapter, read_merged, with_adapters, without_adapters
@@ -72,14 +72,13 @@ def import_config(
     source = ModelDirectory(directory)
     saved = str(run_directory(str(run)) / TOKENIZER_FOLDER)
     has_tokenizer = (source.path / TOKENIZER_FILE).is_file()
-    fields = source.read_fields()
     tree: dict[str, Any] = {
         "run": {"dir": str(run)},
-        "model": nested(fields),
+        "model": nested(source.read_fields()),
         "data": {"tokenizer": saved} if has_tokenizer else {},
     }
     if adapters is not None:
-        tree["lora"] = adapters.lora_fields(source.family, model_config(fields))
+        tree["lora"] = adapters.lora_fields(source.family, source.read_model())
     apply_overrides(tree, overrides)
     _pad_vocabulary(tree)
     config = make_config(tree)
@@ -254,8 +253,7 @@ def export_adapters(
                 f"checkpoint {stored.step} of {run} has no adapters; leave out --adapters to write "
                 "the model"
             )
-        base = _base_directory(stored.config)
-        family = _family_of_base(run, stored.config, base)
+        base, family = _find_base(run, stored.config)
         kernels = [path for path in stored.shapes if {*factor_paths(path)} & stored.adapters]
         tensors = find_adapted(family.tensors, stored.shapes, model, kernels)
         directory.mkdir(parents=True, exist_ok=True)
@@ -271,22 +269,27 @@ def export_adapters(
     return stored.step
 
 
-def _base_directory(config: Config) -> Path | None:
-    """Return the Hugging Face model that a run started from, if `training.init_from` names one."""
-    path = Path(config.training.init_from or "").expanduser()
-    return path if config.training.init_from and (path / CONFIG).is_file() else None
+def _find_base(run: Path, config: Config) -> tuple[Path | None, Family]:
+    """Return the model directory that a run started from, if it is known, and its family.
 
-
-def _family_of_base(run: Path, config: Config, base: Path | None) -> Family:
-    """Return the family whose names the adapters of a run have."""
-    source = load_source(run)
-    if source is None and config.training.init_from:
-        # A run that started from an imported run, or from a checkpoint of one.
-        path = Path(config.training.init_from).expanduser()
-        source = load_source(path) or load_source(path.parent.parent)
+    A run may have started from another run, or from a checkpoint of one.
+    Raises: ValueError: the model or run that `training.init_from` names does not exist any more.
+    """
+    source, first = load_source(run), config.training.init_from
     if source is not None:
-        return family_of(source.config)
-    return ModelDirectory(base).family if base is not None else find_family(config.model)
+        return None, family_of(source.config)
+    if first is None:
+        return None, find_family(config.model)
+    path = Path(first).expanduser()
+    if not path.exists():
+        raise ValueError(
+            f"training.init_from={first} of {run} does not exist, and the names of adapters are "
+            "those of that model; run this where it exists, or restore it"
+        )
+    if (path / CONFIG).is_file() and not (path / "checkpoints").is_dir():
+        return path, ModelDirectory(path).family
+    origin = path if (path / "checkpoints").is_dir() else path.parent.parent  # a step of it
+    return _find_base(origin, load_config(origin / "config.yaml"))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from model.lora import sibling_path
 from parallel.linear.int8_kernel import SCALE, Int8Kernel, quantize
 
 
@@ -19,7 +20,7 @@ def is_scale(name: str) -> bool:
 
 def scale_path(kernel: str) -> str:
     """Return the dotted path of the scales of the kernel with a dotted path."""
-    return ".".join(SCALE if part == "kernel" else part for part in kernel.split("."))
+    return sibling_path(kernel, SCALE)
 
 
 def without_scales(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,16 +35,17 @@ def without_scales(params: Mapping[str, Any]) -> dict[str, Any]:
 def quantized_as(params: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters with the kernels as int8 that have scales in the tree `wanted`.
 
-    The kernels are donated. Kernels that have scales already stay as they are.
+    The kernels are deleted. Kernels that have scales already stay as they are.
     """
     found: dict[str, Any] = {}
     for name, value in params.items():
         if name == "kernel" and SCALE in wanted and SCALE not in params:
-            kernels = value if isinstance(value, Mapping) else {"": value}
-            both = {output: quantize_array(kernel) for output, kernel in kernels.items()}
-            values, scales = ({n: x[i] for n, x in both.items()} for i in range(2))
-            is_tree = isinstance(value, Mapping)
-            found[name], found[SCALE] = (x if is_tree else x[""] for x in (values, scales))
+            if isinstance(value, Mapping):
+                found[name], found[SCALE] = {}, {}
+                for output, kernel in value.items():
+                    found[name][output], found[SCALE][output] = quantize_array(kernel)
+            else:
+                found[name], found[SCALE] = quantize_array(value)
         elif isinstance(value, Mapping):
             found[name] = quantized_as(value, wanted.get(name, {}))
         else:
@@ -52,14 +54,15 @@ def quantized_as(params: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[s
 
 
 def quantize_array(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (int8 values, scales) of a kernel with the layout that it has; it is donated."""
+    """Return (int8 values, scales) of a kernel with the layout that it has; it is deleted."""
     sharding: Any = kernel.sharding
     with jax.set_mesh(sharding.mesh):
         found = _quantize(kernel)
+    kernel.delete()  # donation keeps it: no result has its size
     return found.values, found.scale
 
 
-_quantize: Callable[[jax.Array], Int8Kernel] = jax.jit(quantize, donate_argnums=0)
+_quantize: Callable[[jax.Array], Int8Kernel] = jax.jit(quantize)
 
 
 def stored_floats(

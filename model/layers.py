@@ -273,7 +273,7 @@ class Attention(nnx.Module):
         qkv = self.qkv(x_BLD)
         if config.qk_norm_across_heads:
             qkv |= {"q": self.q_norm(qkv["q"]), "k": self.k_norm(qkv["k"])}
-        q, k, v = (self._split_heads(qkv[name]) for name in "qkv")
+        q, k, v = (split_heads(qkv[name], config.head_size, self.tp) for name in "qkv")
         if config.qk_norm and not config.qk_norm_across_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
@@ -290,9 +290,6 @@ class Attention(nnx.Module):
             attention_factor=factor,
         )
         return rotate(q), rotate(k)
-
-    def _split_heads(self, y_BLF: jax.Array) -> jax.Array:
-        return split_heads(y_BLF, self.config.head_size, self.tp)
 
 
 def attention_inputs(

@@ -207,16 +207,21 @@ def is_adapter(name: str) -> bool:
 
 def factor_paths(kernel: str) -> tuple[str, str]:
     """Return the dotted paths of A and B of the kernel with a dotted path."""
-    a, b = (
-        ".".join(name if part == "kernel" else part for part in kernel.split("."))
-        for name in FACTORS
-    )
+    a, b = (sibling_path(kernel, name) for name in FACTORS)
     return a, b
 
 
 def kernel_path(factor: str) -> str:
     """Return the dotted path of the kernel that a factor with a dotted path belongs to."""
-    return ".".join("kernel" if part in FACTORS else part for part in factor.split("."))
+    return sibling_path(factor, "kernel", of=FACTORS)
+
+
+def sibling_path(path: str, name: str, of: Collection[str] = ("kernel",)) -> str:
+    """Return the dotted path of the parameter `name` of the same linear and output.
+
+    of: Names of the parameters that have such a sibling; the path of another one is returned as is.
+    """
+    return ".".join(name if part in of else part for part in path.split("."))
 
 
 def with_adapters(params: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-from pydantic import ValidationError
+import numpy as np
 from ruamel.yaml import YAML
 
 from model.config import ModelConfig
-from model.families.base import FamilyError, mathematics, model_config
-from model.int8_base import is_scale, without_scales
+from model.families.base import FamilyError, mathematics
+from model.int8_base import is_scale, quantize_array, scale_path, without_scales
 from model.lora import is_adapter, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
@@ -55,8 +55,11 @@ SHAPE_KEYS = (
     "biases",
     "norm_placement",
     "qk_norm_across_heads",
-    *("mla.q_lora_rank", "mla.kv_lora_rank", "mla.v_head_dim"),
-    *("mla.qk_nope_head_dim", "mla.qk_rope_head_dim"),
+    "mla.q_lora_rank",
+    "mla.kv_lora_rank",
+    "mla.v_head_dim",
+    "mla.qk_nope_head_dim",
+    "mla.qk_rope_head_dim",
 )
 Differences = dict[str, tuple[Any, Any]]
 """(value of the source, value of this run) of keys of the section `model`, by dotted path."""
@@ -119,7 +122,7 @@ class CheckpointParameters:
 
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return the first parameter that is missing, extra, or has another shape."""
-        if not self.has_scales:  # kernels are quantized after they are read
+        if not self.has_scales:  # kernels are quantized when they are read
             shapes = {name: shape for name, shape in shapes.items() if not is_scale(name)}
         for name in sorted(self.leaves.keys() | shapes.keys()):
             there = tuple(self.leaves[name][0]) if name in self.leaves else "no"
@@ -141,14 +144,30 @@ class CheckpointParameters:
         wanted = (
             abstract_state.params if self.has_adapters else without_adapters(abstract_state.params)
         )
-        wanted = wanted if self.has_scales else without_scales(wanted)
-        params = jax.tree_util.tree_map_with_path(stored, wanted)
         checkpoints = Checkpoints(self.folder, CheckpointConfig(), read_only=True)
         with contextlib.closing(checkpoints):
             try:
+                if not self.has_scales and without_scales(wanted) != wanted:
+                    return self._read_quantized(checkpoints, wanted)
+                params = jax.tree_util.tree_map_with_path(stored, wanted)
                 return checkpoints.restore_params(self.step, replace(abstract_state, params=params))
             except CheckpointError as error:
                 raise CheckpointError(f"{_KEY}: {error}; name another checkpoint") from error
+
+    def _read_quantized(self, checkpoints: Checkpoints, wanted: Any) -> Any:
+        """Return stored floats, where `wanted` has int8 quantized, so that one array is in floats.
+
+        Raises: CheckpointError.
+        """
+        arrays = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(without_scales(wanted)):
+            name = leaf_name(path)
+            array = checkpoints.read(self.step, f"params.{name}", leaf.sharding)
+            if leaf.dtype == np.int8:
+                arrays[name], arrays[scale_path(name)] = quantize_array(array)
+            else:
+                arrays[name] = array
+        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], wanted)
 
 
 @dataclass(frozen=True)
@@ -167,12 +186,7 @@ class HuggingFaceParameters:
     @cached_property
     def model(self) -> ModelConfig:
         """The model that config.json describes. Raises: ValueError if it is not supported."""
-        fields = self.source.read_fields()
-        try:
-            return model_config(fields)
-        except ValidationError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"{_KEY}={self.source.path}: {CONFIG}: {reason}") from error
+        return self.source.read_model()
 
     @property
     def has_adapters(self) -> bool:

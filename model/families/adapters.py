@@ -157,10 +157,10 @@ def find_adapted(
     return [
         AdaptedTensor(
             tuple(sorted(groups[name], key=lambda piece: (piece.part, piece.index))),
-            modules[place + 1 :].count(modules[place]),
+            modules[number + 1 :].count(modules[number]),
             _is_parameter(groups[name][0], config),
         )
-        for place, name in enumerate(names)
+        for number, name in enumerate(names)
     ]
 
 

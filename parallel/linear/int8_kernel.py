@@ -14,6 +14,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from parallel.linear.low_rank import factor_axes
+
 SCALE = "kernel_scale"
 """Name of the parameter with the scales, beside the kernel of its linear."""
 _STEP = 1 / 127
@@ -97,7 +99,11 @@ def store_as_int8(linear: Any) -> None:
 
 
 def _quantize_parameter(kernel: nnx.Param) -> nnx.Param:
-    """Quantize a parameter, and return a parameter with its scales."""
+    """Quantize a parameter, and return a parameter with its scales.
+
+    Scales have one row and the columns of the kernel, as the matrix B of an adapter.
+    """
     found = quantize(kernel[...])
     kernel.set_value(found.values)
-    return nnx.Param(found.scale)
+    axes = factor_axes(kernel.get_metadata()["semantic_axes"])[1]
+    return nnx.Param(found.scale, semantic_axes=axes)

@@ -1,5 +1,7 @@
 """Activations in the sharding table have the shapes and sharding of the model's activations."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,7 @@ from flax import nnx
 
 from model.config import MLAConfig, ModelConfig
 from model.footprint import activation_tensors, ring_shapes
-from model.layers import Attention, TokenInfo
+from model.layers import Attention, TokenInfo, split_heads
 from model.plan import make_plan
 from model.segments import LayerKind
 from model.transformer import Block, Transformer
@@ -32,7 +34,7 @@ def heads_and_latents(attention, x) -> dict[str, jax.Array]:
     """Return queries, keys, values and latents of a layer, under their names in the table."""
     if isinstance(attention, Attention):
         qkv = attention.qkv(x)
-        split = attention._split_heads
+        split = partial(split_heads, head_dim=attention.config.head_size, tp=attention.tp)
         return {"q_BLHh": split(qkv["q"]), "kv_BLKh": split(qkv["k"])}
     q_n, q_r, latent, k_r = attention._project(x)
     k, v = attention._keys_and_values(latent, k_r)

@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE
+from conftest import MESHES, ONE_DEVICE, ROOT
+from jax.sharding import PartitionSpec as P
 from test_lora import GRID, SPARSE, program_on, started
-from test_step import fields, leaves, placed  # noqa: F401 (a fixture)
+from test_step import TINY, fields, leaves, placed  # noqa: F401 (a fixture)
 
+from configs.build import build_sharding_table
+from configs.schema import load_config
 from model.int8_base import is_scale, quantized_as, without_scales
 from model.lora import LoRAConfig, merge_adapters
 from parallel.linear.int8_kernel import SCALE, quantize
@@ -116,6 +119,21 @@ def test_the_base_is_equal_on_every_mesh_and_takes_a_byte_per_parameter(meshes, 
         is_linear &= "kernel" in name
         assert found[name].dtype == (np.int8 if is_linear else np.float32), name
         assert found[name].nbytes == array.nbytes // (4 if is_linear else 1)
+
+
+@pytest.mark.parametrize("mesh", [GRID, MeshConfig(ep=2, fsdp=2, tp=2)])
+def test_scales_are_rows_of_the_sharding_table_as_their_kernels(mesh):
+    options = (*SPARSE, "lora.rank=4", INT8)
+    sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
+    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *sizes, *options])
+    program = program_on(mesh, *options)
+    rows = {row.name: row for row in build_sharding_table(config, program)["parameters"]}
+    scales = [name for name in rows if is_scale(name)]
+    assert scales
+    for name in scales:
+        kernel = rows[name.replace(SCALE, "kernel")]
+        assert rows[name].axes.endswith(kernel.axes.split()[-1]) and rows[name].axes != "?"
+        assert rows[name].spec == P(*kernel.spec[:-2], None, kernel.spec[-1])
 
 
 def test_kernels_are_gathered_as_int8(fields):  # noqa: F811

@@ -1,5 +1,7 @@
 """Runs with `lora.base_dtype: int8`: they resume bit-equal, generate, merge, and go on."""
 
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from configs.runs import load_run
 from model.generation.generator import Generator
 from model.int8_base import scale_path
 from model.lora import is_adapter
+from training.checkpoint import Checkpoints
 from training.hugging_face.read import read_parameters
 
 pytestmark = pytest.mark.usefixtures("signals")
@@ -62,9 +65,22 @@ def test_merged_parameters_generate_the_same_text_and_are_exported(run_directori
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_a_base_of_another_run_is_quantized(undisturbed, run_directories, tmp_path, capsys):
-    config = write_config(tmp_path)
-    assert run(config, *LORA, *STILL, f"training.init_from={undisturbed}/run") == 0
+def test_a_base_of_another_run_is_quantized(
+    undisturbed, run_directories, tmp_path, capsys, monkeypatch
+):
+    config, floats = write_config(tmp_path), []
+
+    def read(self, step, name, sharding):
+        assert all(kernel() is None or kernel().is_deleted() for kernel in floats), name
+        array = read_array(self, step, name, sharding)
+        floats.extend([weakref.ref(array)] if ".kernel" in name and "head" not in name else [])
+        return array
+
+    read_array = Checkpoints.read
+    with monkeypatch.context() as patched:  # one kernel at a time is in floats
+        patched.setattr(Checkpoints, "read", read)
+        assert run(config, *LORA, *STILL, f"training.init_from={undisturbed}/run") == 0
+    assert len(floats) == 7
     base, found = stored(undisturbed / "run", 6), stored(tmp_path / "run", 1)
     for name, array in base.items():
         if (scales := scale_path(name)) == name or scales not in found:

@@ -264,9 +264,17 @@ def test_the_start_lines_count_what_is_trained():
     program = program_on(GRID, *LORA)
     table = build_sharding_table(config, program)
     both, lora = describe_parameters(program, table)
-    trained = sum(x.size for x in jax.tree.leaves(adapters_of(program.abstract_state.params)))
-    assert "parameters and optimizer" in both
-    assert lora.startswith(f"LoRA: {trained:,} trainable of ") and "optimizer: " in lora
+    trained, total = (
+        sum(x.size for x in jax.tree.leaves(tree))
+        for tree in (adapters_of(program.abstract_state.params), program.abstract_state.params)
+    )
+    assert both.startswith("parameters and optimizer: ")
+    assert lora.startswith(f"LoRA: {trained:,} trainable of {total:,} ") and "; optimizer: " in lora
+    more = ("lora.base_dtype=int8", "optimizer.ema_decay=0.5", "training.objective=dpo")
+    program = program_on(GRID, *LORA, *more, "data.packing=pairs", "training.init_from=x")
+    both, lora = describe_parameters(program, build_sharding_table(config, program))
+    assert both.startswith("parameters, optimizer, moving average and reference model: ")
+    assert f"of {total:,} " in lora and "; optimizer, moving average, reference model: " in lora
     assert any("LoRA of rank 4, scale 1.5" in line for line in program.plan.describe())
     assert not any("LoRA" in line for line in program_on(GRID).plan.describe())
 

@@ -74,10 +74,27 @@ class AdapterDirectory:
             reason = "changes the base model; convert the adapters to plain LoRA with PEFT"
             raise self._refusal("init_lora_weights", initial, reason)
         rank, alpha = self.keys.get("r"), self.keys.get("lora_alpha")
-        if type(rank) is not int or rank < 1:
+        if not _is_rank(rank):
             raise self._refusal("r", rank, "is not a whole number above 0; correct it")
-        if not isinstance(alpha, int | float) or alpha <= 0:
+        if not _is_alpha(alpha):
             raise self._refusal("lora_alpha", alpha, "is not a number above 0; correct it")
+        self._check_patterns("rank_pattern", _is_rank, "a whole number above 0")
+        self._check_patterns("alpha_pattern", _is_alpha, "a number above 0")
+        targets = self.keys.get("target_parameters") or []
+        if not isinstance(targets, list) or not all(isinstance(name, str) for name in targets):
+            raise self._refusal("target_parameters", targets, "is no list of names; correct it")
+
+    def _check_patterns(self, name: str, is_valid: Callable[[Any], bool], wanted: str) -> None:
+        """Refuse a rank_pattern or alpha_pattern that cannot be applied. Raises: ValueError."""
+        patterns = self.keys.get(name) or {}
+        if not isinstance(patterns, dict) or not all(map(is_valid, patterns.values())):
+            raise self._refusal(name, patterns, f"is no object with {wanted} per name; correct it")
+        for pattern in patterns:
+            try:
+                _module_pattern(pattern)
+            except re.error as error:
+                reason = f"{pattern!r} is no regular expression ({error}); correct it"
+                raise self._refusal(name, patterns, reason) from error
 
     def _refusal(self, name: str, value: Any, reason: str) -> ValueError:
         return ValueError(f"{self.path / ADAPTER_CONFIG}: {name}={value!r}: {reason}")
@@ -87,6 +104,7 @@ class AdapterDirectory:
 
         Where one tensor holds several of our kernels, all of them have adapters. Targets that
         differ between experts and other MLPs may name too many linears, which `read` refuses.
+        Raises: ValueError: the adapters are not of a model of this family.
         """
         attention = set[str]()
         mlps = {"mlp": set[str](), "experts": set[str]()}
@@ -97,6 +115,12 @@ class AdapterDirectory:
             is_mlp = any(".mlp." in path for path in entry.paths)
             kind = "experts" if entry.stacked or "{expert}" in entry.name else "mlp"
             (mlps[kind] if is_mlp else attention).update(outputs)
+        if not attention.union(*mlps.values()):
+            raise ValueError(
+                f"{self.path / ADAPTER_FILE}: no matrix belongs to a linear of "
+                f"{family.architecture} (found: {few(sorted(self.infos)) or 'none'}); give "
+                "adapters of this model"
+            )
         sparse = model.sparse_layers
         has = {"mlp": False in sparse or model.moe.num_shared_experts, "experts": True in sparse}
         present = [outputs for group, outputs in mlps.items() if has[group]]
@@ -165,12 +189,12 @@ class AdapterDirectory:
             problems.append(f"missing: {few(missing)}")
         if unknown := sorted(self.infos.keys() - names):
             problems.append(f"unknown: {few(unknown)}")
-        there = {path for tensor in tensors for path in tensor.paths}
+        found = {path for tensor in tensors for path in tensor.paths}
         if not problems:
             extra = {tensor.paths[0] for tensor in tensors if not wanted.intersection(tensor.paths)}
-            self._check_targets(family, model, lora, there=extra, here=wanted - there)
+            self._check_targets(family, model, lora, in_directory=extra, in_run=wanted - found)
             tensors = find(sorted(wanted))
-            problems = [found for tensor in tensors if (found := self._problem(tensor, lora))][:1]
+            problems = [text for tensor in tensors if (text := self._problem(tensor, lora))][:1]
         if problems:
             reason = "; ".join(problems)
             raise ValueError(f"{self.path}: adapters do not fit {family.architecture}: {reason}")
@@ -182,19 +206,19 @@ class AdapterDirectory:
         model: ModelConfig,
         lora: LoRAConfig,
         *,
-        there: set[str],
-        here: set[str],
+        in_directory: set[str],
+        in_run: set[str],
     ) -> None:
         """Refuse adapters of kernels that only the directory has, or only this run.
 
         Raises: ValueError.
         """
-        for where, kernels in ((self.path, there), ("this run", here)):
+        for source, kernels in ((self.path, in_directory), ("this run", in_run)):
             if kernels:
                 now, found = [*lora.targets], self.lora_fields(family, model)["targets"]
                 others = "others" if found == now else f"[{','.join(found)}]"
                 raise ValueError(
-                    f"lora.targets=[{','.join(now)}]: only {where} has an adapter of "
+                    f"lora.targets=[{','.join(now)}]: only {source} has an adapter of "
                     f"{min(kernels)}; set lora.targets to {others}, or merge the adapters with PEFT"
                 )
 
@@ -219,7 +243,7 @@ class AdapterDirectory:
         """Return the rank or alpha of a tensor, which a pattern may set as PEFT reads it."""
         names = tensor.name, tensor.name.removesuffix(".weight")
         for pattern, value in (self.keys.get(patterns) or {}).items():
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+            if any(map(_module_pattern(pattern).match, names)):
                 return value
         return self.keys[default]
 
@@ -247,31 +271,47 @@ class AdapterDirectory:
         """
         paths = jax.tree_util.tree_leaves_with_path(abstract_params)
         leaves = {name: x.shape for path, x in paths if not is_scale(name := leaf_name(path))}
-        places: dict[str, dict[tuple[int, ...], tuple[AdaptedTensor, Piece]]] = {}
+        pieces_by_index: dict[str, dict[tuple[int, ...], tuple[AdaptedTensor, Piece]]] = {}
         for tensor in self.find_tensors(family, model, lora, leaves):
             for piece in tensor.pieces:
-                places.setdefault(piece.path, {})[piece.index] = tensor, piece
+                pieces_by_index.setdefault(piece.path, {})[piece.index] = tensor, piece
 
         def build(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             name = leaf_name(path)
             kernel = kernel_path(name)
             side = factor_paths(kernel).index(name)
 
-            def block(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
+            def read_block(ranges: tuple[slice, ...] | None) -> np.ndarray:
+                assert ranges is not None
                 lead = leaf.ndim - 2
-                shape = [len(range(n)[i]) for n, i in zip(leaf.shape, index, strict=True)]
-                found = np.empty(shape, leaf.dtype)
-                for place in np.ndindex(*found.shape[:lead]):
-                    whole = tuple((i.start or 0) + n for i, n in zip(index, place, strict=False))
-                    tensor, piece = places[kernel][whole]
+                shape = [len(range(n)[i]) for n, i in zip(leaf.shape, ranges, strict=True)]
+                starts = [i.start or 0 for i in ranges[:lead]]
+                block = np.empty(shape, leaf.dtype)
+                for index in np.ndindex(*block.shape[:lead]):
+                    global_index = tuple(i + n for i, n in zip(starts, index, strict=True))
+                    tensor, piece = pieces_by_index[kernel][global_index]
                     views = tensor.views(*self._matrices(tensor), piece, lora.rank)
-                    found[place] = views[side][index[lead:]]
-                return found
+                    block[index] = views[side][ranges[lead:]]
+                return block
 
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, block, dtype=leaf.dtype)
+            return jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, read_block, dtype=leaf.dtype
+            )
 
         return jax.tree_util.tree_map_with_path(build, adapters_of(abstract_params))
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _module_pattern(pattern: str) -> re.Pattern[str]:
+    """Return the expression that PEFT matches with names of modules. Raises: re.error."""
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _target_order(name: str) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 import model.families  # noqa: F401 (registers the families)
 from model.config import ModelConfig
-from model.families.base import Family, FamilyError, Fields, family_of
+from model.families.base import Family, FamilyError, Fields, family_of, model_config
 from model.families.layouts import Shape
 from model.families.quantization import ENCODINGS, StoredTensor
 from model.families.rules import given, whole_number
@@ -53,6 +54,15 @@ class ModelDirectory:
         stored = self.keys.get("dtype", self.keys.get("torch_dtype"))
         fields["dtype"] = "float32" if stored == "float32" else "bfloat16"
         return fields
+
+    def read_model(self) -> ModelConfig:
+        """Return the model that config.json describes. Raises: ValueError if it is not valid."""
+        fields = self.read_fields()
+        try:
+            return model_config(fields)
+        except ValidationError as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{self.path / CONFIG}: {reason}; correct it") from error
 
     @cached_property
     def infos(self) -> dict[str, TensorInfo]:

@@ -163,11 +163,21 @@ def fill(name: str):
         (change(r=3, lora_alpha=4.5), (), "wrong shape: base_model.model.model.layers.0.self"),
         (change(rank_pattern={"v_proj": 8}), (), "rank 8 of base_model.model.model.layers.0.self"),
         (change(alpha_pattern={"v_proj": 8}), (), "scale 4 of base_model.model.model.layers.0."),
+        (change(rank_pattern=["v_proj"]), (), "rank_pattern=['v_proj']: is no object with a whole"),
+        (change(rank_pattern={"v_proj": 0}), (), "rank_pattern={'v_proj': 0}: is no object with a"),
+        (change(alpha_pattern={"v_proj": "8"}), (), "alpha_pattern={'v_proj': '8'}: is no object"),
+        (change(alpha_pattern={"(": 8}), (), "alpha_pattern={'(': 8}: '(' is no regular expres"),
+        (change(target_parameters="up"), (), "target_parameters='up': is no list of names"),
         (None, ("lora.rank=4",), "lora.rank=4 differs from r=2 in "),
         (None, ("lora.alpha=4",), "lora.alpha=4 differs from lora_alpha=3 in "),
         (None, ("lora.targets=[q]",), "lora.targets=[q]: only "),
         (rename("self_attn.q_proj", "self_attn.x_proj"), (), "unknown: base_model.model.model."),
         (rename("layers.2.self_attn.v", "layers.9.self_attn.v"), (), "missing: base_model.model."),
+        (
+            rename(".layers.", ".blocks."),
+            (),
+            "no matrix belongs to a linear of Qwen3Moe",
+        ),
         (rename("layers.0.mlp.up_proj", "lm_head"), (), "unknown: base_model.model.model.lm_head"),
         (
             fill("model.layers.1.mlp.experts.base_layer.lora_B.weight"),
@@ -187,6 +197,26 @@ def test_adapters_that_do_not_fit_are_refused(folder, tmp_path, capsys, damage, 
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and message in error
     assert not (tmp_path / "run").exists()
+
+
+def test_names_of_adapters_are_those_of_the_first_model_of_a_chain_of_runs(folder, capsys) -> None:
+    shutil.copytree(folder / "lora", folder / "second")
+    config = (folder / "lora/config.yaml").read_text()
+    second = config.replace(f"init_from: {folder}/hf", f"init_from: {folder}/lora")
+    assert second != config
+    (folder / "second/config.yaml").write_text(second)
+    assert convert("to-hf", folder / "second", folder / "chained", "--adapters") == 0
+    keys = json.loads((folder / "chained" / CONFIG).read_text())
+    assert keys["base_model_name_or_path"] == f"{folder}/hf"
+    assert matrices(folder / "chained").keys() == matrices(folder / "peft").keys()
+    (folder / "lora").rename(folder / "moved")
+    try:
+        assert convert("to-hf", folder / "second", folder / "lost", "--adapters") == 2
+    finally:
+        (folder / "moved").rename(folder / "lora")
+    message = f"training.init_from={folder}/lora of {folder}/second does not exist, and the names"
+    assert message in capsys.readouterr().err
+    assert not (folder / "lost").exists()
 
 
 def test_a_run_without_adapters_has_none_to_write(folder, tmp_path, capsys) -> None:
