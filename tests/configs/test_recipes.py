@@ -1,0 +1,83 @@
+"""Recipes describe released models, and fit the slices that their headers name."""
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import ROOT
+
+import model.families  # noqa: F401 (registers the families)
+from configs.build import build_program, open_devices
+from configs.schema import load_config
+from model.families.base import family_of, mathematics, model_config
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
+RELEASED = {
+    "llama3_2_1b": "Llama-3.2-1B",
+    "qwen3_0_6b": "Qwen3-0.6B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "mixtral_8x7b": "Mixtral-8x7B-v0.1",
+}
+TRAINING_ONLY = {"moe.router_aux_loss_coef", "moe.exchange_chunks", "moe.capacity_factor"}
+
+
+def planned(name: str) -> tuple[str, float, float]:
+    """Return topology, planned GiB and GiB of a chip from the header of a recipe."""
+    found = re.search(r"# Planned for (\S+): ([\d.]+) of (\d+) GiB", RECIPES[name].read_text())
+    assert found, f"{name} does not say for which slice it was planned"
+    return found[1], float(found[2]), float(found[3])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_model_of_a_recipe_is_the_released_one(name) -> None:
+    config = load_config(RECIPES[name])
+    base = name.rpartition("_")[0]
+    if base == "llama3_8b":
+        assert config.model.num_parameters == 8_030_261_248
+        return
+    released = ROOT / "tests" / "model" / "families" / "released" / f"{RELEASED[base]}.json"
+    keys = json.loads(released.read_text())
+    want = mathematics(model_config(family_of(keys).read(keys)))
+    got = mathematics(config.model)
+    assert {n for n in want if got[n] != want[n]} <= TRAINING_ONLY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_step_of_a_recipe_compiles(name) -> None:
+    config = load_config(RECIPES[name])
+    devices, _ = open_devices(config)
+    program = build_program(config, devices)
+    shape = (1, config.data.batch_sizes[0], config.data.row_length)
+    names = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            shape,
+            jnp.float32 if name == "loss_mask" else jnp.int32,
+            sharding=program.batch_sharding,
+        )
+        for name in names
+    }
+    with jax.set_mesh(program.tp.manager.mesh):
+        program.train_step.lower(program.abstract_state, batch).compile()
+
+
+# The others take as long; their headers were written from the same command.
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"')
+@pytest.mark.parametrize("name", ["qwen3_0_6b_lora"])
+def test_a_recipe_fits_the_slice_of_its_header(name) -> None:
+    topology, gib, of_chip = planned(name)
+    command = [sys.executable, "scripts/bench.py", "model", "--config", str(RECIPES[name])]
+    done = subprocess.run(
+        [*command, "--topology", topology], cwd=ROOT, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["hbm_gib"] == pytest.approx(gib, rel=0.05)
+    assert result["hbm_gib"] < 0.95 * of_chip
