@@ -281,7 +281,7 @@ class AdapterDirectory:
             kernel = kernel_path(name)
             side = factor_paths(kernel).index(name)
 
-            def read_block(ranges: tuple[slice, ...] | None) -> np.ndarray:
+            def fill(ranges: tuple[slice, ...] | None) -> np.ndarray:
                 assert ranges is not None
                 lead = leaf.ndim - 2
                 shape = [len(range(n)[i]) for n, i in zip(leaf.shape, ranges, strict=True)]
@@ -294,9 +294,7 @@ class AdapterDirectory:
                     block[index] = views[side][ranges[lead:]]
                 return block
 
-            return jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, read_block, dtype=leaf.dtype
-            )
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, fill, dtype=leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(build, adapters_of(abstract_params))
 
