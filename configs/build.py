@@ -13,6 +13,7 @@ from configs.schema import Config
 from data.config import values_by_step
 from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
+from model.int8_base import without_scales
 from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import Choice, choose_overlap
 from parallel.linear.config import TensorParallelConfig
@@ -87,17 +88,6 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     if training.objective == "dpo":
         return PreferenceProgram(*parts, training.dpo)
     return Program(*parts)
-
-
-def describe_objective(config: Config) -> Iterator[str]:
-    """Yield a line about an objective that is not the prediction of the next token."""
-    training = config.training
-    if training.objective == "dpo":
-        kept = "the adapters" if config.lora.rank else "all parameters"
-        yield (
-            f"objective dpo with beta {training.dpo.beta:g}; the reference model is a frozen copy "
-            f"of {kept} before the first step"
-        )
 
 
 def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKind, Choice]:
@@ -180,14 +170,21 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
 def describe_parameters(program: Program, table: Mapping[str, list[Row]]) -> Iterator[str]:
     """Yield lines with the memory of the parameters and of the optimizer, and what is trained."""
     rows = [*table["parameters"], *table["optimizer"]]
-    yield f"parameters and optimizer: {summary(rows)}"
+    state = program.abstract_state
+    parts = {"optimizer": True, "moving average": state.ema, "reference model": state.reference}
+    others = [name for name, part in parts.items() if part is not None]
+    yield f"{_joined(['parameters', *others])}: {summary(rows)}"
     if program.plan.lora.rank:
-        params = program.abstract_state.params
         trained, total = (
             sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
-            for tree in (program.trained(params), params)
+            for tree in (program.trained(state.params), without_scales(state.params))
         )
         yield (
             f"LoRA: {trained:,} trainable of {total:,} parameters ({trained / total:.2%}); "
-            f"optimizer: {summary(table['optimizer'])}"
+            f"{_joined(others)}: {summary(table['optimizer'])}"
         )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Return "a", "a and b" or "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
