@@ -188,7 +188,9 @@ class Backend:
                 reasons.append(f"needs {what} of a multiple of {multiple}, not {size}")
         widest = [width for since, width in can.max_head_dim if since <= request.compute_capability]
         if widest and request.head_dim > widest[-1]:
-            reasons.append(f"has heads of at most {widest[-1]} here, not {request.head_dim}")
+            reasons.append(
+                f"takes heads of at most {widest[-1]} on this device, not {request.head_dim}"
+            )
         if can.heads_over_sp and request.heads % request.sp:
             reasons.append(
                 f"needs heads per device divisible by sp={request.sp}, not {request.heads}"

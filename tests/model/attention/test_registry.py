@@ -58,7 +58,7 @@ CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
         (
             request("gqa", head_dim=192, **CUDNN, compute_capability=(8, 9)),
             "flash_attn2 native",
-            "flash_attn2 gpu (has heads of at most 128 here, not 192)",
+            "flash_attn2 gpu (takes heads of at most 128 on this device, not 192)",
         ),
         (
             request("gqa", head_dim=192, **CUDNN, compute_capability=(10, 0)),
