@@ -16,10 +16,8 @@ from typing import Any
 import jax
 
 from configs.build import (
-    build_plan,
     build_program,
     build_sharding_table,
-    describe_objective,
     describe_parameters,
     open_devices,
 )
@@ -71,7 +69,7 @@ def open_session(
     announce = [
         *([notice] if notice else []),
         *program.plan.describe(),
-        *describe_objective(config),
+        *program.describe_objective(),
         *(source.summary for source in dataset.sources),
         *describe_parameters(program, table),
     ]
@@ -113,7 +111,8 @@ def print_plan(config: Config) -> None:
         ValueError: The configuration cannot run on the devices of this machine.
     """
     devices, notice = open_devices(config)
-    lines = [*build_plan(config, devices).describe(), *describe_objective(config)]
+    program = build_program(config, devices)
+    lines = [*program.plan.describe(), *program.describe_objective()]
     print(*([notice] if notice else []), *lines, sep="\n")
 
 

@@ -90,17 +90,6 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     return Program(*parts)
 
 
-def describe_objective(config: Config) -> Iterator[str]:
-    """Yield a line about an objective that is not the prediction of the next token."""
-    training = config.training
-    if training.objective == "dpo":
-        kept = "the adapters" if config.lora.rank else "all parameters"
-        yield (
-            f"objective dpo with beta {training.dpo.beta:g}; the reference model is a frozen copy "
-            f"of {kept} before the first step"
-        )
-
-
 def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKind, Choice]:
     """Choose the overlap method of every kind of linear, with the reason.
 
@@ -179,13 +168,12 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
 
 
 def describe_parameters(program: Program, table: Mapping[str, list[Row]]) -> Iterator[str]:
-    """Yield lines with the memory of the parts of the state, and what is trained."""
+    """Yield lines with the memory of the parameters and of the optimizer, and what is trained."""
     rows = [*table["parameters"], *table["optimizer"]]
     state = program.abstract_state
-    others = ["optimizer"]
-    others += [] if state.ema is None else ["moving average"]
-    others += [] if state.reference is None else ["reference model"]
-    yield f"{', '.join(['parameters', *others[:-1]])} and {others[-1]}: {summary(rows)}"
+    parts = {"optimizer": True, "moving average": state.ema, "reference model": state.reference}
+    others = [name for name, part in parts.items() if part is not None]
+    yield f"{_joined(['parameters', *others])}: {summary(rows)}"
     if program.plan.lora.rank:
         trained, total = (
             sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
@@ -193,5 +181,10 @@ def describe_parameters(program: Program, table: Mapping[str, list[Row]]) -> Ite
         )
         yield (
             f"LoRA: {trained:,} trainable of {total:,} parameters ({trained / total:.2%}); "
-            f"{', '.join(others)}: {summary(table['optimizer'])}"
+            f"{_joined(others)}: {summary(table['optimizer'])}"
         )
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Return "a", "a and b" or "a, b and c"."""
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

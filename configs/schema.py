@@ -125,25 +125,7 @@ def dump_config(config: Config) -> str:
 def _cross_check(config: Config) -> None:
     """Check the rules between sections; report the first one that is broken."""
     model, mesh = config.model, config.mesh
-    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-    if model.head_dim is None and model.mla is None:
-        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
-    if model.head_size % 2 and model.mla is None:
-        raise ConfigError(
-            f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
-        )
-    _divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
-    _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
-    if not config.parallel.replicate_kv:
-        _divides(
-            "model.num_key_value_heads", kv_heads, "mesh.tp", mesh.tp, "parallel.replicate_kv=true"
-        )
-    _divides(
-        "kv features (model.num_key_value_heads * head_dim)",
-        kv_heads * model.head_size,
-        "mesh.tp",
-        mesh.tp,
-    )
+    _check_heads(config)
     if False in model.sparse_layers:
         _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
     vocab = "model.vocab_size" + (" (padded)" if model.pad_vocab_to_multiple_of > 1 else "")
@@ -182,6 +164,33 @@ def _cross_check(config: Config) -> None:
     _require("lora", lambda: check_lora(config.lora, model))
     _check_longrope(config)
     _check_registered(config)
+
+
+def _check_heads(config: Config) -> None:
+    """Check the heads of attention; `check_model` checks those of latent attention."""
+    model, mesh = config.model, config.mesh
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    if model.mla is not None:
+        _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
+        return
+    if model.head_dim is None:
+        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+    if model.head_size % 2:
+        raise ConfigError(
+            f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
+        )
+    _divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
+    _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
+    if not config.parallel.replicate_kv:
+        _divides(
+            "model.num_key_value_heads", kv_heads, "mesh.tp", mesh.tp, "parallel.replicate_kv=true"
+        )
+    _divides(
+        "kv features (model.num_key_value_heads * head_dim)",
+        kv_heads * model.head_size,
+        "mesh.tp",
+        mesh.tp,
+    )
 
 
 def _check_objective(config: Config) -> None:

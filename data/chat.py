@@ -110,14 +110,22 @@ def encode_chat(
 def encode_answers(
     tokenizer: Tokenizer, messages: Messages, num_context: int, template: ChatTemplate = chatml
 ) -> EncodedChat:
-    """Encode a chat as `encode_chat` does; the first `num_context` messages have loss mask 0."""
+    """Encode a chat as `encode_chat` does; the first `num_context` messages have loss mask 0.
+
+    Raises: ConversationError if the template renders these messages differently on their own.
+    """
     ids, mask, num_bytes = encode_chat(tokenizer, messages, template)
     context = messages[:num_context]
     if any(role == "assistant" for role, _ in context):
         before = encode_chat(tokenizer, context, template)
-        # Templates close an answer with a control token, so what follows does not change its
-        # number of tokens.
-        mask[np.flatnonzero(mask)[: np.count_nonzero(before.loss_mask)]] = False
+        shared = before.ids[before.loss_mask]
+        learned = np.flatnonzero(mask)[: len(shared)]
+        if not np.array_equal(ids[learned], shared):
+            raise ConversationError(
+                "the template renders the shared messages differently before other answers, so "
+                "the answers cannot be located; use chatml"
+            )
+        mask[learned] = False
         num_bytes -= before.num_bytes
     return EncodedChat(ids, mask, num_bytes)
 

@@ -136,6 +136,12 @@ class DataConfig(
                     "is two rows; use an even number"
                 )
         for name, source in self.named_sources.items():
+            if source.files is None:
+                key = f"data.sources.{name}.files" if self.sources else "data.files"
+                raise ValueError(
+                    f"data.packing=pairs needs preference pairs; set {key} to JSON lines, Parquet "
+                    f"or a saved dataset with the fields prompt, chosen and rejected"
+                )
             if source.field != SourceConfig.model_fields["field"].default:
                 raise ValueError(
                     f"data.sources.{name}.field={source.field} has no effect with data.packing="

@@ -164,6 +164,8 @@ def document_remedy(kind: str, source: str, suggested_field: str | None = None) 
         rename = "replace data.files by data.sources.text.files and " if source == "text" else ""
         key = f"data.sources.{source}.field={suggested_field or '...'}"
         return f"{rename}set {key}, or use data.on_error=skip"
+    if kind == "no fields":
+        return "give JSON lines, Parquet or a saved dataset"
     return "correct the file, or use data.on_error=skip"
 
 

@@ -151,10 +151,12 @@ class ExecutionPlan:
         model, mla = self.model, self.model.mla
         assert mla is not None
         size, wide = jnp.dtype(model.dtype).itemsize, model.head_size + model.value_size
+        # Keys and values are padded to one width.
+        padded = 2 * max(choice.head_dim for _, _, choice in self.attention)
         return (
-            f"latent attention: new tokens attend to each other by heads, {wide:,} multiplications "
-            f"per pair and head instead of {mla.kv_width + mla.kv_lora_rank:,}; to a cache by "
-            f"latents, {mla.kv_width * size:,} bytes per token and layer instead of "
+            f"latent attention: new tokens attend to each other by heads, {padded:,} "
+            f"multiplications per pair and head instead of {mla.kv_width + mla.kv_lora_rank:,}; to "
+            f"a cache by latents, {mla.kv_width * size:,} bytes per token and layer instead of "
             f"{model.num_attention_heads * wide * size:,}"
         )
 

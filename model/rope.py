@@ -94,7 +94,8 @@ class RopeScaling(
     """yarn: with mscale_all_dim, the attention factor is (0.1 mscale ln(factor) + 1) /
     (0.1 mscale_all_dim ln(factor) + 1)."""
     mscale_all_dim: PositiveFloat | None = None
-    """yarn: see mscale."""
+    """yarn: see mscale. With model.mla it also multiplies attention scores by
+    (0.1 mscale_all_dim ln(factor) + 1) squared."""
     short_factor: Factors = None
     """longrope: divisor of each frequency for rows up to original_max_position_embeddings."""
     long_factor: Factors = None
@@ -140,10 +141,11 @@ class RopeScaling(
                     f"{high}={getattr(self, high)}; lower {low} or raise {high}"
                 )
         if (self.mscale is None) != (self.mscale_all_dim is None):
-            alone = "mscale" if self.mscale_all_dim is None else "mscale_all_dim"
+            names = ("mscale", "mscale_all_dim")
+            given, other = names if self.mscale_all_dim is None else reversed(names)
             raise ValueError(
-                f"rope_scaling.{alone}={getattr(self, alone)} has no effect alone; set mscale and "
-                "mscale_all_dim, or remove it"
+                f"rope_scaling.{given}={getattr(self, given)} is not supported without {other}; "
+                "set both, or remove it"
             )
         if self.mscale is not None and self.attention_factor is not None:
             raise ValueError(

@@ -173,7 +173,7 @@ def _softmax(logits_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None) -> 
     arXiv 2405.04434, section 2.2.2.
     """
     probs_TE = jax.nn.softmax(logits_TE)
-    experts_TK = _top_k(probs_TE, moe, bias_E, merits=1)
+    experts_TK = _top_k(probs_TE, moe, bias_E, scores_per_group=1)
     if moe.norm_topk_prob:
         # Shares of a sum as a softmax of logarithms: a quotient of tiny probabilities, and its
         # gradient, is NaN in float32 where the sum is near 1e-20.
@@ -227,32 +227,32 @@ def mask_logits(logits: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def _top_k(
-    scores_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None, merits: int = 2
+    scores_TE: jax.Array, moe: MoEConfig, bias_E: jax.Array | None, scores_per_group: int = 2
 ) -> jax.Array:
     """Return the experts with the highest score + bias, `T K` int32.
 
-    merits: experts by whose sum groups are compared, one or two.
+    scores_per_group: number of best scores that are summed to rank a group: 1 (DeepSeek-V2) or 2
+    (DeepSeek-V3).
     """
     if bias_E is not None:
         scores_TE = scores_TE + bias_E
     scores_TE = lax.stop_gradient(scores_TE)
     if moe.topk_group < moe.n_group:
-        scores_TE = _mask_groups(scores_TE, moe, merits)
+        scores_TE = _mask_groups(scores_TE, moe, scores_per_group)
     return lax.top_k(scores_TE, moe.num_experts_per_tok)[1]
 
 
-def _mask_groups(scores_TE: jax.Array, moe: MoEConfig, merits: int) -> jax.Array:
+def _mask_groups(scores_TE: jax.Array, moe: MoEConfig, scores_per_group: int) -> jax.Array:
     """Set the scores outside of the best groups to -inf: with a bias, scores may be negative."""
     T, E = scores_TE.shape
     G = moe.n_group
     scores_TGM = scores_TE.reshape(T, G, E // G)
-    merits_TG = jnp.max(scores_TGM, axis=2)
-    if (
-        merits == 2 and G < E
-    ):  # the second best without lax.top_k, which on a TPU pads M experts to 128
+    rank_TG = jnp.max(scores_TGM, axis=2)
+    # The second best without lax.top_k, which on a TPU pads M experts to 128.
+    if scores_per_group == 2 and G < E:
         first_TGM = jnp.arange(E // G) == jnp.argmax(scores_TGM, axis=2, keepdims=True)
-        merits_TG += jnp.max(jnp.where(first_TGM, -jnp.inf, scores_TGM), axis=2)
-    groups_Tg = lax.top_k(merits_TG, moe.topk_group)[1]
+        rank_TG += jnp.max(jnp.where(first_TGM, -jnp.inf, scores_TGM), axis=2)
+    groups_Tg = lax.top_k(rank_TG, moe.topk_group)[1]
     kept_TG = jnp.any(groups_Tg[:, :, None] == jnp.arange(G), axis=1)
     return jnp.where(kept_TG[:, :, None], scores_TGM, -jnp.inf).reshape(T, E)
 

@@ -13,8 +13,8 @@ class DPOConfig(
     """Loss of preference pairs. Source: arXiv 2305.18290."""
 
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference model. The reward of an answer is beta times the
-    difference of its log-probabilities under the trained model and under the reference model."""
+    """Coefficient of the implied KL penalty towards the reference model. The reward of an answer is
+    beta times the difference of its log-probabilities under the trained and the reference model."""
     label_smoothing: Annotated[NonNegativeFloat, Field(lt=0.5)] = 0.0
     """Assumed share of pairs with swapped labels (conservative DPO)."""
 

@@ -32,11 +32,7 @@ class Evaluation:
         return step == self.config.steps or step % self.config.eval_every == 0
 
     def run(self, step: int, state: TrainState) -> dict[str, float]:
-        """Return the metrics of the parameters, or of their moving average if there is one.
-
-        `eval_loss` in nats per token and `eval_bits_per_byte` of text over all sources, and
-        `eval/SOURCE/...` of each; empty if the held-out split has no token to predict.
-        """
+        """Return the metrics of `_evaluate`, empty if there is nothing to evaluate."""
         if not self.dataset.num_eval:
             return {}
         with self.goodput.spend("evaluation"):
@@ -44,7 +40,7 @@ class Evaluation:
         if metrics:
             self._log(step, metrics)
         else:
-            log.warning("step %d  no evaluation: no held-out token to predict", step)
+            log.warning("step %d  no evaluation: no held-out row has a token in the loss", step)
         self.clock.restart()
         return metrics
 
@@ -62,6 +58,11 @@ class Evaluation:
         )
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
+        """Return the metrics of the parameters, or of their moving average if there is one.
+
+        `eval_loss` in nats per token and `eval_bits_per_byte` of text over all sources, and
+        `eval/SOURCE/...` of each.
+        """
         metrics: dict[str, float] = {}
         totals, params = np.zeros(3), self.program.averaged(state)
         for source in self.dataset.sources:
@@ -80,19 +81,23 @@ class Evaluation:
         return metrics
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
+        log.info(
+            "step %d  eval loss %.4f nats, %.3f bits per byte%s",
+            step,
+            metrics["eval_loss"],
+            metrics["eval_bits_per_byte"],
+            self._losses_by_source(metrics),
+        )
+
+    def _losses_by_source(self, metrics: dict[str, float]) -> str:
+        """Return " (SOURCE loss, ...)", or nothing for a single source."""
         sources = self.dataset.sources
         parts = [
             f"{source.name} {metrics[f'eval/{source.name}/loss']:.4f}"
             for source in sources
             if len(sources) > 1 and f"eval/{source.name}/loss" in metrics
         ]
-        log.info(
-            "step %d  eval loss %.4f nats, %.3f bits per byte%s",
-            step,
-            metrics["eval_loss"],
-            metrics["eval_bits_per_byte"],
-            f" ({', '.join(parts)})" if parts else "",
-        )
+        return f" ({', '.join(parts)})" if parts else ""
 
 
 @dataclass
@@ -107,22 +112,23 @@ class PreferenceEvaluation(Evaluation):
         params = program.averaged(state)
         reference = program.with_trained(state.params, state.reference)
         metrics: dict[str, float] = {}
-        every: list[dict[str, Any]] = []
+        all_sums: list[dict[str, Any]] = []
         for source in self.dataset.sources:
             sums = [
                 program.preference_sums(params, reference, batch) for batch in self._batches(source)
             ]
             metrics |= _preference_means(sums, f"eval/{source.name}/")
-            every += sums
-        return metrics | _preference_means(every, "eval_")
+            all_sums += sums
+        return metrics | _preference_means(all_sums, "eval_")
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         log.info(
-            "step %d  eval loss %.4f, accuracy %.1f%%, margin %.3f",
+            "step %d  eval loss %.4f, accuracy %.1f%%, margin %.3f%s",
             step,
             metrics["eval_loss"],
             100 * metrics["eval_accuracy"],
             metrics["eval_margin"],
+            self._losses_by_source(metrics),
         )
 
 

@@ -257,13 +257,16 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
 def _compare(source: Mapping[str, Any], model: Mapping[str, Any]) -> Differences:
     """Return the differences of two models, as trees of their fields."""
     # JSON has one kind of list.
-    before, now = (flatten(json.loads(json.dumps(tree))) for tree in (source, model))
-    return {key: (value, now.get(key)) for key, value in before.items() if now.get(key) != value}
+    before, after = (json.loads(json.dumps(tree)) for tree in (source, model))
+    # A section that only this model has, such as mla, is one difference.
+    now = after | flatten(after)
+    found = ((key, value, now.get(key)) for key, value in flatten(before).items())
+    return {key: (value, other) for key, value, other in found if other != value}
 
 
 def _remedy(different: Differences, has_adapters: bool) -> str:
     """Return what to do about parameters of other shapes."""
-    keys = [key for key in different if key in SHAPE_KEYS]
+    keys = [key for key in different if key in (*SHAPE_KEYS, "mla")]
     if keys:  # as the command line takes them
         return "set " + ", ".join(f"model.{key}={json.dumps(different[key][0])}" for key in keys)
     return "set the section lora as in that run" if has_adapters else "name another"

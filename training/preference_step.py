@@ -7,9 +7,10 @@ no optimizer state, and is part of every checkpoint.
 A batch holds two rows per pair, the chosen answer before the rejected one.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,20 @@ class PreferenceProgram(Program):
     """The jitted functions of a run with `training.objective=dpo`."""
 
     dpo: DPOConfig = field(default_factory=DPOConfig)
+
+    needs_reference: ClassVar[bool] = True
+    console_metrics: ClassVar[Mapping[str, str]] = {
+        "dpo/accuracy": "accuracy {:.1%}",
+        "dpo/margin": "margin {:.3f}",
+    }
+
+    def describe_objective(self) -> Iterator[str]:
+        """Yield a line about the loss and the reference model."""
+        kept = "the adapters" if self.plan.lora.rank else "all parameters"
+        yield (
+            f"objective dpo with beta {self.dpo.beta:g}; the reference model is a frozen copy of "
+            f"{kept} before the first step"
+        )
 
     def flops_per_token(self, length: int) -> float:
         """Return the FLOPs of a step per token, with those of the reference model's forward."""
@@ -64,10 +79,10 @@ class PreferenceProgram(Program):
     ) -> tuple[Sums, MoEReport | None]:
         """Return the sums of `sum_over_pairs` of a microbatch, and the report of sparse layers."""
         with jax.named_scope("reference"):
-            of_reference, _ = self.log_probabilities(reference, batch, dropless=dropless)
-        policy, report = self.log_probabilities(params, batch, dropout_key, dropless=dropless)
-        pairs = policy, jax.lax.stop_gradient(of_reference), _is_pair(batch)
-        return sum_over_pairs(*pairs, self.dpo), report
+            reference_P2, _ = self.log_probabilities(reference, batch, dropless=dropless)
+        policy_P2, report = self.log_probabilities(params, batch, dropout_key, dropless=dropless)
+        reference_P2 = jax.lax.stop_gradient(reference_P2)
+        return sum_over_pairs(policy_P2, reference_P2, _is_pair(batch), self.dpo), report
 
     def preference_gradients(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None = None

@@ -84,20 +84,20 @@ def open_run(
         if settings.checkpoint.keep_best:
             for step, loss in eval_losses(directory / "metrics.jsonl").items():
                 checkpoints.set_eval_loss(step, loss)
-        config = settings.training
+        config, resolved = settings.training, settings.resolved_config
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
         start = _find_start(resumer, program, settings, directory)
         if group.is_primary:
-            replace_text(directory / "config.yaml", settings.resolved_config)
+            replace_text(directory / "config.yaml", resolved)
             save_tokenizer(dataset.tokenizer, directory)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
-            log_config_changes(checkpoints.record(step), settings.resolved_config)
+            log_config_changes(checkpoints.record(step), resolved)
         # The other processes write log lines alone.
         names = [name for name in config.writers if group.is_primary or name == "console"]
         context = WriterContext(
-            directory, config.steps, config.log_every, settings.resolved_config, terminal
+            directory, config.steps, config.log_every, resolved, terminal, program.console_metrics
         )
         yield build_trainer(
             program,
@@ -184,10 +184,11 @@ def _find_start(
     elif path is not None:
         check_is_elsewhere(path, directory)
     if path is None:
-        if settings.training.objective == "dpo":
+        if program.needs_reference:
             raise ValueError(
-                "training.objective=dpo has no training.init_from, so that the reference model "
-                "would be random; name a run, a checkpoint or a Hugging Face model"
+                f"training.objective={settings.training.objective} has no training.init_from, so "
+                "that the reference model would be random; name a run, a checkpoint or a Hugging "
+                "Face model"
             )
         return resume_point, None
     return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)

@@ -5,10 +5,10 @@ the state is donated. Initialisation, restore and planning read the same abstrac
 shardings.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,15 @@ class Program:
     seed: int
     guard: GuardConfig = field(default_factory=GuardConfig)
     ema_decay: float | None = None
+
+    needs_reference: ClassVar[bool] = False
+    """Whether the initial parameters are a reference model, so that they may not be random."""
+    console_metrics: ClassVar[Mapping[str, str]] = {}
+    """Metrics of this objective on console lines: format strings by name."""
+
+    def describe_objective(self) -> Iterator[str]:
+        """Yield a line about an objective that is not the prediction of the next token."""
+        yield from ()
 
     @property
     def config(self) -> ModelConfig:

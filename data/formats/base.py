@@ -88,8 +88,9 @@ class Document:
 class DocumentError:
     """Document, or rest of a file, that cannot be read, and the reason.
 
-    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, not a pair, chat template,
-        truncated file or corrupt file. The last two, and a missing field of a table, end the range.
+    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, not a pair, no fields, chat
+        template, truncated file or corrupt file. The last two, and a missing field of a table, end
+        the range.
     suggested_field: field that may hold the text, when the configured one is missing.
     """
 
@@ -303,7 +304,8 @@ def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document
         return DocumentError(file_range, number, "not a pair", detail)
 
     if not isinstance(record, dict):
-        return not_a_pair(f"the document is {type_name(record)}, not an object")
+        detail = f"files of format {file_range.format} hold texts"
+        return DocumentError(file_range, number, "no fields", detail)
     if not {*PAIR_FIELDS[1:]} <= record.keys():
         return missing_pair_field(file_range, number, record)
     found: dict[str, Messages] = {}
@@ -328,6 +330,11 @@ def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document
         if messages[-1][0] != "assistant":
             return not_a_pair(f"the last message of {name} is not the assistant's")
         if messages[0][0] == "assistant":
+            if not prompt:
+                return not_a_pair(
+                    f"{name} begins with the assistant's message, and there is no prompt that it "
+                    "answers"
+                )
             found[name] = (*prompt, *messages)
     return Document(file_range, number, None, found["chosen"], found["rejected"])
 

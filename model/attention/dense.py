@@ -105,6 +105,7 @@ def sdpa(
         never_together=frozenset({"bidirectional", "window"}),  # cuDNN's window looks back only
         dtypes=("bfloat16", "float16"),
         head_dim_multiple=8,
+        max_head_dim=(((0, 0), 128), ((9, 0), 256)),  # wider heads from Hopper on
     ),
 )
 def cudnn(

@@ -27,6 +27,7 @@ from parallel.sharding.axes import (
     QUERY_LENGTH,
     RUNTIME_MODE_TYPES,
 )
+from parallel.sharding.devices import compute_capability
 from parallel.sharding.partition import PartitionManager
 
 AUTO = "auto"
@@ -62,11 +63,14 @@ or the keys are not those of the query tokens (another number, other segments). 
 rows are split over sp. decode: few queries against a cache with unused slots. paged: keys and
 values in pages. mixed: any number of queries per sequence in one paged call. chunk: chunks of the
 documents in pages; over rows they are segments. shared_values: the keys in pages are also the
-values. gqa: several query heads per kv head. The others
-are fields of `MaskSpec`, `AttentionInputs` and `AttentionSpec`.
+values. gqa: several query heads per kv head. The others are fields of `MaskSpec`,
+`AttentionInputs` and `AttentionSpec`.
 """
 ALL: frozenset[Feature] = frozenset(get_args(Feature)) - {
-    *("paged", "mixed", "chunk", "shared_values")
+    "paged",
+    "mixed",
+    "chunk",
+    "shared_values",
 }
 """Every feature of attention over rows; paged operations take pages instead."""
 
@@ -106,6 +110,8 @@ class Capabilities:
     blockwise: reads block_q and block_k, so `model.operation_configs` may set them.
     dtypes: of q, k and v.
     length_multiple, head_dim_multiple: divisors of the tokens per device and of the head dim.
+    max_head_dim: widest head by the CUDA compute capability from which it holds, ascending from
+        (0, 0); empty: any width.
     min_length: tokens per device from which it is faster; `auto` passes it over for shorter rows.
     keys: what it receives when rows are split over sp: all keys (gathered), or those of its own
         device (local).
@@ -121,6 +127,7 @@ class Capabilities:
     dtypes: tuple[DTypeName, ...] = get_args(DTypeName)
     length_multiple: int = 1
     head_dim_multiple: int = 1
+    max_head_dim: tuple[tuple[tuple[int, int], int], ...] = ()
     min_length: int = 0
     keys: Literal["gathered", "local"] = "gathered"
     merges_keys: bool = False
@@ -133,7 +140,7 @@ class Request:
     """Features, sizes and platform of a call.
 
     length: query tokens per device; head_dim: width of a head; heads: query heads per device;
-    sp: devices over which rows are split.
+    sp: devices over which rows are split; compute_capability: of the CUDA GPUs, (0, 0) without.
     """
 
     features: frozenset[Feature]
@@ -143,6 +150,7 @@ class Request:
     head_dim: int
     heads: int
     sp: int = 1
+    compute_capability: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,11 @@ class Backend:
         ):
             if size % multiple:
                 reasons.append(f"needs {what} of a multiple of {multiple}, not {size}")
+        widest = [width for since, width in can.max_head_dim if since <= request.compute_capability]
+        if widest and request.head_dim > widest[-1]:
+            reasons.append(
+                f"takes heads of at most {widest[-1]} on this device, not {request.head_dim}"
+            )
         if can.heads_over_sp and request.heads % request.sp:
             reasons.append(
                 f"needs heads per device divisible by sp={request.sp}, not {request.heads}"
@@ -198,16 +211,16 @@ class Backend:
 class AttentionChoice:
     """The operation and backend that serve a request, and why preferred ones do not.
 
+    head_dim: width of the heads of q, k and v; with `model.mla`, narrower ones are padded by zeros.
     latent_keys: with `model.mla`, the keys are the latents of a cache, one for all heads, and
         queries are projected to their space; otherwise every head has keys of its own.
-    head_dim: width of the heads of q, k and v; with `model.mla`, narrower ones are padded by zeros.
     """
 
     name: str
     backend: Backend
     reason: str
+    head_dim: int
     latent_keys: bool = False
-    head_dim: int = 0
 
 
 _OPERATIONS: dict[str, dict[BackendName, Backend]] = {}
@@ -284,7 +297,8 @@ def choose_operation(request: Request, name: str = AUTO) -> AttentionChoice:
     """
     if name != AUTO:
         backend = choose_backend(name, backends_of(name), request)
-        return AttentionChoice(name, backend, f"as configured ({backend.name} backend)")
+        reason = f"as configured ({backend.name} backend)"
+        return AttentionChoice(name, backend, reason, request.head_dim)
     passed: dict[str, list[str]] = {}
     for candidate in operation_names():
         for backend in backends_of(candidate):
@@ -292,7 +306,7 @@ def choose_operation(request: Request, name: str = AUTO) -> AttentionChoice:
             if not against:
                 why = _listed(passed) or "nothing"
                 reason = f"{backend.name} backend; passed over: {why}"
-                return AttentionChoice(candidate, backend, reason)
+                return AttentionChoice(candidate, backend, reason, request.head_dim)
             if backend.runs_on(request.platform):
                 passed.setdefault(", ".join(against), []).append(f"{candidate} {backend.name}")
     raise ValueError(f"no attention operation can serve this layer: {_listed(passed)}")
@@ -384,27 +398,28 @@ def choose_for_layer(
             "shared_values": spec.shared_values,
         }
         features |= {name for name in get_args(Feature) if asked.get(name)}
-    platform = manager.mesh.devices.flat[0].platform
-    head_dim = config.cache_size if generating else _head_dim(config, platform)
+    device = manager.mesh.devices.flat[0]
     request = Request(
         features=features,
-        platform=platform,
+        platform=device.platform,
         dtype=config.dtype,
         length=length // sp,
-        head_dim=head_dim,
+        head_dim=config.cache_size if generating else _head_dim(config, device.platform),
         heads=config.num_attention_heads // manager.axis_size(HEAD, mode),
         sp=sp,
+        compute_capability=compute_capability(device),
     )
     choice = choose_operation(request, AUTO if generating else config.attention)
     reason = f"on latents; {choice.reason}" if spec.shared_values else choice.reason
-    return replace(choice, reason=reason, latent_keys=spec.shared_values, head_dim=head_dim)
+    return replace(choice, reason=reason, latent_keys=spec.shared_values)
 
 
 def _head_dim(config: ModelConfig, platform: str) -> int:
     """Return the width of the heads of q, k and v where every head has keys of its own.
 
-    With latent attention it is that of the wider of keys and values. On a TPU whole lanes cost no
-    more than a part of them, and the kernels for TPU need them.
+    With latent attention it is that of the wider of keys and values. Kernels for TPU need whole
+    lanes, and one width for keys and values; values of 128 beside keys of 192 are padded to 256,
+    twice their work.
     """
     if config.mla is None:
         return config.head_size

@@ -20,6 +20,7 @@ from model.attention.registry import Backend, Request, features_of
 from parallel.linear.ring import all_gather, pcast_varying
 from parallel.sharding import axes as ax
 from parallel.sharding.axes import GENERATION_MODES, RUNTIME_MODE_TYPES
+from parallel.sharding.devices import compute_capability
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.specs import mesh_axes_of
 
@@ -170,6 +171,7 @@ class Placement:
             head_dim=q.shape[-1],
             heads=heads // self.tp,
             sp=self.sp,
+            compute_capability=compute_capability(self.mesh.devices.flat[0]),
         )
 
     def run(

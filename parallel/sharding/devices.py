@@ -65,6 +65,12 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
     return cpus, f"found {found}; simulating {num_devices} {noun} on the CPU"
 
 
+def compute_capability(device: jax.Device) -> tuple[int, int]:
+    """Return the (major, minor) CUDA compute capability of a GPU; (0, 0) for other devices."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 @dataclass(frozen=True)
 class Topology:
     """TPU slices by name: "v5p:2x2x2" is one slice, "v5p:2x2x2*4" are four of them."""

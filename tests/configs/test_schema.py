@@ -78,6 +78,7 @@ REFUSALS = {
     "model.mla.kv_lora_rank=0": "model.mla.kv_lora_rank=0: input should be greater than 0",
     "model.mla=8": "model.mla=8 is not a section; write model.mla: with q_lora_rank, ",
     "model.mla={} model.num_attention_heads=16": "model.num_key_value_heads=8: with model.mla ev",
+    "model.mla={} model.num_key_value_heads=3": "model.num_key_value_heads=3: with model.mla eve",
     "model.mla={} model.head_dim=32": "model.head_dim=32 is not supported with model.mla; remove",
     "model.mla={} model.qk_norm=true": "model.qk_norm=True is not supported with model.mla; rem",
     "model.mla={} model.biases=[qkv]": "model.biases lists qkv, which is not supported with mod",

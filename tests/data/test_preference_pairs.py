@@ -72,6 +72,7 @@ def test_pairs_of_a_table_are_those_of_json_lines(tmp_path, form):
         ({"prompt": "q", "chosen": "a", "rejected": ""}, "rejected is empty, neither text nor a l"),
         ({"prompt": "q", "chosen": "a", "rejected": None}, "rejected is null, neither text nor a "),
         ({"chosen": TURN + YES, "rejected": TURN}, "the last message of rejected is not the assi"),
+        ({"chosen": YES, "rejected": NO}, "chosen begins with the assistant's message, and there "),
         ({"chosen": [{"role": "a"}], "rejected": TURN}, "chosen: message 0 has no field 'content'"),
     ],
 )
@@ -203,9 +204,34 @@ def test_only_the_answers_after_the_shared_messages_are_in_the_loss(tmp_path, te
     assert ["sat on" in found[0], "sat in" in found[1]] == [True, True]
 
 
+def test_a_template_that_renders_the_shared_messages_differently_is_refused(tmp_path):
+    shared = [*TURN, *YES, *TURN]
+    write(tmp_path / "a.jsonl", [{"chosen": shared + YES, "rejected": shared + NO}])
+    answer = (
+        "{% generation %}{{ '<think>' if loop.revindex < 3 }}{{ message['content'] }}<|im_end|>"
+    )
+    model = write_model_directory(
+        tmp_path / "model",
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        + answer
+        + "{% endgeneration %}{% else %}{{ message['content'] }}{% endif %}{% endfor %}",
+    )
+    with pytest.raises(DataError, match=r"a\.jsonl:1: chat template: the template renders the sha"):
+        dataset(tmp_path, tokenizer=model)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"files": None},
+            r"needs preference pairs; set data\.files to JSON lines, Parquet or a sav",
+        ),
+        (
+            {"files": None, "sources": {"a": {}}},
+            r"needs preference pairs; set data\.sources\.a\.files to JSON lines",
+        ),
+        ({"files": __file__}, r"hold texts; give JSON lines, Parquet or a saved dataset"),
         (
             {"global_batch_size": 7},
             r"global_batch_size=7 is odd, but with .* two rows; use an ev",

@@ -64,7 +64,7 @@ def test_the_plan_says_which_form_runs() -> None:
     plan = make_plan(CONFIG, tensor_parallel(ONE_DEVICE), lengths=[16])
     (line,) = (line for line in plan.describe() if line.startswith("latent attention"))
     assert line == (
-        "latent attention: new tokens attend to each other by heads, 24 multiplications per pair "
+        "latent attention: new tokens attend to each other by heads, 28 multiplications per pair "
         "and head instead of 40; to a cache by latents, 96 bytes per token and layer instead of 768"
     )
     forms = {

@@ -323,7 +323,7 @@ def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
         ),
         (
             {**QWEN.model_dump(), "mscale": 1.0},
-            r"rope_scaling.mscale=1.0 has no effect alone; set mscale and mscale_all_dim, or rem",
+            r"rope_scaling.mscale=1.0 is not supported without mscale_all_dim; set both, or rem",
         ),
         (
             {**QWEN.model_dump(), "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 2.0},

@@ -138,6 +138,11 @@ def test_every_key_of_the_model_that_differs_is_one_line(first, tmp_path):
             "(32, 264) head.kernel, but the model of this run has no; set "
             "model.tie_word_embeddings=false",
         ),
+        (
+            ("model.mla={}", "model.num_key_value_heads=4"),
+            "no layers.attention.down.kernel.kv_a, but the model of this run has (1, 32, 576); set "
+            "model.mla=null",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else value[0],
 )

@@ -12,7 +12,7 @@ from conftest import MESHES, ONE_DEVICE, ROOT
 from test_lora import plain_merge, stripped
 from test_step import LENGTH, ROWS, TINY, assert_same_layout, leaves, placed
 
-from configs.build import build_program, build_sharding_table, describe_objective
+from configs.build import build_program, build_sharding_table, describe_parameters
 from configs.schema import load_config
 from model.lora import adapters_of
 from parallel.sharding.mesh import MeshConfig
@@ -22,16 +22,14 @@ BETA, SMOOTHING = 0.3, 0.2
 DPO = (
     "training.objective=dpo",
     "data.packing=pairs",
+    "data.files=pairs.jsonl",
     f"training.dpo.beta={BETA}",
     f"training.dpo.label_smoothing={SMOOTHING}",
     "optimizer.schedule=constant",
     "model.num_hidden_layers=1",
 )
-SPARSE = (
-    "model.moe.num_experts=4",
-    "model.moe.router=topk_softmax",
-    "model.moe.router_aux_loss_coef=0",
-)
+EXPERTS = ("model.moe.num_experts=4", "model.moe.router=topk_softmax")
+SPARSE = (*EXPERTS, "model.moe.router_aux_loss_coef=0")
 LORA = ("lora.rank=4", "lora.alpha=6")  # test_lora merges with scale 1.5
 
 
@@ -148,6 +146,24 @@ def test_loss_metrics_and_gradients_equal_the_formula(pairs, mesh, options, accu
         assert bound > 0 and np.abs(grads[name] - grad).max() <= bound, name
 
 
+@pytest.mark.slow
+def test_the_auxiliary_loss_of_experts_is_that_of_other_objectives(pairs):
+    found = {}
+    for coefficient in (0, 1):
+        experts = (*EXPERTS, f"model.moe.router_aux_loss_coef={coefficient}")
+        program, state = started(ONE_DEVICE, *experts)
+        with jax.set_mesh(program.tp.mesh):
+            batch = placed(program, pairs, 2)
+            of_pairs = jax.jit(program.preference_gradients)(state, batch)
+            of_tokens = jax.jit(program.gradients)(state.params, batch)
+        found[coefficient] = [leaves(grads) for _, _, grads in (of_pairs, of_tokens)]
+    for name in found[0][0]:
+        preferences, tokens = (found[1][n][name] - found[0][n][name] for n in range(2))
+        scale = max(np.abs(grads[name]).max() for both in found.values() for grads in both)
+        assert np.abs(preferences - tokens).max() <= 2e-6 * scale, name
+        assert "router" not in name or np.abs(tokens).max() > 1e-2 * scale
+
+
 def test_evaluation_sums_over_pairs_and_leaves_out_the_padding(pairs):
     program, state = started(GRID)
     want, _ = formula(program.config, state, pairs)
@@ -184,14 +200,16 @@ def test_a_step_keeps_the_reference_and_has_no_optimizer_state_for_it(pairs, opt
 
 
 def test_the_start_lines_name_the_objective_and_count_the_reference():
-    lines = {options: [*describe_objective(config_on(GRID, *options))] for options in ((), LORA)}
+    lines = {options: [*program_on(GRID, *options).describe_objective()] for options in ((), LORA)}
     assert lines[()] == [
         "objective dpo with beta 0.3; the reference model is a frozen copy of all parameters "
         "before the first step"
     ]
     assert "frozen copy of the adapters" in lines[LORA][0]
-    rows = build_sharding_table(config_on(GRID), program_on(GRID))["optimizer"]
-    assert "{mu,nu,reference}.norm.scale" in {row.name for row in rows}
+    table = build_sharding_table(config_on(GRID), program_on(GRID))
+    assert "{mu,nu,reference}.norm.scale" in {row.name for row in table["optimizer"]}
+    (line,) = describe_parameters(program_on(GRID), table)
+    assert line.startswith("parameters, optimizer and reference model: ")
 
 
 def test_the_flops_include_the_forward_of_the_reference():

@@ -129,8 +129,8 @@ def test_a_rollback_starts_a_new_event_file(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
-def console(directory, steps: int, log_every: int) -> ConsoleWriter:
-    return ConsoleWriter(WriterContext(directory, steps, log_every))
+def console(directory, steps: int, log_every: int, **settings) -> ConsoleWriter:
+    return ConsoleWriter(WriterContext(directory, steps, log_every, **settings))
 
 
 def test_the_console_shows_the_first_the_last_and_every_nth_step(tmp_path, capsys):
@@ -148,12 +148,15 @@ def test_the_console_shows_the_first_the_last_and_every_nth_step(tmp_path, capsy
 
 def test_a_console_line_averages_the_steps_since_the_last_line(tmp_path, capsys):
     numbers = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "data_wait": 0.1}
-    writer = console(tmp_path, 5, 5)
+    numbers["dpo/accuracy"] = 0.75
+    writer = console(tmp_path, 5, 5, console_metrics={"dpo/accuracy": "accuracy {:.1%}"})
     with logging_to(tmp_path / "log.txt", None), begun(writer, 0):
         for step, seconds in enumerate([9.0, 1.0, 2.0, 3.0, 2.0], start=1):
             rate = {"step_time": seconds, "tokens_per_second": 600 / seconds}
             writer.preview(step, numbers | rate)
-    assert "300 tok/s  2.000 s/step  data_wait 10%" in capsys.readouterr().out.splitlines()[1]
+    shown = capsys.readouterr().out.splitlines()[1]
+    assert "300 tok/s  2.000 s/step  data_wait 10%" in shown
+    assert "loss 1.0000  accuracy 75.0%  grad 1.00" in shown
 
 
 def test_a_registered_writer_gets_every_call(tmp_path, monkeypatch):

@@ -55,15 +55,14 @@ class ConsoleWriter(MetricsWriter):
         scale = values["step_time"] / step_time
         mfu = f"  mfu {values['mfu'] * scale:.1%}" if "mfu" in values else ""
         data_wait = f"  data_wait {values['data_wait']:.0%}" if values["data_wait"] > 0.02 else ""
-        preferences = ""
-        if "dpo/accuracy" in values:
-            preferences = (
-                f"accuracy {values['dpo/accuracy']:.1%}  margin {values['dpo/margin']:.3f}  "
-            )
+        of_objective = "".join(
+            f"{shown.format(values[name])}  "
+            for name, shown in self._context.console_metrics.items()
+        )
         minutes, seconds = divmod(round((last_step - step) * step_time), 60)
         log.info(
             f"step {step:>{len(str(last_step))}}/{last_step}  loss {values['loss']:.4f}  "
-            f"{preferences}grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}  "
+            f"{of_objective}grad {values['grad_norm']:.2f}  lr {values['learning_rate']:.1e}  "
             f"{values['tokens_per_second'] * scale:,.0f} tok/s  {step_time:.3f} s/step{mfu}"
             f"{data_wait}  eta {minutes}:{seconds:02d}"
         )

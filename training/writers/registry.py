@@ -7,7 +7,7 @@ of the configuration, must import the file.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ class WriterContext:
     """The complete configuration as YAML."""
     console: Console | None = None
     """Terminal with room for a progress bar; None: output is a plain log."""
+    console_metrics: Mapping[str, str] = field(default_factory=dict)
+    """Metrics of the objective on console lines: format strings by name."""
 
 
 class MetricsWriter:

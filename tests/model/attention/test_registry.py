@@ -55,6 +55,16 @@ CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
         (request("prefix", "segment_ids"), "blocksparse native", "has no prefix"),
         (request("sequence_parallel", sp=4), "ring native", "nothing"),
         (request("gqa", "window", **CUDNN), "flash_attn2 gpu", "sp is one device"),
+        (
+            request("gqa", head_dim=192, **CUDNN, compute_capability=(8, 9)),
+            "flash_attn2 native",
+            "flash_attn2 gpu (takes heads of at most 128 on this device, not 192)",
+        ),
+        (
+            request("gqa", head_dim=192, **CUDNN, compute_capability=(10, 0)),
+            "flash_attn2 gpu",
+            "sp is one device",
+        ),
         # cuDNN supports either feature, but not both at once.
         (
             request("bidirectional", "window", **CUDNN),
