@@ -12,7 +12,7 @@ from conftest import ONE_DEVICE, tensor_parallel
 from flax import nnx
 from runs import kept_signals, losses, read_lines, refusal, run, write_config
 
-from model.config import BlockSizes, ModelConfig, MoEConfig, OperationConfigs
+from model.config import BlockSizes, MLAConfig, ModelConfig, MoEConfig, OperationConfigs
 from model.plan import make_plan
 from model.rope import RopeScaling
 from model.transformer import Transformer
@@ -236,6 +236,15 @@ EVERYTHING = ModelConfig(
     qk_norm=True,
     moe=MoEConfig(num_experts=4, router="sigmoid", first_k_dense_replace=1, num_shared_experts=1),
 )
+LATENT = EVERYTHING.model_copy(
+    update={
+        "mla": MLAConfig(
+            q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+        ),
+        "num_key_value_heads": 4,
+        "qk_norm": False,
+    }
+)
 # Another value for every field of the model.
 OTHER_VALUES = {
     "vocab_size": 80,
@@ -278,6 +287,13 @@ OTHER_VALUES = {
     "zigzag": False,
     "remat": "none",
     "loss_chunk": 8,
+    "mla.q_lora_rank": None,
+    "mla.kv_lora_rank": 24,
+    "mla.qk_nope_head_dim": 16,
+    "mla.qk_rope_head_dim": 8,
+    "mla.v_head_dim": 16,
+    "mla.rope_interleave": True,
+    "mla.norm_eps": 1e-5,
     "moe.num_experts": 8,
     "moe.num_experts_per_tok": 1,
     "moe.moe_intermediate_size": 16,
@@ -316,22 +332,35 @@ def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {leaf_name(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+def base_of(key: str) -> ModelConfig:
+    return LATENT if key.startswith("mla.") else EVERYTHING
+
+
 def with_value(key: str, value) -> ModelConfig:
-    if key.startswith("moe."):
-        values = {key.removeprefix("moe."): value}
-        values |= {"n_group": 2} if key == "moe.topk_group" else {}  # no more than there are
-        return EVERYTHING.model_copy(update={"moe": EVERYTHING.moe.model_copy(update=values)})
-    return EVERYTHING.model_copy(update={key: value})
+    base = base_of(key)
+    section, _, name = key.rpartition(".")
+    if not section:
+        return base.model_copy(update={name: value})
+    values = {name: value} | ({"n_group": 2} if name == "topk_group" else {})  # no more than exist
+    return base.model_copy(update={section: getattr(base, section).model_copy(update=values)})
 
 
 def test_every_field_of_the_model_has_another_value_here():
-    fields = [name for name in ModelConfig.model_fields if name != "moe"]
-    assert OTHER_VALUES.keys() == {*fields, *(f"moe.{name}" for name in MoEConfig.model_fields)}
-    assert all(with_value(key, value) != EVERYTHING for key, value in OTHER_VALUES.items())
+    sections = {"moe": MoEConfig, "mla": MLAConfig}
+    fields = {name for name in ModelConfig.model_fields if name not in sections}
+    fields |= {
+        f"{name}.{key}" for name, section in sections.items() for key in section.model_fields
+    }
+    assert OTHER_VALUES.keys() == fields
+    assert all(with_value(key, value) != base_of(key) for key, value in OTHER_VALUES.items())
 
 
 @pytest.mark.slow
 def test_the_keys_that_decide_shapes_are_those_that_change_them():
-    wanted = shapes_of(EVERYTHING)
-    changing = [k for k, value in OTHER_VALUES.items() if shapes_of(with_value(k, value)) != wanted]
+    wanted = {id(base): shapes_of(base) for base in (EVERYTHING, LATENT)}
+    changing = [
+        key
+        for key, value in OTHER_VALUES.items()
+        if shapes_of(with_value(key, value)) != wanted[id(base_of(key))]
+    ]
     assert sorted(changing) == sorted(SHAPE_KEYS)
