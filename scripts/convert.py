@@ -159,9 +159,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse a command line whose overrides may also follow options, which argparse leaves over."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in args or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; print an error of the user as one line."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         args.run_command(args)
     except ValueError as error:

@@ -229,6 +229,16 @@ def test_an_override_of_the_wrong_type_is_one_line(tmp_path, capsys, overrides, 
     assert error.startswith("error: ") and error.count("\n") == 1 and message in error
 
 
+def test_overrides_may_follow_options(tmp_path, capsys) -> None:
+    source, run = write_model(tmp_path / "hf"), tmp_path / "run"
+    assert convert("from-hf", source, run, "--process-id", "0", "data.seed=7", "mesh=5") == 2
+    assert "mesh" in capsys.readouterr().err
+    for wrong in (("from-hf", source, run, "--unknown", "data.seed=7"), ("to-hf", run, "x", "y")):
+        with pytest.raises(SystemExit, match="2"):
+            convert(*wrong)
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
 def test_a_tied_head_on_disk_that_equals_the_embedding_is_left_out(tmp_path) -> None:
     tensors = random_tensors()
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
