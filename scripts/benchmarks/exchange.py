@@ -11,8 +11,8 @@ from benchmarks.prediction import HEADER, Pass, SliceCompiler
 from configs.build import build_program
 from configs.schema import load_config
 from model.moe import MoE
+from parallel.planning.slices import absent_devices
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, ResidualSharding
-from parallel.sharding.devices import absent_devices
 from training.step import Program
 
 _EXCHANGES = ("collective-permute", "all-to-all", "ragged-all-to-all")

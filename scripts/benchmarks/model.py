@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from benchmarks.prediction import SliceCompiler, chip_of
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 
 
 def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:

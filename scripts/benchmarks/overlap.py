@@ -20,8 +20,8 @@ from parallel.linear.chain import chain
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.planning.slices import absent_devices
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, TP, ResidualSharding
-from parallel.sharding.devices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.residual import residual_rules
 

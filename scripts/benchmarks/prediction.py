@@ -12,8 +12,9 @@ import jax
 
 from parallel.planning.links import chip_coords
 from parallel.planning.prediction import Prediction
+from parallel.planning.slices import absent_devices, read_topology
 from parallel.planning.timeline import predict
-from parallel.sharding.devices import CHIPS, Chip, absent_devices, read_topology
+from parallel.sharding.devices import CHIPS, Chip
 
 Pass = Literal["fwd", "fwd+bwd"]
 PASSES: tuple[Pass, ...] = get_args(Pass)

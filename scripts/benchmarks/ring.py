@@ -11,8 +11,8 @@ from model.attention.api import OperationRegistry
 from model.attention.mask import AttentionInputs
 from model.attention.metadata import OperationMetadata
 from model.attention.ring import zigzag_order
+from parallel.planning.slices import absent_devices
 from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
-from parallel.sharding.devices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
