@@ -50,6 +50,13 @@ GENERATIONS = {
 }
 
 
+_SMALL: dict[int, list[tuple[int, ...]]] = {
+    2: [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
+    3: [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)],
+}
+"""Sides of slices by dimensions of the torus; larger ones of three dimensions consist of cubes."""
+
+
 @dataclass(frozen=True)
 class Topology:
     """One or several equal TPU slices.
@@ -125,11 +132,7 @@ def _sides(generation: str, count: int, text: str) -> tuple[int, ...]:
     """Return the sides of the slice with this number in its gcloud name."""
     known = GENERATIONS[generation]
     chips = count // known.cores
-    small = {
-        2: [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
-        3: [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4)],
-    }[known.dims]
-    by_chips: dict[int, tuple[int, ...]] = {math.prod(sides): sides for sides in small}
+    by_chips = {math.prod(sides): sides for sides in _SMALL[known.dims]}
     if count == chips * known.cores and chips in by_chips:
         return by_chips[chips]
     if known.dims == 3 and count == chips * known.cores and chips % 64 == 0:
