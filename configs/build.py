@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from configs.schema import Config
+from data.batch import FIELDS
 from data.config import values_by_step
 from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
@@ -88,6 +89,16 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     if training.objective == "dpo":
         return PreferenceProgram(*parts, training.dpo)
     return Program(*parts)
+
+
+def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the fields of the largest batch of a run, without arrays."""
+    parts = config.training.gradient_accumulation
+    shape = (parts, max(config.data.batch_sizes) // parts, config.data.row_length)
+    return {
+        name: jax.ShapeDtypeStruct(shape, field.dtype, sharding=program.batch_sharding)
+        for name, field in FIELDS.items()
+    }
 
 
 def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKind, Choice]:

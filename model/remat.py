@@ -26,4 +26,20 @@ REMAT_POLICIES["dots"] = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *low_rank.SAVED_NAMES, RESULT_NAME),
 )
+_OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
+_OFFLOADED_DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_OFFLOAD)
+_OFFLOADED_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[*low_rank.SAVED_NAMES],
+    names_which_can_be_offloaded=[*SAVED_NAMES, RESULT_NAME],
+    **_OFFLOAD,
+)
+
+
+def _offload(primitive: Any, *arguments: Any, **params: Any) -> Any:
+    """Keep what `dots` keeps, but in the memory of the host."""
+    policy = _OFFLOADED_NAMES if primitive.name == "name" else _OFFLOADED_DOTS
+    return policy(primitive, *arguments, **params)
+
+
+REMAT_POLICIES["offload"] = _offload
 REMAT_POLICIES["full"] = jax.checkpoint_policies.save_only_these_names(*low_rank.SAVED_NAMES)

@@ -82,10 +82,14 @@ class Topology:
         return self.slice_name.partition(":")[0]
 
     @property
+    def gcloud_number(self) -> int:
+        """The number in gcloud's name of one slice: its chips, or their TensorCores."""
+        return math.prod(self.sides) * GENERATIONS[self.generation].cores
+
+    @property
     def gcloud(self) -> str:
         """The accelerator type of one slice in gcloud: "v5p-16", "v5litepod-8"."""
-        known = GENERATIONS[self.generation]
-        return f"{known.gcloud[0]}-{math.prod(self.sides) * known.cores}"
+        return f"{GENERATIONS[self.generation].gcloud[0]}-{self.gcloud_number}"
 
     def __str__(self) -> str:
         return self.slice_name + (f"*{self.num_slices}" if self.num_slices > 1 else "")

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.prediction import figures
-from configs.build import build_program
+from configs.build import abstract_batch, build_program
 from configs.schema import load_config
 from parallel.planning.compiler import SliceCompiler, chip_of
 from parallel.planning.slices import absent_devices
@@ -19,20 +18,15 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     program = build_program(config, absent_devices(topology))
     mesh = program.tp.manager.mesh
     print(*program.plan.describe(), sep="\n")
-    parts, length = config.training.gradient_accumulation, config.data.row_length
-    shape = (parts, max(config.data.batch_sizes) // parts, length)
-    fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
-        for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
-    }
+    batch = abstract_batch(config, program)
     compiler = SliceCompiler(topology, mesh)
     with jax.set_mesh(mesh):
         state = program.abstract_state
     compiled = compiler.compile(program.train_step, [state, batch])
     hbm = (compiled.memory.held + compiled.memory.temporary) / 2**30
     prediction = compiled.prediction
-    flops = config.model.flops_per_token(length) * shape[0] * shape[1] * shape[2]
+    num_tokens = batch["tokens"].size
+    flops = config.model.flops_per_token(config.data.row_length) * num_tokens
     mfu = flops / prediction.total / mesh.size / chip_of(topology).peak_flops
     print(prediction.table(25))
     seconds = compiled.compile_seconds

@@ -7,12 +7,11 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import pytest
 from conftest import ROOT
 
 import model.families  # noqa: F401 (registers the families)
-from configs.build import build_program, open_devices
+from configs.build import abstract_batch, build_program, open_devices
 from configs.schema import load_config
 from model.families.base import family_of, mathematics, model_config
 
@@ -53,18 +52,8 @@ def test_the_step_of_a_recipe_compiles(name) -> None:
     config = load_config(RECIPES[name])
     devices, _ = open_devices(config)
     program = build_program(config, devices)
-    shape = (1, config.data.batch_sizes[0], config.data.row_length)
-    names = ("tokens", "targets", "positions", "segment_ids", "loss_mask")
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            shape,
-            jnp.float32 if name == "loss_mask" else jnp.int32,
-            sharding=program.batch_sharding,
-        )
-        for name in names
-    }
     with jax.set_mesh(program.tp.manager.mesh):
-        program.train_step.lower(program.abstract_state, batch).compile()
+        program.train_step.lower(program.abstract_state, abstract_batch(config, program)).compile()
 
 
 # The others take as long; their headers were written from the same command.

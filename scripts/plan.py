@@ -1,0 +1,218 @@
+"""Plan a training step for a TPU slice that need not exist.
+
+    python scripts/plan.py --config configs/llama3_8b_tp8.yaml --topology v5p-16
+
+Compiles the step of train.py with libtpu (`pip install -e ".[plan]"`) and prints whether it fits,
+its memory, its predicted time and its communication. A step that does not fit gets a proposal: the
+change that fits and costs the least time. docs/planning.md explains the figures.
+
+Exit codes: 0 it fits, 1 it does not fit or --fail-if holds, 2 invalid input.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import _clone  # noqa: F401 (first: it selects the packages below)
+from parallel.planning.trace import write_trace
+from planning import gpus, report
+from planning.scaling import plot, scale, table
+from planning.search import Planner, Ranked, advise, search
+from planning.step import StepPlan, check_mesh, plan_step
+from rich.console import Console
+from rich.status import Status
+
+from configs.schema import Config, load_config
+from parallel.planning.compiler import OutOfKernelMemory
+from parallel.planning.slices import read_topology
+
+EXIT_UNFIT, EXIT_BAD_INPUT = 1, 2
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def count(text: str) -> float:
+    """Parse a number of tokens such as 300B or 1.5T.
+
+    Raises:
+        argparse.ArgumentTypeError: It has another form.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text, re.IGNORECASE)
+    if found is None or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text}: write a number of tokens such as 300B or 1.5T")
+    return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def chip_range(text: str) -> tuple[int, int]:
+    """Parse FIRST..LAST, numbers of chips.
+
+    Raises:
+        argparse.ArgumentTypeError: It has another form.
+    """
+    found = re.fullmatch(r"([1-9]\d*)\.\.([1-9]\d*)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text}: write numbers of chips such as 8..4096")
+    return int(found[1]), int(found[2])
+
+
+def condition(text: str) -> tuple[str, str, float]:
+    """Parse a condition such as hbm>0.95.
+
+    Raises:
+        argparse.ArgumentTypeError: It has another form.
+    """
+    names = "|".join(report.FIGURES)
+    found = re.fullmatch(rf"\s*({names})\s*(>=|<=|>|<)\s*(\d+(?:\.\d+)?)\s*", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text}: write a figure, a comparison and a number such as hbm>0.95; figures: "
+            f"{', '.join(report.FIGURES)}"
+        )
+    return found[1], found[2], float(found[3])
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument(
+        "--topology",
+        required=True,
+        help="v5p-16, v5p:2x2x2, v6e-64, ...; v5p-16*2 for two slices; h100-8 for GPUs",
+    )
+    parser.add_argument(
+        "--check-mesh", action="store_true", help="check the number of chips only; needs no libtpu"
+    )
+    parser.add_argument("--tokens", type=count, help="tokens of the run, such as 1T: days and cost")
+    parser.add_argument("--price", type=float, help="price of a chip for an hour, with --tokens")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--trace", type=Path, help="write the predicted step for ui.perfetto.dev")
+    parser.add_argument(
+        "--fail-if",
+        type=condition,
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help=f"exit with 1 if it holds, e.g. hbm>0.95; figures: {', '.join(report.FIGURES)}",
+    )
+    parser.add_argument("--no-advice", action="store_true", help="compile no proposal")
+    parser.add_argument(
+        "--search", action="store_true", help="compile other meshes, layouts, remat, microbatches"
+    )
+    parser.add_argument("--compiles", type=int, default=5, help="fitting ones to compile (5)")
+    parser.add_argument(
+        "--scale", type=chip_range, metavar="A..B", help="predict other numbers of chips on paper"
+    )
+    parser.add_argument("--plot", type=Path, help="draw --scale as a PNG")
+    parser.add_argument("--cache", default=".cache/plan", help="folder of earlier answers")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    options = parser.parse_intermixed_args(argv)
+    for given, needed in (("price", "tokens"), ("plot", "scale")):
+        if getattr(options, given) is not None and getattr(options, needed) is None:
+            parser.error(f"--{given} needs --{needed}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Plan as the command line says, and return the exit code."""
+    options = parse(argv)
+    try:
+        config = load_config(options.config, options.overrides)
+        if (nodes := gpus.read_gpus(options.topology)) is not None:
+            return _estimate(options, gpus.plan_gpus(config, nodes))
+        topology = read_topology(options.topology)
+        check_mesh(config, topology)
+        if options.check_mesh:
+            return 0
+        return _plan(options, config)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _plan(options: argparse.Namespace, config: Config) -> int:
+    """Compile the step, print the answer and what was asked for besides, return the exit code."""
+    planner = _planner(options.cache)
+    plan = planner(config, options.topology)
+    assert plan is not None  # without `skip`, what cannot be planned is an error
+    result = report.as_json(plan)
+    lines = [report.verdict(plan), *plan.choices]
+    code = 0
+    if plan.fits:
+        lines += ["", *report.render(plan, tokens=options.tokens, price=options.price)]
+        if options.trace is not None:
+            write_trace(plan.compiled.prediction, options.trace)
+        broken = [given for given in options.fail_if if report.holds(plan, given)]
+        lines += [f"failed: {name} {sign} {limit:g} holds" for name, sign, limit in broken]
+        code = EXIT_UNFIT if broken else 0
+    else:
+        code = EXIT_UNFIT
+        if not options.no_advice:
+            advice = advise(plan, _planner(options.cache, skip=True))
+            lines.append(report.proposal(advice))
+            result["advice"] = None if advice is None else report.ranked_json(advice)
+    if options.search:
+        found = _search(options, plan)
+        lines += ["", *report.search_table(found)]
+        result["search"] = [report.ranked_json(ranked) for ranked in found]
+    if options.scale is not None and plan.fits:
+        points = list(scale(plan, *options.scale))
+        lines += ["", *table(points)]
+        result["scale"] = [asdict(point) for point in points]
+        if options.plot is not None:
+            plot(points, options.plot, f"{Path(options.config).stem} from {plan.topology}")
+    print(json.dumps(result) if options.json else "\n".join(lines))
+    return code
+
+
+def _estimate(options: argparse.Namespace, plan: gpus.GpuPlan) -> int:
+    """Print an estimate for GPUs, and return the exit code."""
+    if not options.check_mesh:
+        lines = gpus.render(plan)
+        print(json.dumps(gpus.as_json(plan)) if options.json else "\n".join(lines))
+    return 0 if plan.fits or options.check_mesh else EXIT_UNFIT
+
+
+def _search(options: argparse.Namespace, plan: StepPlan) -> list[Ranked]:
+    """Return the compiled candidates that fit, the fastest first."""
+    planner = _planner(options.cache, skip=True)
+    found = list(search(plan.config, plan.topology, plan.chip, planner, options.compiles))
+    return sorted(
+        (ranked for ranked in found if ranked.plan is not None and ranked.plan.fits),
+        key=lambda ranked: ranked.seconds,
+    )
+
+
+def _planner(cache: str, *, skip: bool = False) -> Planner:
+    """Return a function that plans a step and shows on stderr what it compiles.
+
+    skip: return None for a configuration that cannot be planned, and say why on stderr.
+    """
+    console = Console(stderr=True)
+
+    def planner(config: Config, topology: str) -> StepPlan | None:
+        text = f"compiling for {topology}: {report.describe(config)}"
+        begin = time.monotonic()
+        try:
+            with Status(text, console=console):
+                if not console.is_terminal:
+                    print(text, file=sys.stderr, flush=True)
+                plan = plan_step(config, topology, cache)
+        except (OutOfKernelMemory, ValueError) as error:
+            if not skip:
+                raise
+            print(f"  skipped: {error}", file=sys.stderr)
+            return None
+        took = f"{time.monotonic() - begin:.0f} s"
+        print(f"  {report.verdict(plan)} ({took})", file=sys.stderr, flush=True)
+        return plan
+
+    return planner
+
+
+if __name__ == "__main__":
+    sys.exit(main())

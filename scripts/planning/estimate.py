@@ -1,0 +1,242 @@
+"""Estimate the memory and time of a training step by formulas, without a compiler.
+
+Estimates rank meshes before the best are compiled, and stand in for a compiler where there is none:
+for GPUs, and for more chips than the compiled slice has. They are labelled as estimates wherever
+they are printed. docs/planning.md compares them with compiled programs.
+
+Letters: T tokens of a microbatch on one device, D hidden size, b bytes of an activation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax.numpy as jnp
+
+from configs.schema import Config
+from parallel.planning.slices import Topology
+from parallel.sharding.devices import Chip
+from parallel.sharding.residual import RESIDUAL_LAYOUTS
+
+# As in compiled schedules of Llama-3-8B and Qwen3-30B-A3B on v5p (docs/predicted.md).
+_VECTOR_PASSES = 200  # times that the vector work of a layer reads or writes T D values
+_OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW in float32
+_EXPOSED = {"tp": 0.45, "dp": 1.0, "ep": 0.6, "sp": 0.1}
+_EXPOSED_WITHOUT_OVERLAP = 0.9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices and links that formulas count with.
+
+    Attributes:
+        chip: The data sheet of a device.
+        near: Bytes/s of a link to a neighbour in the same slice or node, in one direction.
+        far: Bytes/s to other slices or nodes, in one direction.
+        node: Devices of one slice or node.
+        matmul: Share of peak that matmuls reach.
+        attention: Share of peak that attention kernels reach.
+        fsdp: Share of the communication over fsdp that nothing hides.
+    """
+
+    chip: Chip
+    near: float
+    far: float
+    node: int
+    matmul: float
+    attention: float
+    fsdp: float
+
+    def bandwidth(self, size: int) -> float:
+        """Return the bandwidth of a ring over `size` neighbouring devices, both ways together."""
+        return 2 * self.near if size <= self.node else 2 * self.far
+
+
+def slice_machine(chip: Chip, topology: Topology) -> Machine:
+    """Return what formulas need of a TPU slice.
+
+    The shares are those of compiled steps of Llama-3-8B on v5p and v5e (docs/predicted.md).
+    """
+    node = topology.num_chips // topology.num_slices
+    return Machine(chip, chip.ici_bandwidth, chip.dcn_bandwidth, node, 0.85, 0.5, 0.8)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimated memory and time of one training step on one device.
+
+    Attributes:
+        memory: Bytes by class.
+        compute: Seconds by kind of work.
+        communication: Seconds on the links by mesh axis, hidden or not.
+        exposed: The part of it that no compute hides, by mesh axis.
+    """
+
+    memory: Mapping[str, float]
+    compute: Mapping[str, float]
+    communication: Mapping[str, float]
+    exposed: Mapping[str, float]
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all classes."""
+        return sum(self.memory.values())
+
+    @property
+    def seconds(self) -> float:
+        """Time of one step."""
+        return sum(self.compute.values()) + sum(self.exposed.values())
+
+
+def estimate(config: Config, machine: Machine) -> Estimate:
+    """Estimate one training step of a configuration."""
+    shape = _Shape.of(config)
+    memory = _memory(config, shape)
+    compute = _compute(config, shape, machine)
+    communication = _communication(config, shape, machine)
+    exposed = {}
+    for axis, seconds in communication.items():
+        share = machine.fsdp if axis == "fsdp" else _EXPOSED[axis]
+        if axis == "tp" and config.parallel.overlap == "none":
+            share = _EXPOSED_WITHOUT_OVERLAP
+        exposed[axis] = share * seconds
+    return Estimate(*map(MappingProxyType, (memory, compute, communication, exposed)))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Sizes that several formulas share; all of one device.
+
+    Attributes:
+        microbatches: Microbatches of a step.
+        tokens: Tokens of a microbatch on the devices of one tp group.
+        layer: Parameters of the dense matmuls of all layers.
+        experts: Parameters of the experts of all layers.
+        table: Parameters of the embedding and the head.
+        b: Bytes of an activation.
+    """
+
+    microbatches: int
+    tokens: float
+    layer: float
+    experts: float
+    table: float
+    b: int
+
+    @classmethod
+    def of(cls, config: Config) -> "_Shape":
+        model, mesh = config.model, config.mesh
+        parts = config.training.gradient_accumulation
+        rows = max(config.data.batch_sizes) / parts / (mesh.dp * mesh.fsdp * mesh.ep)
+        sparse = sum(model.sparse_layers)
+        experts = 3 * model.hidden_size * model.expert_size * model.moe.num_experts * sparse
+        tables = 1 if model.tie_word_embeddings else 2
+        table = tables * model.hidden_size * model.padded_vocab_size
+        split = mesh.fsdp * mesh.sp * mesh.tp
+        return cls(
+            microbatches=parts,
+            tokens=rows * config.data.row_length / mesh.sp,
+            layer=(model.num_parameters - experts - table) / split,
+            experts=experts / split / mesh.ep,
+            table=table / split,
+            b=jnp.dtype(model.dtype).itemsize,
+        )
+
+    @property
+    def parameters(self) -> float:
+        return self.layer + self.experts + self.table
+
+
+def _memory(config: Config, shape: _Shape) -> dict[str, float]:
+    """Return bytes by class. Adapters of LoRA are left out, as small."""
+    model, mesh, tp = config.model, config.mesh, config.mesh.tp
+    size = jnp.dtype(model.param_dtype).itemsize
+    trained = 0.0 if config.lora.rank else shape.parameters
+    frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
+    copies = 2 + (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
+    split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1
+    layers, width = model.num_hidden_layers, model.hidden_size
+    heads = model.num_attention_heads * model.head_size
+    kv = 2 * model.num_key_value_heads * model.head_size
+    active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
+    mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
+    mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
+    stream, products = width / split, (2 * heads + kv + mlp) / tp + 2 * width / split
+    kept = {"full": stream, "offload": stream, "dots": stream + products}
+    per_token = kept.get(model.remat, stream + 1.6 * products)
+    chunk = min(model.loss_chunk, shape.tokens) * model.padded_vocab_size / tp
+    gathered = (shape.layer + shape.experts) / layers * mesh.fsdp * mesh.sp
+    accumulated = 4 * trained if shape.microbatches > 1 else 0.0
+    return {
+        "parameters": (frozen if config.lora.rank else size) * shape.parameters,
+        "optimizer": size * copies * trained,
+        "gradients": size * trained + accumulated,
+        "kept activations": shape.tokens * per_token * layers * shape.b,
+        "temporaries": 2 * shape.b * gathered
+        + 4 * chunk
+        + shape.tokens * shape.b * (4 * products + 8 * stream),
+    }
+
+
+def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
+    """Return seconds by kind of work."""
+    model, mesh, layers = config.model, config.mesh, config.model.num_hidden_layers
+    chip = machine.chip
+    tokens = shape.microbatches * shape.tokens / mesh.tp
+    matmul = 6.0 * model.num_matmul_parameters
+    attention = model.flops_per_token(config.data.row_length) - matmul
+    if config.lora.rank:
+        matmul *= 2 / 3
+    if model.remat == "full":
+        matmul += 2.0 * model.num_matmul_parameters
+    # Kernels compute the scores again for dk and dv and for dq: 4 + 14 FLOPs instead of 4 + 8.
+    attention *= (8 + 14 if model.remat == "full" else 4 + 14) / 12
+    seconds = {
+        "matmul": tokens * matmul / (machine.matmul * chip.peak_flops),
+        "kernels": tokens * attention / (machine.attention * chip.peak_flops),
+    }
+    if chip.hbm_bandwidth:
+        values = tokens * model.hidden_size * layers * _VECTOR_PASSES
+        trained = 0.0 if config.lora.rank else shape.parameters
+        seconds["vector"] = values * shape.b / chip.hbm_bandwidth
+        seconds["optimizer"] = trained * _OPTIMIZER_BYTES / chip.hbm_bandwidth
+    return seconds
+
+
+def _communication(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
+    """Return seconds on the links by mesh axis, for a ring with traffic in both directions."""
+    model, mesh, parts = config.model, config.mesh, shape.microbatches
+    layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
+    recomputes = model.remat == "full"
+    stream = shape.tokens * model.hidden_size * shape.b
+    weights = (shape.layer + shape.table) * shape.b
+
+    def ring(size: int, moved: float, beyond: int) -> float:
+        """Return the time of collectives that move this much; beyond: devices they span."""
+        return moved * (size - 1) / size / machine.bandwidth(beyond)
+
+    found: dict[str, float] = {}
+    if mesh.tp > 1:
+        # Two gathers and two scatters forward, the same and two more gathers backward.
+        count = 10 + (3 if recomputes else 0)
+        found["tp"] = ring(mesh.tp, parts * layers * count * stream, mesh.tp)
+    shards = mesh.fsdp * mesh.sp
+    if shards > 1:
+        # Weights forward and backward; the sum of gradients is an all-reduce on some chips.
+        moved = parts * 4 * weights * shards
+        found["fsdp"] = ring(shards, moved, shards * mesh.tp)
+    if mesh.dp > 1 or mesh.ep > 1:
+        size = mesh.dp * mesh.ep
+        trained = 0.0 if config.lora.rank else shape.layer + shape.table
+        found["dp"] = ring(size, 2 * shape.b * trained, mesh.num_devices)
+    if mesh.ep > 1:
+        routed = shape.tokens / mesh.tp * model.moe.num_experts_per_tok * model.hidden_size
+        factor = model.moe.capacity_factor or 1.0
+        # To the experts and back, forward and backward; a quarter of the bytes of an all-gather.
+        moved = parts * sparse * 4 * factor * routed * shape.b * mesh.ep / 4
+        found["ep"] = ring(mesh.ep, moved, mesh.ep * mesh.sp * mesh.tp)
+    if mesh.sp > 1:
+        heads = 2 * model.num_key_value_heads * model.head_size / mesh.tp
+        moved = parts * layers * 3 * shape.tokens * heads * shape.b * mesh.sp
+        found["sp"] = ring(mesh.sp, moved, mesh.sp * mesh.tp)
+    return found

@@ -1,0 +1,207 @@
+"""Print a plan on one screen, and as JSON."""
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from configs.schema import Config
+from parallel.planning.prediction import CollectiveTime, PartTime
+from parallel.sharding.mesh import AXIS_NAMES
+from planning.search import Ranked
+from planning.step import StepPlan
+
+_GIB = 2**30
+_KINDS = ("matmul", "other", "kernels", "exposed", "dma_wait")
+_SHOWN = ("matmul", "vector", "kernels", "exposed", "HBM wait")
+
+
+FIGURES: Mapping[str, Callable[[StepPlan], float]] = {
+    "hbm": lambda plan: (plan.bytes or math.inf) / plan.chip.hbm_bytes,
+    "step_time": lambda plan: plan.compiled.prediction.total,
+    "tokens_per_second": lambda plan: plan.tokens_per_second,
+    "mfu": lambda plan: plan.mfu,
+    "exposed": lambda plan: plan.compiled.prediction.exposed / plan.compiled.prediction.total,
+}
+"""Figures of a plan that fits: memory as a share of the chip's, seconds, tokens/s over all chips,
+MFU, and exposed communication as a share of the step."""
+_COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
+
+
+def holds(plan: StepPlan, condition: tuple[str, str, float]) -> bool:
+    """Return whether a condition (figure, comparison, number) holds for a plan that fits."""
+    name, sign, limit = condition
+    return bool(_COMPARISONS[sign](FIGURES[name](plan), limit))
+
+
+def describe(config: Config) -> str:
+    """Return the mesh and what else distinguishes one candidate from another."""
+    sizes = " x ".join(
+        f"{axis}{size}" for axis in AXIS_NAMES if (size := getattr(config.mesh, axis)) > 1
+    )
+    parts = config.training.gradient_accumulation
+    return (
+        f"{sizes or 'one device'}, residual {config.parallel.residual}, remat {config.model.remat}"
+        + (f", {parts} microbatches" if parts > 1 else "")
+    )
+
+
+def verdict(plan: StepPlan) -> str:
+    """Return one line that says whether the step fits in the memory of the chips."""
+    available = plan.chip.hbm_bytes / _GIB
+    where = f"{plan.topology} ({_slices(plan)}, {plan.topology.num_chips} chips)"
+    needed = plan.bytes
+    if plan.fits:
+        assert needed is not None
+        share = needed / plan.chip.hbm_bytes
+        return f"fits on {where}: {needed / _GIB:.1f} of {available:.2f} GiB per chip ({share:.0%})"
+    much = "more" if needed is None else f"{needed / _GIB:.1f} GiB per chip, more"
+    return f"does not fit on {where}: it needs {much} than the {available:.2f} GiB of a chip"
+
+
+def _slices(plan: StepPlan) -> str:
+    count = plan.topology.num_slices
+    return plan.topology.gcloud if count == 1 else f"{count} x {plan.topology.gcloud}"
+
+
+def render(plan: StepPlan, *, tokens: float | None, price: float | None) -> Iterator[str]:
+    """Yield the lines of a plan that fits, after its verdict.
+
+    Args:
+        plan: The plan.
+        tokens: Tokens of the whole training run, or None.
+        price: Price of one chip for an hour, in any currency, or None.
+    """
+    prediction = plan.compiled.prediction
+    yield (
+        f"step {prediction.total * 1e3:,.0f} ms (predicted), {plan.tokens_per_second:,.0f} "
+        f"tokens/s, MFU {plan.mfu:.3f}"
+    )
+    if tokens is not None:
+        yield run_cost(plan, tokens, price)
+    yield ""
+    yield from _memory_table(plan)
+    yield ""
+    yield from _parts_table(plan)
+    yield ""
+    yield from _collectives_table(prediction.collectives)
+
+
+def run_cost(plan: StepPlan, tokens: float, price: float | None) -> str:
+    """Return the time and the price of a run of this many tokens."""
+    seconds = tokens / plan.tokens_per_second
+    hours = seconds / 3600 * plan.topology.num_chips
+    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per chip-hour"
+    return f"{tokens:,.0f} tokens take {seconds / 86400:,.1f} days, {hours:,.0f} chip-hours{cost}"
+
+
+def _memory_table(plan: StepPlan) -> Iterator[str]:
+    memory = plan.compiled.memory
+    yield f"{'memory per chip':<34}{'GiB':>8}{'share':>8}"
+    for name, size in memory.classes.items():
+        yield f"  {name:<32}{size / _GIB:>8.2f}{size / memory.total:>8.1%}"
+    yield f"  {'total':<32}{memory.total / _GIB:>8.2f}"
+    for buffer in memory.largest[:5]:
+        yield f"  {buffer.bytes / _GIB:>6.2f} GiB  {buffer.shape}  {buffer.layer}"
+
+
+def _parts_table(plan: StepPlan) -> Iterator[str]:
+    prediction = plan.compiled.prediction
+    yield f"{'time, ms':<24}" + "".join(f"{name:>10}" for name in (*_SHOWN, "total", "share"))
+    whole = prediction.total
+    for name, part in prediction.parts.items():
+        yield _part_line(name, part, whole)
+    sums = PartTime(*(sum(getattr(p, kind) for p in prediction.parts.values()) for kind in _KINDS))
+    yield _part_line("total", sums, whole)
+    peak = plan.chip.peak_flops
+    if prediction.matmul:
+        rate = prediction.matmul_flops / prediction.matmul / peak
+        yield f"  matmuls run at {rate:.0%} of peak"
+
+
+def _part_line(name: str, part: PartTime, whole: float) -> str:
+    times = "".join(f"{getattr(part, kind) * 1e3:>10.1f}" for kind in (*_KINDS, "total"))
+    return f"  {name:<22}{times}{part.total / whole:>10.1%}"
+
+
+def _collectives_table(collectives: Sequence[CollectiveTime]) -> Iterator[str]:
+    yield f"{'collectives':<46}{'count':>7}{'GiB sent':>10}{'hidden ms':>11}{'exposed ms':>12}"
+    found: dict[tuple[str, str], CollectiveTime] = {}
+    for one in collectives:
+        total = found.setdefault((one.axes, one.kind), CollectiveTime(one.kind, one.axes, ""))
+        total.count += one.count
+        total.bytes += one.bytes
+        total.seconds += one.seconds
+        total.exposed += one.exposed
+    for (axes, kind), total in sorted(found.items(), key=lambda item: -item[1].exposed):
+        yield (
+            f"  {f'{kind} over {axes}':<44}{total.count:>7}{total.bytes / _GIB:>10.2f}"
+            f"{total.hidden * 1e3:>11.1f}{total.exposed * 1e3:>12.1f}"
+        )
+    if not found:
+        yield "  none"
+
+
+def proposal(advice: Ranked | None) -> str:
+    """Return a line with the change that makes a plan fit."""
+    if advice is None or advice.plan is None:
+        return (
+            "found no change that fits, of those that keep the model and its batch; use a larger "
+            "slice, a smaller batch, or model.param_dtype=bfloat16"
+        )
+    overrides = " ".join(advice.candidate.overrides)
+    step = f"step {advice.seconds * 1e3:,.0f} ms"
+    return f"try: {overrides}\n  {verdict(advice.plan)}, {step}".replace("try: \n", "try:\n")
+
+
+def search_table(found: Sequence[Ranked]) -> Iterator[str]:
+    """Yield the compiled candidates as lines, and the best as overrides."""
+    yield f"{'search':<56}{'step ms':>9}{'MFU':>7}{'exposed':>9}{'GiB':>8}{'estimate':>10}"
+    for ranked in found:
+        assert ranked.plan is not None
+        prediction = ranked.plan.compiled.prediction
+        yield (
+            f"  {describe(ranked.candidate.config):<54}{ranked.seconds * 1e3:>9,.0f}"
+            f"{ranked.plan.mfu:>7.3f}{prediction.exposed / prediction.total:>9.1%}"
+            f"{(ranked.plan.bytes or 0) / _GIB:>8.1f}{ranked.estimate.seconds * 1e3:>10,.0f}"
+        )
+    if found:
+        best = " ".join(found[0].candidate.overrides)
+        yield f"best: {best or 'the configuration as it is'}"
+    else:
+        yield "  no candidate fits"
+
+
+def as_json(plan: StepPlan) -> dict[str, Any]:
+    """Return a plan as values for JSON: bytes and seconds."""
+    result: dict[str, Any] = {
+        "topology": str(plan.topology),
+        "chips": plan.topology.num_chips,
+        "fits": plan.fits,
+        "hbm_bytes": plan.bytes,
+        "hbm_available_bytes": plan.chip.hbm_bytes,
+        "plan": list(plan.choices),
+    }
+    if not plan.fits:
+        return {**result, "verdict": verdict(plan)}
+    prediction, memory = plan.compiled.prediction, plan.compiled.memory
+    return {
+        **result,
+        **{name: figure(plan) for name, figure in FIGURES.items()},
+        "memory": dict(memory.classes),
+        "largest": [asdict(buffer) for buffer in memory.largest],
+        "parts": {name: asdict(part) for name, part in prediction.parts.items()},
+        "collectives": [asdict(one) for one in prediction.collectives],
+        "matmul_flops": prediction.matmul_flops,
+        "model_flops": plan.flops,
+    }
+
+
+def ranked_json(ranked: Ranked) -> dict[str, Any]:
+    """Return a candidate and its plan as values for JSON."""
+    return {
+        "overrides": list(ranked.candidate.overrides),
+        "estimated_seconds": ranked.estimate.seconds,
+        **({} if ranked.plan is None else as_json(ranked.plan)),
+    }

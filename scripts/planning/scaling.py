@@ -1,0 +1,165 @@
+"""Predict the step time on other numbers of chips, on paper, from one compiled step.
+
+More chips of a slice go to fsdp (by formula if the compiled step has none); beyond the largest
+slice, more slices go to dp. Compute is that of the compiled step. Weak scaling keeps the rows per
+chip: activations and their collectives stay as they are, each chip updates fewer parameters. Strong
+scaling keeps the global batch: compute and the collectives of activations shrink, those of weights
+and gradients do not, and less compute is left to hide them. Sums between slices hide under the
+backward pass, two thirds of the compute, except for those of one layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from parallel.planning.prediction import CollectiveTime
+from parallel.planning.slices import GENERATIONS
+from planning.estimate import estimate, slice_machine
+from planning.step import StepPlan
+
+Mode = Literal["weak", "strong"]
+_HOP_LATENCY = 1e-6  # seconds per device of a ring, as in parallel/planning/collective_cost.py
+
+
+@dataclass(frozen=True)
+class Point:
+    """The predicted step on one number of chips.
+
+    Attributes:
+        chips: Number of chips.
+        mode: Whether the batch grows with the chips (weak) or stays (strong).
+        seconds: Time of a step.
+        exposed: The part of it that is exposed communication.
+        tokens_per_second: Over all chips.
+        mfu: FLOPs of the model as a share of the peak.
+    """
+
+    chips: int
+    mode: Mode
+    seconds: float
+    exposed: float
+    tokens_per_second: float
+    mfu: float
+
+
+def scale(plan: StepPlan, first: int, last: int) -> Iterator[Point]:
+    """Yield the points from the chips of the plan, doubled until `last`, weak and strong.
+
+    Raises:
+        ValueError: No doubling of the compiled slice is between `first` and `last`.
+    """
+    base = plan.topology.num_chips
+    factors = []
+    factor = 1
+    while base * factor <= last:
+        if base * factor >= first:
+            factors.append(factor)
+        factor *= 2
+    if not factors:
+        raise ValueError(
+            f"--scale {first}..{last}: the compiled step has {base} chips, and no doubling of it "
+            f"is in this range; start at {base}"
+        )
+    rows = max(plan.config.data.batch_sizes) // plan.config.training.gradient_accumulation
+    mesh = plan.config.mesh
+    for factor in factors:
+        yield _point(plan, factor, "weak")
+        if mesh.dp * mesh.fsdp * mesh.ep * factor <= rows:
+            yield _point(plan, factor, "strong")
+
+
+def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
+    prediction, config = plan.compiled.prediction, plan.config
+    chips = plan.topology.num_chips * factor
+    optimizer = prediction.parts.get("optimizer")
+    update = 0.0 if optimizer is None else optimizer.total - optimizer.exposed
+    compute = prediction.total - prediction.exposed - update
+    share = 1.0 if mode == "weak" else 1 / factor
+    per_slice = min(chips, GENERATIONS[plan.topology.generation].largest)
+    num_slices = max(plan.topology.num_slices, chips // per_slice)
+    within = chips // num_slices * plan.topology.num_slices / plan.topology.num_chips
+    shards = config.mesh.fsdp * config.mesh.sp
+    exposed = 0.0
+    for one in prediction.collectives:
+        if _moves_weights(one):
+            more = _ring_share(round(shards * within)) / (_ring_share(shards) or 1.0)
+            latency = one.count * _HOP_LATENCY * shards * (within - 1)
+            exposed += max(0.0, one.seconds * more + latency - one.hidden * share)
+        else:
+            exposed += one.exposed * share
+    if shards == 1 and within > 1:
+        exposed += _first_shards(plan, round(within))
+    if num_slices > plan.topology.num_slices:
+        exposed += _between_slices(plan, num_slices, within, share * compute)
+    seconds = compute * share + update / within + exposed
+    tokens = plan.num_tokens * (factor if mode == "weak" else 1)
+    flops = plan.flops * tokens / plan.num_tokens
+    mfu = flops / chips / seconds / plan.chip.peak_flops
+    return Point(chips, mode, seconds, exposed, tokens / seconds, mfu)
+
+
+def _first_shards(plan: StepPlan, shards: int) -> float:
+    """Return the exposed seconds of fsdp, by formula, for a compiled step that has none."""
+    mesh = plan.config.mesh.model_copy(update={"fsdp": shards})
+    config = plan.config.model_copy(update={"mesh": mesh})
+    return estimate(config, slice_machine(plan.chip, plan.topology)).exposed["fsdp"]
+
+
+def _moves_weights(one: CollectiveTime) -> bool:
+    """Whether a collective moves weights or their gradients rather than activations."""
+    return "fsdp" in one.axes or "dp" in one.axes
+
+
+def _ring_share(size: int) -> float:
+    """Return the share of an array that passes each link of a ring of this size."""
+    return (size - 1) / size if size > 1 else 0.0
+
+
+def _between_slices(plan: StepPlan, num_slices: int, within: float, compute: float) -> float:
+    """Return the exposed seconds of the sums of gradients between slices."""
+    if not plan.chip.dcn_bandwidth:
+        raise ValueError(f"{plan.topology}: no bandwidth between slices is known for this chip")
+    mesh = plan.config.mesh
+    shards = mesh.fsdp * mesh.sp * mesh.tp * within
+    gradients = 4 * plan.config.model.num_parameters / shards
+    seconds = 2 * gradients * _ring_share(num_slices) / plan.chip.dcn_bandwidth
+    return max(seconds / plan.config.model.num_hidden_layers, seconds - 2 / 3 * compute)
+
+
+def table(points: Sequence[Point]) -> Iterator[str]:
+    """Yield the points as lines."""
+    yield f"{'chips':>8}  {'scaling':<8}{'step ms':>10}{'exposed':>9}{'tokens/s':>14}{'MFU':>8}"
+    for p in sorted(points, key=lambda point: (point.mode != "weak", point.chips)):
+        yield (
+            f"{p.chips:>8}  {p.mode:<8}{p.seconds * 1e3:>10,.0f}{p.exposed / p.seconds:>9.1%}"
+            f"{p.tokens_per_second:>14,.0f}{p.mfu:>8.3f}"
+        )
+    yield "on paper, from the compiled step of the first line; see docs/planning.md"
+
+
+def plot(points: Sequence[Point], path: Path, title: str) -> None:
+    """Draw tokens per second and MFU over chips as a PNG.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError('--plot needs matplotlib: pip install -e ".[plan]"') from error
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    speed, share = figure.subplots(1, 2)
+    for mode, marker in (("weak", "o"), ("strong", "s")):
+        some = [point for point in points if point.mode == mode]
+        chips = [point.chips for point in some]
+        speed.plot(chips, [p.tokens_per_second for p in some], marker=marker, label=mode)
+        share.plot(chips, [p.mfu for p in some], marker=marker, label=mode)
+    first = min(points, key=lambda point: point.chips)
+    ideal = [first.tokens_per_second * p.chips / first.chips for p in points if p.mode == "weak"]
+    speed.plot([p.chips for p in points if p.mode == "weak"], ideal, "--", color="gray")
+    speed.set(xscale="log", yscale="log", xlabel="chips", ylabel="tokens/s (predicted)")
+    share.set(xscale="log", xlabel="chips", ylabel="MFU (predicted)", ylim=(0, None))
+    speed.legend()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,137 @@
+"""Compile the training step of a configuration for absent devices, and read the answer."""
+
+import math
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+
+from configs.build import abstract_batch, build_program
+from configs.schema import Config
+from parallel.planning.compiler import CompiledProgram, OutOfMemory, SliceCompiler, chip_of
+from parallel.planning.slices import Topology, absent_devices, read_topology
+from parallel.sharding.devices import Chip
+from parallel.sharding.mesh import AXIS_NAMES
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The compiler's answer about the training step of one configuration on one slice.
+
+    Attributes:
+        config: The configuration.
+        topology: The slice or slices.
+        chip: The data sheet of their chips.
+        choices: The execution plan, line by line.
+        num_tokens: Tokens of a step, over all devices.
+        flops: FLOPs of a step over all devices, without recomputation.
+        answer: The compiled program, or why it does not fit.
+        seconds: Time that planning took.
+    """
+
+    config: Config
+    topology: Topology
+    chip: Chip
+    choices: tuple[str, ...]
+    num_tokens: int
+    flops: float
+    answer: CompiledProgram | OutOfMemory
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program fits in the memory of the chips."""
+        return isinstance(self.answer, CompiledProgram)
+
+    @property
+    def compiled(self) -> CompiledProgram:
+        """The compiled program of a plan that fits."""
+        if isinstance(self.answer, OutOfMemory):
+            raise self.answer
+        return self.answer
+
+    @property
+    def bytes(self) -> float | None:
+        """Bytes that the program needs on one chip; None if the compiler did not say."""
+        if isinstance(self.answer, OutOfMemory):
+            return self.answer.required
+        return self.answer.memory.total
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """Tokens per second, over all devices."""
+        return self.num_tokens / self.compiled.prediction.total
+
+    @cached_property
+    def mfu(self) -> float:
+        """FLOPs of the model as a share of the peak of all chips (PaLM, arXiv 2204.02311)."""
+        per_chip = self.flops / self.topology.num_chips
+        return per_chip / self.compiled.prediction.total / self.chip.peak_flops
+
+
+def check_mesh(config: Config, topology: Topology) -> None:
+    """Check that the mesh has as many devices as there are chips; needs no compiler.
+
+    Raises:
+        ValueError: It has not; names an axis that would mend it.
+    """
+    mesh = config.mesh
+    if mesh.dcn_dp != topology.num_slices:
+        dp = -(-mesh.dp // topology.num_slices) * topology.num_slices
+        raise ValueError(
+            f"mesh.dcn_dp={mesh.dcn_dp}, but {topology} has {topology.num_slices} slices; set "
+            f"mesh.dcn_dp={topology.num_slices}, and mesh.dp to a multiple of it such as {dp}"
+        )
+    if mesh.num_devices == topology.num_chips:
+        return
+    sizes = " * ".join(f"{axis} {size}" for axis in AXIS_NAMES if (size := getattr(mesh, axis)) > 1)
+    raise ValueError(
+        f"mesh {sizes or 'of one device'} needs {mesh.num_devices} chips, but {topology} "
+        f"({topology.gcloud}) has {topology.num_chips}; {_remedy(config, topology)}"
+    )
+
+
+def _remedy(config: Config, topology: Topology) -> str:
+    """Return the change of one axis with which the mesh has the chips of the slices."""
+    mesh, chips = config.mesh, topology.num_chips
+    for axis in ("fsdp", "dp", "tp", "sp", "ep"):
+        rest = math.prod(getattr(mesh, other) for other in AXIS_NAMES if other != axis)
+        size, remainder = divmod(chips, rest)
+        if axis == "dp" and size % topology.num_slices:
+            continue
+        if not remainder and size and (getattr(mesh, axis) > 1 or axis in ("fsdp", "dp")):
+            return f"set mesh.{axis}={size}"
+    return f"change mesh.* so that its axes multiply to {chips}"
+
+
+def plan_step(config: Config, topology: str) -> StepPlan:
+    """Compile the training step of this configuration for a slice that is not attached.
+
+    Raises:
+        ValueError: The configuration cannot run on this slice, or the slice is not known.
+    """
+    begin = time.monotonic()
+    named = read_topology(topology)
+    check_mesh(config, named)
+    program = build_program(config, absent_devices(topology))
+    batch = abstract_batch(config, program)
+    mesh = program.tp.manager.mesh
+    with jax.set_mesh(mesh):
+        state = program.abstract_state
+    answer: CompiledProgram | OutOfMemory
+    try:
+        answer = SliceCompiler(topology, mesh).compile(program.train_step, [state, batch])
+    except OutOfMemory as error:
+        answer = error
+    num_tokens = batch["tokens"].size
+    return StepPlan(
+        config,
+        named,
+        chip_of(topology),
+        (*program.plan.describe(), *program.describe_objective()),
+        num_tokens,
+        program.flops_per_token(config.data.row_length) * num_tokens,
+        answer,
+        time.monotonic() - begin,
+    )
