@@ -11,6 +11,7 @@ from configs.build import build_program
 from configs.schema import load_config
 from parallel.planning.compiler import SliceCompiler, chip_of
 from parallel.planning.slices import absent_devices
+from training.parts import STEP_PARTS
 
 
 def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
         name: jax.ShapeDtypeStruct(shape, dtype, sharding=program.batch_sharding)
         for name, dtype in {**fields, "loss_mask": jnp.float32}.items()
     }
-    compiler = SliceCompiler(topology, mesh)
+    compiler = SliceCompiler(topology, mesh, STEP_PARTS)
     with jax.set_mesh(mesh):
         state = program.abstract_state
     compiled = compiler.compile(program.train_step, [state, batch])
