@@ -93,12 +93,13 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Normalise the last dim; the layout stays the same."""
-        x = x_BLD.astype(jnp.float32)
-        normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-        scale_D = self.scale[...]
-        if self.offset:
-            scale_D = self.offset + scale_D.astype(jnp.float32)
-        return (normed * scale_D).astype(x_BLD.dtype)
+        with jax.named_scope("norm"):
+            x = x_BLD.astype(jnp.float32)
+            normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
+            scale_D = self.scale[...]
+            if self.offset:
+                scale_D = self.offset + scale_D.astype(jnp.float32)
+            return (normed * scale_D).astype(x_BLD.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -369,7 +370,8 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """Return x_BLD in the layout it had; gate and up share one gather of x."""
-        return chain(x_BLD, self.gate_up, self.activation, self.down)
+        with jax.named_scope("mlp"):
+            return chain(x_BLD, self.gate_up, self.activation, self.down)
 
 
 def make_linear(

@@ -228,11 +228,11 @@ class MoE(nnx.Module):
                 _RouterInputs(logits_BLE, jax.sharding.reshard(valid_BL, rows), bias_E),
                 kernels,
             )
-        if moe.num_shared_experts:
-            shared_BLD = self.shared(x_BLD)
-            if moe.shared_expert_gate:
-                shared_BLD *= self.shared_gate(x_BLD).astype(shared_BLD.dtype)
-            y_BLD += shared_BLD
+            if moe.num_shared_experts:
+                shared_BLD = self.shared(x_BLD)
+                if moe.shared_expert_gate:
+                    shared_BLD *= self.shared_gate(x_BLD).astype(shared_BLD.dtype)
+                y_BLD += shared_BLD
         return y_BLD, report
 
     def _kernels_for(self, x_BLD: jax.Array) -> tuple[ExpertKernels, ExpertKernels]:

@@ -222,11 +222,13 @@ class Transformer(nnx.Module):
 
     def loss(self, x_BLD: jax.Array, targets_BL: jax.Array, mask_BL: jax.Array) -> jax.Array:
         """Return the masked cross-entropy of hidden states, summed over all tokens, in nats."""
-        return self.head(x_BLD, targets_BL, mask_BL, w=self._tied_kernel())
+        with jax.named_scope("head"):
+            return self.head(x_BLD, targets_BL, mask_BL, w=self._tied_kernel())
 
     def token_losses(self, x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
         """Return the cross-entropy of hidden states at every token `B L`, in nats."""
-        return self.head.token_losses(x_BLD, targets_BL, w=self._tied_kernel())
+        with jax.named_scope("head"):
+            return self.head.token_losses(x_BLD, targets_BL, w=self._tied_kernel())
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Return the logits `B L V` of hidden states, V over tp; see `Head.logits`."""

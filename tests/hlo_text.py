@@ -12,7 +12,9 @@ DOWN = "source_target_pairs={{0,3},{1,0},{2,1},{3,2}}"
 INNER = f"""
 %matmul (a: f32[250000]) -> f32[250000] {{
   %a = {MB} parameter(0)
-  ROOT %c = {MB} convolution(%a, %a), dim_labels=bf_io->bf
+  %m = f32[500,500]{{1,0}} bitcast(%a)
+  %c = f32[500,500]{{1,0}} convolution(%m, %m), dim_labels=bf_io->bf
+  ROOT %r = {MB} bitcast(%c)
 }}
 """
 

@@ -112,7 +112,8 @@ class PreferenceProgram(Program):
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[TrainState, dict[str, Any]]:
         means, report, grads = self.preference_gradients(state, batch, dropout_key)
-        state, metrics = self.apply_gradients(state, means["loss"], report, grads)
+        with jax.named_scope("optimizer"):
+            state, metrics = self.apply_gradients(state, means["loss"], report, grads)
         return state, means | metrics
 
     @cached_property

@@ -262,7 +262,9 @@ class Program:
             return micro(trained, first, 0)
 
         def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, micro(trained, *part)), None
+            found = micro(trained, *part)
+            with jax.named_scope("accumulate"):
+                return jax.tree.map(jnp.add, total, found), None
 
         output = jax.eval_shape(micro, trained, first, 0)[0]
         zero = (jax.tree.map(jnp.zeros_like, output), jax.tree.map(jnp.zeros_like, trained))
@@ -319,7 +321,9 @@ class Program:
     def _step(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[TrainState, dict[str, Any]]:
-        return self.apply_gradients(state, *self.gradients(state.params, batch, dropout_key))
+        gradients = self.gradients(state.params, batch, dropout_key)
+        with jax.named_scope("optimizer"):
+            return self.apply_gradients(state, *gradients)
 
     @cached_property
     def eval_step(self) -> Any:

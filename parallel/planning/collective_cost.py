@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from parallel.planning.device_groups import device_groups
 from parallel.planning.hlo import Collective, CrossSlice, Instruction
 from parallel.planning.links import Coords, Link, link_loads
 from parallel.sharding.devices import Chip
@@ -73,7 +74,7 @@ class CollectiveCost:
     def _ring(self, collective: Collective) -> TransferCost:
         """Return the cost of a collective over rings in both directions."""
         x = collective.instruction
-        n = x.group_size(self._num_partitions)
+        n = len(device_groups(x, self._num_partitions)[0])
         if n == 1:
             return _FREE
         size = collective.computation.operand_bytes(x)

@@ -10,6 +10,7 @@ import jax
 
 from parallel.planning.links import chip_coords
 from parallel.planning.memory import MemoryUse, memory_use
+from parallel.planning.parts import PartTable
 from parallel.planning.prediction import Prediction
 from parallel.planning.slices import absent_devices, read_topology
 from parallel.planning.timeline import predict
@@ -70,10 +71,12 @@ class SliceCompiler:
     Attributes:
         topology: The name of the slice, such as "v5p:2x2x2".
         mesh: The mesh of its devices.
+        parts: The parts of the model by scopes, by which predictions divide the time.
     """
 
     topology: str
     mesh: jax.sharding.Mesh
+    parts: PartTable = ()
 
     def compile(
         self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any] | None = None
@@ -98,7 +101,12 @@ class SliceCompiler:
         named, text = read_topology(self.topology), program.as_text()
         one_slice = self.mesh.devices.flat[: self.mesh.size // named.num_slices]
         prediction = predict(
-            text, chip_of(self.topology), named.sides, places=chip_coords(one_slice)
+            text,
+            chip_of(self.topology),
+            named.sides,
+            places=chip_coords(one_slice),
+            parts=self.parts,
+            axes=self.mesh.shape,
         )
         return CompiledProgram(prediction, memory_use(program), seconds, text)
 

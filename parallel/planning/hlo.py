@@ -5,9 +5,9 @@ lie between the start and the done of a transfer. `parallel.planning.hlo_parser`
 from text, `parallel.planning.timeline` computes how long they take.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -99,7 +99,12 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The `jax.named_scope` path of the operation, else the name of the instruction."""
-        return self.find(r'op_name="([^"]+)"') or self.name
+        return self.scope_path or self.name
+
+    @property
+    def scope_path(self) -> str | None:
+        """The `jax.named_scope` path of the operation, if the compiler kept it."""
+        return self.find(r'op_name="([^"]+)"')
 
     @property
     def is_matmul(self) -> bool:
@@ -152,27 +157,6 @@ class Instruction:
         name = self.find(r'_xla_host_transfer_rendezvous="([^"]+)"') or self.name
         return CrossSlice(kind.lower().replace("_", "-"), name, len(slices))
 
-    def group_size(self, num_partitions: int) -> int:
-        """Return how many devices take part in one group of this collective."""
-        groups = self.find(r"replica_groups=(.*)")
-        if groups is None or groups.startswith("{}"):
-            return num_partitions
-        iota = re.match(r"\[\d+,(\d+)\]", groups)
-        if iota:
-            return int(iota.group(1))
-        listed = re.match(r"\{\{([\d,]+)\}", groups)
-        if listed:
-            return listed.group(1).count(",") + 1
-        mesh = re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", groups)
-        if mesh is None:
-            raise ValueError(
-                f"{self.name} has replica_groups={groups[:60]!r}, which is no known form; extend "
-                "Instruction.group_size in parallel/planning/hlo.py"
-            )
-        sides = dict(re.findall(r"'?(\w+)'?=(\d+)", mesh.group(1)))
-        axes = re.findall(r"'?([A-Za-z_]\w*)'?(?::\(\d+\)(\d+))?", mesh.group(2))
-        return math.prod(int(part or sides[axis]) for axis, part in axes)
-
     @property
     def ragged_tiling(self) -> tuple[int, int, int] | None:
         """Rows, features and outputs in a tile of libtpu's kernel for `lax.ragged_dot`."""
@@ -206,6 +190,18 @@ class Computation:
     def operands(self, x: Instruction) -> tuple[Instruction, ...]:
         """Return the instructions whose results this one reads."""
         return tuple(self.by_name[name] for name in x.operands if name in self.by_name)
+
+    @cached_property
+    def _users(self) -> Mapping[str, Sequence[Instruction]]:
+        found: dict[str, list[Instruction]] = defaultdict(list)
+        for x in self.instructions:
+            for name in x.operands:
+                found[name].append(x)
+        return found
+
+    def users(self, x: Instruction) -> Sequence[Instruction]:
+        """Return the instructions that read the result of this one."""
+        return self._users.get(x.name, ())
 
     def operand_bytes(self, x: Instruction) -> float:
         """Return the size of everything that this instruction reads."""

@@ -2,6 +2,7 @@
 
 import math
 
+from parallel.planning.flops import is_attention, kernel_flops
 from parallel.planning.hlo import Computation, HloModule, Instruction
 from parallel.sharding.devices import Chip
 
@@ -56,27 +57,11 @@ class InstructionCost:
     def _kernel_seconds(self, x: Instruction, computation: Computation) -> float:
         """Return the time of a custom call: its HBM traffic, or its FLOPs if they take longer.
 
-        Attention kernels run at a fraction of peak. Splash attention does not state its FLOPs: they
-        are 4 per query, key and feature forward, 8 for dk and dv, 6 for dq, and the causal half of
-        that.
+        Attention kernels run at a fraction of peak.
         """
         traffic = x.bytes + computation.operand_bytes(x)
-        flops = float(x.find(r'"flops":"?(\d+)') or 0)
-        is_splash = "splash_m" in x.name
-        is_attention = is_splash or "flash_" in x.name
-        rate = self._chip.peak_flops * (_ATTENTION_EFFICIENCY if is_attention else 1.0)
-        if is_splash or (is_attention and not flops):
-            # The first float operand is the query; the mask tables before it hold integers.
-            floats = [
-                array.dims
-                for operand in computation.operands(x)
-                for array in operand.arrays
-                if array.dtype.startswith(("bf", "f")) and len(array.dims) > 2
-            ]
-            if floats:
-                query = max(floats, key=len)
-                each = 8 if "dkv" in x.name else 6 if "dq" in x.name else 4
-                flops = each * math.prod(query) * query[-2] / 2
+        rate = self._chip.peak_flops * (_ATTENTION_EFFICIENCY if is_attention(x) else 1.0)
+        flops = kernel_flops(x, computation)
         return max(traffic / self._chip.hbm_bandwidth, flops / rate)
 
     def _ragged_dot_seconds(

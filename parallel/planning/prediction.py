@@ -1,15 +1,70 @@
-"""The predicted time of a program, by its parts, and the ledger from which it is summed up."""
+"""The predicted time of a program, by its parts."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-Section = Literal[
-    "compute", "communication", "exposed", "dma_wait", "bytes", "count", "top", "assumed"
-]
-Ledger = dict[tuple[Section, str], float]
-"""Seconds, bytes or counts by section and label."""
+from parallel.planning.collective_cost import Resource
+from parallel.planning.parts import UNATTRIBUTED
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something on the timeline, from `start` to `end` in seconds.
+
+    A loop is simulated once. It has one span around all iterations, the spans of the first, and one
+    for the others.
+    """
+
+    name: str
+    part: str
+    start: float
+    end: float
+    resources: frozenset[Resource] = frozenset()
+    """Those that a transfer occupies; empty for the instructions of the device."""
+    iterations: int = 1
+    """More than 1 for a span around a loop."""
+    details: Mapping[str, float | int | str] = field(default_factory=dict)
+
+
+@dataclass
+class PartTime:
+    """Seconds of one part of the model, and the FLOPs of its matmuls and kernels."""
+
+    matmul: float = 0.0
+    other: float = 0.0
+    kernels: float = 0.0
+    exposed: float = 0.0
+    dma_wait: float = 0.0
+    recomputed: float = 0.0
+    """The part of the total that repeats forward work during the backward pass."""
+    matmul_flops: float = 0.0
+    kernel_flops: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum over all kinds."""
+        return self.matmul + self.other + self.kernels + self.exposed + self.dma_wait
+
+
+@dataclass
+class CollectiveTime:
+    """Collectives of one kind over the same mesh axes in one part of the model."""
+
+    kind: str
+    axes: str
+    part: str
+    count: int = 0
+    bytes: float = 0.0
+    """Sent by each device."""
+    seconds: float = 0.0
+    """On the links, hidden or not."""
+    exposed: float = 0.0
+    """Seconds during which nothing else runs; includes waiting for transfers queued before."""
+
+    @property
+    def hidden(self) -> float:
+        """Seconds on the links beside compute."""
+        return max(0.0, self.seconds - self.exposed)
 
 
 @dataclass(frozen=True)
@@ -43,6 +98,24 @@ class Prediction:
     assumed: Mapping[str, float]
     """Seconds that the compiler gave no cycles for, by opcode or custom-call target, and one
     iteration of each loop with an unknown trip count."""
+    parts: Mapping[str, PartTime]
+    """Time by part of the model, longest first; forward and backward pass together."""
+    collectives: Sequence[CollectiveTime]
+    """Collectives by kind, mesh axes and part, the most exposed first."""
+    unattributed: Mapping[str, float]
+    """Seconds by operation that belong to no part, longest first."""
+    spans: Sequence[Span] = field(compare=False, repr=False)
+    """The timeline, in the order in which the program starts things; see `trace`."""
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOPs of all matmuls of one device, recomputed ones included."""
+        return sum(part.matmul_flops for part in self.parts.values())
+
+    @property
+    def kernel_flops(self) -> float:
+        """FLOPs of attention kernels and grouped matmuls of one device."""
+        return sum(part.kernel_flops for part in self.parts.values())
 
     def table(self, rows: int = 12) -> str:
         """Return the prediction as text: parts of the total, collectives, longest operations."""
@@ -51,6 +124,9 @@ class Prediction:
             seconds = getattr(self, name)
             share = seconds / self.total if self.total else 0.0
             lines.append(f"{_line('  ' + name, seconds)}  {share:>6.1%}")
+        if self.parts.keys() - {UNATTRIBUTED}:
+            lines.append("by part")
+            lines += [_line(f"  {name}", part.total) for name, part in self.parts.items()]
         lines.append(_line("communication", self.communication))
         for kind, count in self.counts.items():
             exposed = self.exposed_by.get(kind)
@@ -70,29 +146,3 @@ class Prediction:
 
 def _line(name: str, seconds: float) -> str:
     return f"{name:<28} {seconds * 1e3:>9.3f} ms"
-
-
-def summarise(total: float, ledger: Ledger) -> Prediction:
-    """Return the prediction that a ledger adds up to."""
-
-    def section(name: Section) -> dict[str, float]:
-        found = {key: value for (part, key), value in ledger.items() if part == name}
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    compute = section("compute")
-    top = {name: seconds for name, seconds in section("top").items() if seconds}
-    assumed = {name: seconds for name, seconds in section("assumed").items() if seconds}
-    return Prediction(
-        total=total,
-        matmul=compute.get("matmul", 0.0),
-        other=compute.get("other", 0.0),
-        kernels=compute.get("kernels", 0.0),
-        communication=sum(section("communication").values()),
-        exposed=sum(section("exposed").values()),
-        dma_wait=sum(section("dma_wait").values()),
-        exposed_by=MappingProxyType(section("exposed")),
-        bytes_by=MappingProxyType(section("bytes")),
-        counts=MappingProxyType({name: int(value) for name, value in section("count").items()}),
-        top=MappingProxyType(top),
-        assumed=MappingProxyType(assumed),
-    )

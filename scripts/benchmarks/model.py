@@ -10,6 +10,7 @@ from configs.build import abstract_batch, build_program
 from configs.schema import load_config
 from parallel.planning.compiler import SliceCompiler, chip_of
 from parallel.planning.slices import absent_devices
+from training.parts import STEP_PARTS
 
 
 def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     mesh = program.tp.manager.mesh
     print(*program.plan.describe(), sep="\n")
     batch = abstract_batch(config, program)
-    compiler = SliceCompiler(topology, mesh)
+    compiler = SliceCompiler(topology, mesh, STEP_PARTS)
     with jax.set_mesh(mesh):
         state = program.abstract_state
     compiled = compiler.compile(program.train_step, [state, batch])

@@ -13,6 +13,7 @@ from parallel.planning.compiler import CompiledProgram, OutOfMemory, SliceCompil
 from parallel.planning.slices import Topology, absent_devices, read_topology
 from parallel.sharding.devices import Chip
 from parallel.sharding.mesh import AXIS_NAMES
+from training.parts import STEP_PARTS
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,10 @@ def plan_step(config: Config, topology: str) -> StepPlan:
     mesh = program.tp.manager.mesh
     with jax.set_mesh(mesh):
         state = program.abstract_state
+    compiler = SliceCompiler(topology, mesh, STEP_PARTS)
     answer: CompiledProgram | OutOfMemory
     try:
-        answer = SliceCompiler(topology, mesh).compile(program.train_step, [state, batch])
+        answer = compiler.compile(program.train_step, [state, batch])
     except OutOfMemory as error:
         answer = error
     num_tokens = batch["tokens"].size

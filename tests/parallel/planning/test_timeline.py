@@ -248,7 +248,7 @@ def test_an_asynchronous_collective_fusion_progresses_under_the_matmuls_between(
 
     others = (
         part("begin", 'ROOT %b = u32[] custom-call(%g), custom_call_target="AsyncCollectiveStart"')
-        + part("async_collective_fusion.1", f"ROOT %c = {MB} convolution(%x, %x)")
+        + part("async_collective_fusion.1", f"ROOT %c = {MB} dot(%x, %x), lhs_batch_dims={{0}}")
         + part("end", 'ROOT %e = u32[] custom-call(%g), custom_call_target="AsyncCollectiveDone"')
     )
     cycles = 'backend_config={"estimated_cycles":"3000"}'
@@ -285,7 +285,7 @@ def test_every_printed_form_of_replica_groups_is_understood(groups: str, size: i
 
 
 def test_an_unknown_form_of_replica_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"r has replica_groups='<new>.*extend Instruction"):
+    with pytest.raises(ValueError, match=r"r has replica_groups='<new>.*extend parallel/planning"):
         time_of(f"%r = {MB} all-reduce(%x), replica_groups=<new>")
 
 
