@@ -1,0 +1,272 @@
+"""scripts/plan.py: what it refuses, how it ranks and advises, what it predicts on paper.
+
+Planning compiles for minutes. Here a stand-in for the compiler answers from the estimate; slow
+tests at the end ask libtpu.
+"""
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT
+from hlo_text import program, vector
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import plan as plan_script
+from configs.schema import Config, load_config
+from parallel.planning.compiler import CompiledProgram, OutOfMemory
+from parallel.planning.memory import MemoryUse
+from parallel.planning.slices import read_topology
+from parallel.planning.timeline import predict
+from parallel.sharding.devices import CHIPS
+from planning import gpus, report
+from planning.candidates import all_candidates, change
+from planning.estimate import estimate, slice_machine
+from planning.scaling import scale
+from planning.search import advise, rank, search
+from planning.step import StepPlan, check_mesh
+
+V5E, V5P = CHIPS["TPU v5 lite"], CHIPS["TPU v5"]
+LLAMA = ROOT / "configs" / "llama3_8b_tp8.yaml"
+GIB = 2**30
+
+
+def llama(*overrides: str) -> Config:
+    return load_config(LLAMA, overrides)
+
+
+def answer(config: Config, topology: str, *, needed: float | None = None) -> StepPlan:
+    """Return the plan of a compiler that agrees with the estimate."""
+    named = read_topology(topology)
+    chip = {"v5e": V5E, "v5p": V5P}[named.generation]
+    guess = estimate(config, slice_machine(chip, named))
+    size = guess.bytes if needed is None else needed
+    cycles = round(guess.seconds * chip.clock_hz)
+    prediction = predict(program(vector("v", cycles)), chip)
+    memory = MemoryUse(arguments=int(size), outputs=0, temporary=0, program=0)
+    compiled = CompiledProgram(prediction, memory, 0.0, "")
+    refused = OutOfMemory("too large.", size, chip.hbm_bytes)
+    tokens = max(config.data.batch_sizes) * config.data.row_length
+    flops = config.model.flops_per_token(config.data.row_length) * tokens
+    fits = size <= chip.hbm_bytes
+    return StepPlan(config, named, chip, (), tokens, flops, compiled if fits else refused, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("topology", "overrides", "remedy"),
+    [
+        ("v5p-32", [], "needs 8 chips, but v5p:2x2x4 (v5p-32) has 16; set mesh.fsdp=2"),
+        ("v5p-8", ["mesh.tp=2", "mesh.fsdp=4"], "set mesh.fsdp=2"),
+        ("v5p-8", [], "set mesh.tp=4"),
+        ("v5p-16*2", [], "mesh.dcn_dp=1, but v5p:2x2x2*2 has 2 slices; set mesh.dcn_dp=2"),
+        ("v5p-16*2", ["mesh.dp=4", "mesh.dcn_dp=2"], "set mesh.dp=2"),
+    ],
+)
+def test_a_mesh_of_another_size_is_refused_with_the_axis_to_change(
+    topology: str, overrides: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", str(LLAMA), "--topology", topology, "--check-mesh", *overrides]
+    assert plan_script.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: mesh") and remedy in error and error.count("\n") == 1
+    advised = dict(text.split("=") for text in remedy.split() if text.startswith("mesh."))
+    if topology != "v5p-16*2":
+        changed = [*overrides, *(f"{key}={value}" for key, value in advised.items())]
+        check_mesh(llama(*changed), read_topology(topology))
+
+
+def test_check_mesh_says_nothing_about_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_script.main(["--config", str(LLAMA), "--topology", "v5p-16", "--check-mesh"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+# docs/predicted.md: compiled by libtpu 0.0.42 in November 2026.
+@pytest.mark.parametrize(
+    ("overrides", "milliseconds"),
+    [
+        ([], 2273),
+        (["mesh.tp=4", "mesh.fsdp=2"], 1975),
+        (["mesh.tp=1", "mesh.fsdp=8"], 1878),
+        (["mesh.tp=1", "mesh.fsdp=8", "model.remat=dots"], 1734),
+    ],
+)
+def test_estimates_are_near_compiled_steps(overrides: list[str], milliseconds: float) -> None:
+    machine = slice_machine(V5P, read_topology("v5p-16"))
+    found = estimate(llama(*overrides), machine).seconds * 1e3
+    assert found == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_candidates_train_the_same_model_on_all_chips() -> None:
+    config, topology = load_config(ROOT / "configs" / "moe_ep8.yaml"), read_topology("v5e-8")
+    found = list(all_candidates(config, topology))
+    assert len({candidate.config for candidate in found}) == len(found) > 100
+    assert {candidate.config.mesh.num_devices for candidate in found} == {8}
+    assert any(candidate.config.mesh.ep == 4 for candidate in found)
+    for candidate in found:
+        undone = change(
+            candidate.config,
+            {
+                **{f"mesh.{axis}": size for axis, size in config.mesh},
+                "parallel.residual": config.parallel.residual,
+                "model.remat": config.model.remat,
+                "training.gradient_accumulation": 1,
+            },
+        )
+        assert undone is not None and undone.config == config
+        again = load_config(ROOT / "configs" / "moe_ep8.yaml", candidate.overrides)
+        assert again == candidate.config
+
+
+def test_the_ranking_leaves_out_what_cannot_fit() -> None:
+    topology = read_topology("v5e-8")
+    machine = slice_machine(V5E, topology)
+    limit = 1.15 * V5E.hbm_bytes
+    everything = list(all_candidates(llama(), topology))
+    ranked = rank(llama(), topology, V5E)
+    fitting = [c for c in everything if estimate(c.config, machine).bytes <= limit]
+    assert 0 < len(ranked) == len(fitting) < len(everything)
+    assert rank(llama(), topology, V5E, correction=1.3) != ranked
+
+
+def test_a_search_compiles_the_best_estimates_until_enough_fit() -> None:
+    asked = []
+
+    def planner(config: Config, topology: str) -> StepPlan | None:
+        asked.append(config)
+        if len(asked) == 2:
+            return None  # it cannot be planned
+        return answer(config, topology, needed=1e13 if len(asked) == 1 else None)
+
+    topology = read_topology("v5p-16")
+    found = list(search(llama(), topology, V5P, planner, 3))
+    assert [ranked.plan.fits for ranked in found if ranked.plan] == [False, True, True, True]
+    assert len(asked) == 5
+    order = [ranked.candidate.config for ranked in rank(llama(), topology, V5P)]
+    assert asked == sorted(asked, key=order.index)
+    best = "\n".join(report.search_table(sorted(found[1:], key=lambda one: one.seconds)))
+    assert "best: " in best
+
+
+@pytest.mark.parametrize(
+    ("topology", "overrides"),
+    [
+        ("v5p-16", ["model.remat=none", "data.global_batch_size=64", "mesh.tp=1", "mesh.dp=8"]),
+        ("v5e-16", ["mesh.tp=1", "mesh.fsdp=16", "data.global_batch_size=64"]),
+        ("v5e-8", ["mesh.tp=1", "mesh.fsdp=8"]),
+    ],
+)
+def test_advice_fits_when_it_is_applied(topology: str, overrides: list[str]) -> None:
+    plan = answer(llama(*overrides), topology)
+    assert not plan.fits
+    advice = advise(plan, answer)
+    assert advice is not None and advice.plan is not None and advice.plan.fits
+    applied = llama(*overrides, *advice.candidate.overrides)
+    assert applied == advice.candidate.config
+    assert answer(applied, str(advice.plan.topology)).fits
+    if topology == "v5e-8":
+        assert advice.plan.topology.num_chips > 8, "nothing fits on this slice"
+    assert report.proposal(advice).startswith("try: ")
+
+
+def test_without_a_change_that_fits_the_advice_says_so() -> None:
+    def nothing(config: Config, topology: str) -> StepPlan:
+        return answer(config, topology, needed=1e15)
+
+    plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5e-8", needed=1e15)
+    assert advise(plan, nothing) is None
+    assert "use a larger slice" in report.proposal(None)
+
+
+def test_scaling_by_one_is_the_compiled_step() -> None:
+    plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5p-16")
+    weak, strong = list(scale(plan, 8, 8))
+    prediction = plan.compiled.prediction
+    for point in (weak, strong):
+        assert point.seconds == pytest.approx(prediction.total)
+        assert point.mfu == pytest.approx(plan.mfu)
+
+
+def test_weak_scaling_keeps_compute_and_strong_scaling_divides_it() -> None:
+    plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5p-16")  # no communication
+    points = {(p.mode, p.chips): p for p in scale(plan, 8, 4096)}
+    first = points["weak", 8]
+    assert points["weak", 64].tokens_per_second == pytest.approx(8 * first.tokens_per_second)
+    assert points["strong", 16].seconds == pytest.approx(first.seconds / 2)
+    assert ("strong", 32) not in points, "16 rows cannot be divided over 32 devices"
+    with pytest.raises(ValueError, match="start at 8"):
+        list(scale(plan, 2, 4))
+
+
+def test_sums_between_slices_make_steps_longer() -> None:
+    config = load_config(ROOT / "configs" / "llama3_8b_tp8.yaml", ["mesh.tp=1", "mesh.fsdp=256"])
+    config = config.model_copy(update={"data": config.data.model_copy()})
+    plan = answer(config, "v5e-256")
+    one, two = [point for point in scale(plan, 256, 512) if point.mode == "weak"]
+    assert two.seconds > one.seconds and two.exposed > 0
+
+
+@pytest.mark.parametrize("text", ["hbm>0.95", " mfu < 0.4", "step_time>=2"])
+def test_conditions_name_a_figure(text: str) -> None:
+    name, sign, limit = plan_script.condition(text)
+    plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5p-16")
+    figure = report.FIGURES[name](plan)
+    assert report.holds(plan, (name, sign, limit)) == eval(f"{figure} {sign} {limit}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "v9-8"], "there is no TPU v9. Known: v4-8 to"),
+        (["--topology", "v5p-12"], "v5p slices have 8, 16, 32"),
+        (["--topology", "v5p-16", "mesh.tp=3"], "model.num_attention_heads=32 is not divisible"),
+        (["--topology", "h100-4"], "h100-4 has 4 GPUs; make the product 4"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan_script.main(["--config", str(LLAMA), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_an_option_without_the_one_it_needs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, needed in (["--price", "4"], "--tokens"), (["--plot", "x.png"], "--scale"):
+        with pytest.raises(SystemExit):
+            plan_script.parse(["--config", "c", "--topology", "v5p-8", *option])
+        assert f"needs {needed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("1T", 1e12), ("300b", 3e11), ("1.5K", 1500)])
+def test_tokens_have_units(text: str, tokens: float) -> None:
+    assert plan_script.count(text) == tokens
+
+
+def test_the_cost_of_a_run_follows_from_its_tokens() -> None:
+    plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5p-16")
+    days = 1e12 / plan.tokens_per_second / 86400
+    line = report.run_cost(plan, 1e12, 4.2)
+    assert f"{days:,.1f} days" in line and f"{days * 24 * 8 * 4.2:,.0f} at 4.2" in line
+
+
+def test_gpus_are_estimated_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["--config", str(ROOT / "configs" / "tp8.yaml"), "--topology", "h100-8"]
+    assert plan_script.main(base) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("fits on h100-8 (8 GPUs), by estimate") and "nothing was compiled" in text
+    large = ["model.num_hidden_layers=64", "model.hidden_size=16384", "--json"]
+    assert plan_script.main([*base, *large]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert not found["fits"] and found["estimated"]
+    assert sum(found["memory"].values()) == found["hbm_bytes"]
+
+
+def test_nodes_of_gpus_are_joined_by_slower_links() -> None:
+    one, two = gpus.read_gpus("h100-8"), gpus.read_gpus("h100-8*2")
+    assert one is not None and two is not None and two.num_gpus == 16
+    assert gpus.read_gpus("v5p-8") is None
+    assert two.machine.bandwidth(16) < one.machine.bandwidth(8) == two.machine.bandwidth(8)
