@@ -84,7 +84,8 @@ class Frame:
                 entry.scope.part,
                 end - cost.seconds,
                 end,
-                resources=frozenset(cost.resources),
+                "transfer",
+                frozenset(cost.resources),
                 details={"instruction": x.name, "axes": entry.axes, "bytes": cost.bytes},
             )
             self.clock.spans.append(span)

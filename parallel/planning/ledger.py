@@ -125,7 +125,7 @@ def _parts(ledger: Ledger) -> Mapping[str, PartTime]:
             _increase(found[transfer.scope.part], section, seconds)
             if transfer.scope.is_recomputed:
                 found[transfer.scope.part].recomputed += seconds
-    used = {part: time for part, time in found.items() if time.total}
+    used = {part: time for part, time in found.items() if time != PartTime()}
     return MappingProxyType(dict(sorted(used.items(), key=lambda item: -item[1].total)))
 
 

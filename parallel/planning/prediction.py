@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from parallel.planning.collective_cost import Resource
 from parallel.planning.parts import UNATTRIBUTED
@@ -11,19 +12,19 @@ from parallel.planning.parts import UNATTRIBUTED
 class Span:
     """Something on the timeline, from `start` to `end` in seconds.
 
-    A loop is simulated once. It has one span around all iterations, the spans of the first, and one
-    for the others.
+    A loop is simulated once. It has a span "loop" around all iterations, those of the first, and
+    one "iterations" for the others.
     """
 
     name: str
     part: str
     start: float
     end: float
+    kind: Literal["instruction", "loop", "iterations", "transfer"] = "instruction"
+    """Waits are instructions. Transfers run beside all others."""
     resources: frozenset[Resource] = frozenset()
-    """Those that a transfer occupies; empty for the instructions of the device."""
-    iterations: int = 1
-    """More than 1 for a span around a loop."""
-    details: Mapping[str, float | int | str] = field(default_factory=dict)
+    """Those that a transfer occupies."""
+    details: Mapping[str, float | str] = field(default_factory=dict)
 
 
 @dataclass

@@ -198,9 +198,9 @@ class _Simulator:
         clock.now = start + elapsed * count
         if elapsed and count > 1:
             part = self.parts.scope(x, frame.computation).part
-            rest = f"{count - 1} more iterations"
-            clock.spans.append(Span(rest, part, start + elapsed, clock.now))
-            clock.spans.append(Span(x.op_name, part, start, clock.now, iterations=count))
+            rest, name = f"{count - 1} more iterations", f"{x.op_name} x{count}"
+            clock.spans.append(Span(rest, part, start + elapsed, clock.now, "iterations"))
+            clock.spans.append(Span(name, part, start, clock.now, "loop"))
         for resource, end in clock.busy.items():
             if end != before.get(resource):
                 clock.busy[resource] = end + elapsed * (count - 1)
