@@ -1,13 +1,18 @@
 """Compile programs for a TPU slice that is not attached, with their predicted time and memory."""
 
 import re
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
+from parallel.planning.buffer_assignment import read_buffer_assignment
+from parallel.planning.hlo_parser import parse_hlo
 from parallel.planning.links import chip_coords
 from parallel.planning.memory import MemoryUse, memory_use
 from parallel.planning.prediction import Prediction
@@ -76,9 +81,20 @@ class SliceCompiler:
     mesh: jax.sharding.Mesh
 
     def compile(
-        self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        classes: Mapping[str, Any] = MappingProxyType({}),
     ) -> CompiledProgram:
-        """Compile a jitted function of abstract arguments; options: compiler options.
+        """Compile a jitted function of abstract arguments.
+
+        Args:
+            function: What `jax.jit` returns.
+            arguments: Its arguments as `jax.ShapeDtypeStruct`s with shardings.
+            options: Compiler options.
+            classes: The arguments by class, for `MemoryUse.classes`: names and trees of arrays.
 
         Raises:
             OutOfMemory: It needs more memory than a chip has.
@@ -86,21 +102,34 @@ class SliceCompiler:
         """
         with jax.set_mesh(self.mesh):
             lowered = function.lower(*arguments)
+        with tempfile.TemporaryDirectory() as folder:
             begin = time.process_time()
-            try:
-                program = lowered.compile(options)
-            except jax.errors.JaxRuntimeError as error:
-                refusal = read_refusal(str(error))
-                if refusal is None:
-                    raise
-                raise refusal from error
-        seconds = time.process_time() - begin
-        named, text = read_topology(self.topology), program.as_text()
+            program = _compile(lowered, {**(options or {}), **_dump_to(folder)})
+            seconds = time.process_time() - begin
+            assignment = read_buffer_assignment(Path(folder))
+        text = program.as_text()
+        memory = memory_use(program, parse_hlo(text), assignment, classes)
+        named = read_topology(self.topology)
         one_slice = self.mesh.devices.flat[: self.mesh.size // named.num_slices]
         prediction = predict(
             text, chip_of(self.topology), named.sides, places=chip_coords(one_slice)
         )
-        return CompiledProgram(prediction, memory_use(program), seconds, text)
+        return CompiledProgram(prediction, memory, seconds, text)
+
+
+def _dump_to(folder: str) -> dict[str, Any]:
+    return {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+
+
+def _compile(lowered: Any, options: Mapping[str, Any]) -> Any:
+    """Compile a lowered program; a refusal for lack of memory becomes our exception."""
+    try:
+        return lowered.compile(dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        refusal = read_refusal(str(error))
+        if refusal is None:
+            raise
+        raise refusal from error
 
 
 def read_refusal(message: str) -> OutOfMemory | OutOfKernelMemory | None:
