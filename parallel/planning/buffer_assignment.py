@@ -1,10 +1,11 @@
 """Temporary buffers of a compiled TPU program: where each lies in memory, and when it is in use.
 
 libtpu writes them as text files beside the program if the compiler option `xla_dump_to` names a
-folder. The option changes nothing of the program.
+folder, also of a program that does not fit. The option changes nothing of the program.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +43,26 @@ class Value:
 
 @dataclass(frozen=True)
 class BufferAssignment:
-    """Temporary buffers in HBM.
+    """What a program has in HBM.
 
     Attributes:
-        values: Everything that is stored there at some time.
+        arguments: Bytes of its arguments.
+        others: Bytes of its results that are not in donated arguments, and of constants.
+        temporaries: Bytes of the memory that all temporary buffers share, with gaps.
+        values: Everything that is stored among the temporaries at some time.
         order: Names of all instructions, in the order of the schedule; bodies of loops count once.
     """
 
+    arguments: int
+    others: int
+    temporaries: int
     values: tuple[Value, ...]
     order: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes that libtpu compares with the memory of the chip."""
+        return self.arguments + self.others + self.temporaries
 
     def at(self, time: int) -> tuple[Value, ...]:
         """Return the values in use at a position of the schedule, without what shares memory.
@@ -94,23 +106,36 @@ def read_buffer_assignment(folder: Path) -> BufferAssignment | None:
         return None
     text = ranges[0].read_text()
     live = {name: (int(start), int(end)) for name, start, end in _RANGE.findall(text)}
-    values = _values(assigned[0].read_text(), live)
-    return BufferAssignment(tuple(values), tuple(_ORDER.findall(text)))
+    sizes: Counter[str] = Counter()
+    values: list[Value] = []
+    for size, kind, found in _allocations(assigned[0].read_text()):
+        sizes[kind] += size
+        if kind == "temporaries":
+            values += _values(found, live)
+    order = tuple(_ORDER.findall(text))
+    return BufferAssignment(
+        sizes["arguments"], sizes["others"], sizes["temporaries"], tuple(values), order
+    )
 
 
-def _values(text: str, live: dict[str, tuple[int, int]]) -> Iterator[Value]:
-    """Yield the values of the temporaries in HBM."""
+def _allocations(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield size, kind and text of the allocations in HBM."""
     headings = list(_ALLOCATION.finditer(text))
     ends = [*(x.start() for x in headings[1:]), len(text)]
     for heading, end in zip(headings, ends, strict=True):
-        line = text[heading.start() : text.index("\n", heading.start())]
-        if int(heading[2] or _HBM) != _HBM or "preallocated-temp" not in line:
-            continue
-        for name, index, size, offset, shape in _VALUE.findall(text, heading.end(), end):
-            key = name + (index or "{}")
-            if key in live:
-                plain = re.sub(r"\{[^}]*\}", "", shape)
-                yield Value(name, plain, int(offset), int(size), *live[key])
+        if int(heading[2] or _HBM) == _HBM:
+            line, _, values = text[heading.start() : end].partition("\n")
+            kind = "arguments" if ", parameter " in line else "others"
+            yield int(heading[1]), "temporaries" if "preallocated-temp" in line else kind, values
+
+
+def _values(text: str, live: dict[str, tuple[int, int]]) -> Iterator[Value]:
+    """Yield the values of an allocation that are live at some time."""
+    for name, index, size, offset, shape in _VALUE.findall(text):
+        key = name + (index or "{}")
+        if key in live:
+            plain = re.sub(r"\{[^}]*\}", "", shape)
+            yield Value(name, plain, int(offset), int(size), *live[key])
 
 
 def _touching(values: Sequence[Value], value: Value) -> tuple[Value, ...]:

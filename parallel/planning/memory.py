@@ -8,12 +8,15 @@ temporaries are those of the moment at which most of them are in use, as libtpu 
   of one. An activation with exactly these sides counts here too.
 - kept activations: results of the forward pass that the backward pass reads.
 - temporaries: all others, such as parameters in the compute dtype, gathered parameters and logits.
+- fragmentation: gaps between them.
+- unassigned: what libtpu reports beyond them.
 
-libtpu reports more temporary memory than it assigns (`reserved`): gaps between buffers and what it
-sets aside beside them. It fills free memory with prefetches, so that temporaries grow with the
-memory of the chip. libtpu's own `peak_memory_in_bytes` counts neither: it is arguments, outputs and
-constants plus the fullest moment of one memory space, and says nothing about whether a program
-fits. A program fits if it compiles.
+A program fits if `assigned`, which is arguments, outputs, constants and temporaries with gaps, is
+at most the memory of the chip; libtpu's refusals name this figure. `memory_analysis()` reports more
+temporary bytes, also more than the chip has, of programs that fit. libtpu fills free memory with
+prefetches, so temporaries grow with the memory of the chip. Its `peak_memory_in_bytes` is
+arguments, outputs and constants plus the fullest moment of one memory space, without gaps; with
+buffers in VMEM it can exceed what is in HBM. All checked with libtpu 0.0.42 in November 2026.
 """
 
 import math
@@ -28,6 +31,7 @@ import jax
 
 from parallel.planning.buffer_assignment import BufferAssignment, Value
 from parallel.planning.hlo import HloModule
+from parallel.planning.hlo_parser import parse_hlo
 
 PARAMETERS = "parameters"
 """The class of arguments whose shapes tell gradients from other results of the backward pass."""
@@ -66,10 +70,11 @@ class MemoryUse:
         arguments: Of its arguments.
         outputs: Of its results that are not written into donated arguments.
         temporary: Of everything in between.
-        program: Of its code.
+        program: Of its code; 0 if the program does not fit, because then there is none.
+        assigned: What libtpu compares with the memory of the chip; None if it did not say.
         classes: Bytes by class: those of the arguments as the caller named them, "padding" (of
             arguments, by tiles), "outputs", "gradients", "kept activations", "temporaries",
-            "reserved" and "program".
+            "fragmentation", "unassigned" and "program".
         largest: The largest temporary buffers, at most ten.
     """
 
@@ -77,8 +82,9 @@ class MemoryUse:
     outputs: int
     temporary: int
     program: int
+    assigned: int | None
     classes: Mapping[str, int]
-    largest: tuple[Buffer, ...] = ()
+    largest: tuple[Buffer, ...]
 
     @property
     def held(self) -> int:
@@ -100,40 +106,75 @@ def argument_bytes(classes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def memory_use(
-    program: Any,
-    module: HloModule,
-    assignment: BufferAssignment | None,
-    classes: Mapping[str, Any],
+    program: Any, assignment: BufferAssignment | None, text: str, classes: Mapping[str, Any]
 ) -> MemoryUse:
-    """Return the memory of a program.
+    """Return the memory of a program, as `memory_analysis()` reports it.
 
     Args:
         program: The program, `jax.stages.Compiled`.
-        module: Its instructions.
-        assignment: Its temporary buffers; None: all of them are "reserved".
+        assignment: What libtpu assigned; None: all temporary bytes are "unassigned".
+        text: Its text.
         classes: The abstract arguments by class; the one named `PARAMETERS` tells gradients.
     """
     found = program.memory_analysis()
+    return _memory_use(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes - found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes,
+        assignment=assignment,
+        text=text,
+        classes=classes,
+    )
+
+
+def assigned_memory(
+    assignment: BufferAssignment, text: str, classes: Mapping[str, Any]
+) -> MemoryUse:
+    """Return the memory of a program that does not fit: what libtpu would have assigned."""
+    return _memory_use(
+        assignment.arguments,
+        assignment.others,
+        assignment.temporaries,
+        0,
+        assignment=assignment,
+        text=text,
+        classes=classes,
+    )
+
+
+def _memory_use(
+    arguments: int,
+    outputs: int,
+    temporary: int,
+    program: int,
+    *,
+    assignment: BufferAssignment | None,
+    text: str,
+    classes: Mapping[str, Any],
+) -> MemoryUse:
     named = argument_bytes(classes)
-    arguments = found.argument_size_in_bytes
     rest = {"padding": arguments - sum(named.values())} if named else {"arguments": arguments}
-    buffers = [] if assignment is None else _buffers(assignment, module, classes)
-    temporary = dict.fromkeys(("gradients", "kept activations", "temporaries"), 0)
-    for buffer in buffers:
-        temporary[buffer.kind] += buffer.bytes * buffer.count
-    outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+    inside = dict.fromkeys(("gradients", "kept activations", "temporaries", "fragmentation"), 0)
+    buffers: list[Buffer] = []
+    if assignment is not None:
+        buffers = _buffers(assignment, parse_hlo(text), classes)
+        for buffer in buffers:
+            inside[buffer.kind] += buffer.bytes * buffer.count
+        inside["fragmentation"] = assignment.temporaries - sum(inside.values())
     use = {
         **named,
         **rest,
         "outputs": outputs,
-        **_at_most(temporary, found.temp_size_in_bytes),
-        "program": found.generated_code_size_in_bytes,
+        **_at_most(inside, temporary),
+        "program": program,
     }
     return MemoryUse(
         arguments=arguments,
         outputs=outputs,
-        temporary=found.temp_size_in_bytes,
-        program=found.generated_code_size_in_bytes,
+        temporary=temporary,
+        program=program,
+        assigned=assignment.total if assignment is not None else None,
         classes=MappingProxyType(use),
         largest=tuple(sorted(buffers, key=lambda x: -x.bytes * x.count)[:_SHOWN]),
     )
@@ -148,7 +189,7 @@ def _shard_shape(x: Any) -> tuple[int, ...]:
 
 
 def _at_most(classes: Mapping[str, int], reported: int) -> dict[str, int]:
-    """Return the classes with the rest of what is reported, `reserved`.
+    """Return the classes with the rest of what is reported, "unassigned".
 
     libtpu does not report tables of a few KiB. Without other temporaries it reports less than it
     assigns, and the classes are cut.
@@ -157,7 +198,7 @@ def _at_most(classes: Mapping[str, int], reported: int) -> dict[str, int]:
     for name, size in classes.items():
         found[name] = min(size, left)
         left -= found[name]
-    return {**found, "reserved": left}
+    return {**found, "unassigned": left}
 
 
 def _buffers(

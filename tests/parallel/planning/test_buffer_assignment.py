@@ -54,6 +54,11 @@ def test_the_peak_counts_shared_memory_once_and_other_memory_spaces_never(assign
     assert [x.instruction for x in assignment.at(8)] == ["while.1", "wide"]
 
 
+def test_the_total_is_arguments_and_temporaries_with_their_gaps(assignment) -> None:
+    assert (assignment.arguments, assignment.temporaries) == (4096, 40960)
+    assert assignment.total == 4096 + 40960
+
+
 def test_what_a_loop_passes_on_is_one_array_and_reused_memory_is_another(assignment) -> None:
     stack, wide = assignment.at(7)
     assert [x.instruction for x in assignment.history(stack)] == ["zeros", "while.1"]

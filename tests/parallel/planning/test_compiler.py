@@ -57,6 +57,8 @@ def test_a_program_larger_than_the_chip_is_out_of_memory() -> None:
         SliceCompiler("v5e:2x2", mesh).compile(jax.jit(jnp.add), [x, x])
     assert raised.value.required == 24 * 2**30
     assert raised.value.available == 15.75 * 2**30
+    assert raised.value.memory is not None
+    assert raised.value.memory.assigned == raised.value.memory.total == 24 * 2**30
 
 
 @pytest.mark.slow
@@ -83,6 +85,7 @@ def test_classes_of_memory_sum_to_what_libtpu_reports_and_activations_are_kept()
     )
     memory = compiled.memory
     assert sum(memory.classes.values()) == memory.total
+    assert memory.assigned is not None and 0 <= memory.classes["unassigned"] < memory.temporary / 2
     assert memory.classes["parameters"] == 3 * 2048 * 2048 * 4
     assert memory.classes["batch"] == 8192 * 2048 * 4 and memory.classes["padding"] == 0
     kept = [x for x in memory.largest if x.kind == "kept activations"]
