@@ -1,15 +1,21 @@
 """Compile programs for a TPU slice that is not attached, with their predicted time and memory."""
 
+import math
 import re
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
+from parallel.planning.buffer_assignment import read_buffer_assignment
 from parallel.planning.links import chip_coords
-from parallel.planning.memory import MemoryUse, memory_use
+from parallel.planning.memory import MemoryUse, assigned_memory, memory_use
 from parallel.planning.parts import PartTable
 from parallel.planning.prediction import Prediction
 from parallel.planning.slices import absent_devices, read_topology
@@ -33,7 +39,10 @@ class OutOfMemory(ValueError):
         required: Bytes per device that it needs, arguments included; None if libtpu does not say.
         available: Bytes per device that programs can use; None if libtpu does not say.
         sentence: The sentence of libtpu.
+        memory: What one device would hold, by class; None if libtpu does not say.
     """
+
+    memory: MemoryUse | None = None
 
     def __init__(self, sentence: str, required: float | None, available: float | None):
         super().__init__(
@@ -79,9 +88,20 @@ class SliceCompiler:
     parts: PartTable = ()
 
     def compile(
-        self, function: Any, arguments: Sequence[Any], options: Mapping[str, Any] | None = None
+        self,
+        function: Any,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any] | None = None,
+        *,
+        classes: Mapping[str, Any] = MappingProxyType({}),
     ) -> CompiledProgram:
-        """Compile a jitted function of abstract arguments; options: compiler options.
+        """Compile a jitted function of abstract arguments.
+
+        Args:
+            function: What `jax.jit` returns.
+            arguments: Its arguments as `jax.ShapeDtypeStruct`s with shardings.
+            options: Compiler options.
+            classes: The arguments by class, for `MemoryUse.classes`: names and trees of arrays.
 
         Raises:
             OutOfMemory: It needs more memory than a chip has.
@@ -89,16 +109,14 @@ class SliceCompiler:
         """
         with jax.set_mesh(self.mesh):
             lowered = function.lower(*arguments)
+        with tempfile.TemporaryDirectory() as folder:
             begin = time.process_time()
-            try:
-                program = lowered.compile(options)
-            except jax.errors.JaxRuntimeError as error:
-                refusal = read_refusal(str(error))
-                if refusal is None:
-                    raise
-                raise refusal from error
-        seconds = time.process_time() - begin
-        named, text = read_topology(self.topology), program.as_text()
+            program = _compile(lowered, options or {}, Path(folder), classes)
+            seconds = time.process_time() - begin
+            assignment = read_buffer_assignment(Path(folder))
+        text = program.as_text()
+        memory = memory_use(program, assignment, text, classes)
+        named = read_topology(self.topology)
         one_slice = self.mesh.devices.flat[: self.mesh.size // named.num_slices]
         prediction = predict(
             text,
@@ -108,7 +126,44 @@ class SliceCompiler:
             parts=self.parts,
             axes=self.mesh.shape,
         )
-        return CompiledProgram(prediction, memory_use(program), seconds, text)
+        return CompiledProgram(prediction, memory, seconds, text)
+
+
+def _compile(
+    lowered: Any, options: Mapping[str, Any], folder: Path, classes: Mapping[str, Any]
+) -> Any:
+    """Compile a lowered program, and let libtpu write its buffer assignment into a folder.
+
+    A refusal for lack of memory becomes our exception.
+    """
+    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    try:
+        with _nothing_cached():
+            return lowered.compile({**options, **dump})
+    except jax.errors.JaxRuntimeError as error:
+        refusal = read_refusal(str(error))
+        if refusal is None:
+            raise
+        assignment = read_buffer_assignment(folder)
+        if isinstance(refusal, OutOfMemory) and assignment is not None:
+            (scheduled,) = folder.glob("*.after_optimizations.txt")
+            refusal.memory = assigned_memory(assignment, scheduled.read_text(), classes)
+        raise refusal from error
+
+
+@contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """Keep programs for absent devices out of jax's compilation cache.
+
+    jax (0.10 and 0.12) writes them there but cannot read them back, and warns each time.
+    """
+    option = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.values[option]
+    jax.config.update(option, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
 
 
 def read_refusal(message: str) -> OutOfMemory | OutOfKernelMemory | None:

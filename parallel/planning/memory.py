@@ -1,24 +1,90 @@
-"""Memory of a compiled program on one device."""
+"""Memory of a compiled program on one device, by class, and its largest temporary buffers.
 
-from dataclasses import dataclass
+The classes of arguments are exact: the caller names them, and shardings give the bytes. The
+temporaries are those of the moment at which most of them are in use, as libtpu assigned them
+(`parallel.planning.buffer_assignment`):
+
+- gradients: results of the backward pass with the sides of a shard of a parameter, of all layers or
+  of one. An activation with exactly these sides counts here too.
+- kept activations: results of the forward pass that the backward pass reads.
+- temporaries: all others, such as parameters in the compute dtype, gathered parameters and logits.
+- fragmentation: gaps between them.
+- unassigned: what libtpu reports beyond them.
+
+A program fits if `assigned`, which is arguments, outputs, constants and temporaries with gaps, is
+at most the memory of the chip; libtpu's refusals name this figure. `memory_analysis()` reports more
+temporary bytes, also more than the chip has, of programs that fit. libtpu fills free memory with
+prefetches, so temporaries grow with the memory of the chip. Its `peak_memory_in_bytes` is
+arguments, outputs and constants plus the fullest moment of one memory space, without gaps; with
+buffers in VMEM it can exceed what is in HBM. All checked with libtpu 0.0.42 in November 2026.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
+
+import jax
+
+from parallel.planning.buffer_assignment import BufferAssignment, Value
+from parallel.planning.hlo import HloModule
+from parallel.planning.hlo_parser import parse_hlo
+
+PARAMETERS = "parameters"
+"""The class of arguments whose shapes tell gradients from other results of the backward pass."""
+_SHOWN = 10
+_SIDES = re.compile(r"\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Temporary arrays of one kind that are in use when most memory is.
+
+    Attributes:
+        shape: Type and sides of one of them: "bf16[32,2,4096,4096]".
+        bytes: The size of one of them, with the padding of tiles.
+        count: The number of them.
+        kind: "gradients", "kept activations" or "temporaries".
+        scope: The `jax.named_scope`s of the operation that makes them, such as "layers/mlp".
+        is_backward: Whether the backward pass makes them.
+    """
+
+    shape: str
+    bytes: int
+    count: int
+    kind: str
+    scope: str
+    is_backward: bool
 
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Bytes that a program holds on one device.
 
+    total = arguments + outputs + temporary + program = the sum of `classes`.
+
     Attributes:
         arguments: Of its arguments.
         outputs: Of its results that are not written into donated arguments.
-        temporary: Of everything in between, at the moment when that is largest.
-        program: Of its code.
+        temporary: Of everything in between.
+        program: Of its code; 0 if the program does not fit, because then there is none.
+        assigned: What libtpu compares with the memory of the chip; None if it did not say.
+        classes: Bytes by class: those of the arguments as the caller named them, "padding" (of
+            arguments, by tiles), "outputs", "gradients", "kept activations", "temporaries",
+            "fragmentation", "unassigned" and "program".
+        largest: The largest temporary buffers, at most ten.
     """
 
     arguments: int
     outputs: int
     temporary: int
     program: int
+    assigned: int | None
+    classes: Mapping[str, int]
+    largest: tuple[Buffer, ...]
 
     @property
     def held(self) -> int:
@@ -27,16 +93,224 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """Bytes that are compared with the memory of the chip."""
+        """Bytes of everything."""
         return self.held + self.temporary + self.program
 
 
-def memory_use(program: Any) -> MemoryUse:
-    """Return the memory of a program, `jax.stages.Compiled`."""
+def argument_bytes(classes: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes per device of trees of abstract arrays, by class.
+
+    Exact but for the padding of tiles, and known without a compiler.
+    """
+    return {name: sum(map(_shard_bytes, jax.tree.leaves(tree))) for name, tree in classes.items()}
+
+
+def memory_use(
+    program: Any, assignment: BufferAssignment | None, text: str, classes: Mapping[str, Any]
+) -> MemoryUse:
+    """Return the memory of a program, as `memory_analysis()` reports it.
+
+    Args:
+        program: The program, `jax.stages.Compiled`.
+        assignment: What libtpu assigned; None: all temporary bytes are "unassigned".
+        text: Its text.
+        classes: The abstract arguments by class; the one named `PARAMETERS` tells gradients.
+    """
     found = program.memory_analysis()
-    return MemoryUse(
-        arguments=found.argument_size_in_bytes,
-        outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
-        temporary=found.temp_size_in_bytes,
-        program=found.generated_code_size_in_bytes,
+    return _memory_use(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes - found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes,
+        assignment=assignment,
+        text=text,
+        classes=classes,
     )
+
+
+def assigned_memory(
+    assignment: BufferAssignment, text: str, classes: Mapping[str, Any]
+) -> MemoryUse:
+    """Return the memory of a program that does not fit: what libtpu would have assigned."""
+    return _memory_use(
+        assignment.arguments,
+        assignment.others,
+        assignment.temporaries,
+        0,
+        assignment=assignment,
+        text=text,
+        classes=classes,
+    )
+
+
+def _memory_use(
+    arguments: int,
+    outputs: int,
+    temporary: int,
+    program: int,
+    *,
+    assignment: BufferAssignment | None,
+    text: str,
+    classes: Mapping[str, Any],
+) -> MemoryUse:
+    named = argument_bytes(classes)
+    rest = {"padding": arguments - sum(named.values())} if named else {"arguments": arguments}
+    inside = dict.fromkeys(("gradients", "kept activations", "temporaries", "fragmentation"), 0)
+    buffers: list[Buffer] = []
+    if assignment is not None:
+        buffers = _buffers(assignment, parse_hlo(text), classes)
+        for buffer in buffers:
+            inside[buffer.kind] += buffer.bytes * buffer.count
+        inside["fragmentation"] = assignment.temporaries - sum(inside.values())
+    use = {
+        **named,
+        **rest,
+        "outputs": outputs,
+        **_at_most(inside, temporary),
+        "program": program,
+    }
+    return MemoryUse(
+        arguments=arguments,
+        outputs=outputs,
+        temporary=temporary,
+        program=program,
+        assigned=assignment.total if assignment is not None else None,
+        classes=MappingProxyType(use),
+        largest=tuple(sorted(buffers, key=lambda x: -x.bytes * x.count)[:_SHOWN]),
+    )
+
+
+def _shard_bytes(x: Any) -> int:
+    return math.prod(_shard_shape(x)) * x.dtype.itemsize
+
+
+def _shard_shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.sharding.shard_shape(x.shape)) if x.sharding is not None else tuple(x.shape)
+
+
+def _at_most(classes: Mapping[str, int], reported: int) -> dict[str, int]:
+    """Return the classes with the rest of what is reported, "unassigned".
+
+    libtpu does not report tables of a few KiB. Without other temporaries it reports less than it
+    assigns, and the classes are cut.
+    """
+    left, found = reported, {}
+    for name, size in classes.items():
+        found[name] = min(size, left)
+        left -= found[name]
+    return {**found, "unassigned": left}
+
+
+def _buffers(
+    assignment: BufferAssignment, module: HloModule, classes: Mapping[str, Any]
+) -> list[Buffer]:
+    """Return the buffers in use at the peak; equal ones are counted."""
+    shapes = {
+        sides
+        for x in jax.tree.leaves(classes.get(PARAMETERS, ()))
+        for sides in _stack_and_layer(_shard_shape(x))
+    }
+    origins = _Origins(module)
+    time, values = assignment.peak()
+    counts: Counter[Buffer] = Counter()
+    end = 0
+    for value in values:
+        size = value.offset + value.bytes - max(value.offset, end)
+        end = value.offset + value.bytes
+        history = assignment.history(value)
+        # The first maker of a stack of layers fills it with zeros; the last one is its layer.
+        makers = [x.instruction for x in history if x.start <= time and origins.op_name(x)]
+        maker = makers[-1] if makers else value.instruction
+        reader = assignment.order[max(x.end for x in history)]
+        made, read = origins.op_names.get(maker, ""), origins.op_names.get(reader, "")
+        kind = "temporaries"
+        if _is_backward(made) and _sides(value) in shapes:
+            kind = "gradients"
+        elif _is_forward(made) and _is_backward(read):
+            kind = "kept activations"
+        shape = "tuple" if value.shape.startswith("(") else value.shape
+        counts[Buffer(shape, size, 1, kind, origins.scope(maker), _is_backward(made))] += 1
+    return [replace(buffer, count=count) for buffer, count in counts.items()]
+
+
+class _Origins:
+    """Where the values of a program come from."""
+
+    def __init__(self, module: HloModule):
+        self.op_names: dict[str, str] = {}
+        """Of the instructions that have one."""
+        self._operands: dict[str, tuple[str, ...]] = {}
+        self._loops: set[str] = set()
+        for computation in module.computations.values():
+            for x in computation.instructions:
+                self._operands[x.name] = x.operands
+                if x.op_name != x.name:
+                    self.op_names[x.name] = x.op_name
+                if x.opcode == "while":
+                    self._loops.add(x.name)
+
+    def op_name(self, value: Value) -> str:
+        """Return the op_name of the operation that makes a value; "" for what a loop passes on."""
+        name = value.instruction
+        return "" if name in self._loops else self.op_names.get(name, "")
+
+    def scope(self, name: str, steps: int = 4) -> str:
+        """Return the longest path of named scopes of an instruction and of those that it reads.
+
+        For an instruction that the compiler made, it is that of the instructions before these, at
+        most `steps` back. "" for an operation outside of named scopes.
+        """
+        operands = self._operands.get(name, ())
+        own = self.op_names.get(name)
+        if own is not None and not _named_scopes(own):
+            return ""
+        scopes = [_named_scopes(self.op_names.get(x, "")) for x in (name, *operands)]
+        longest = max(scopes, key=lambda path: path.count("/") + bool(path))
+        if longest or not steps:
+            return longest
+        return next((found for x in operands if (found := self.scope(x, steps - 1))), "")
+
+
+def _sides(value: Value) -> tuple[int, ...]:
+    found = _SIDES.search(value.shape)
+    return _normal(int(side) for side in found[1].split(",") if side) if found else ()
+
+
+def _stack_and_layer(shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sides of an array, and those without its first dim if others are left."""
+    layer = shape[1:] if len(shape) > 2 else shape
+    return _normal(shape), _normal(layer)
+
+
+def _normal(sides: Iterable[int]) -> tuple[int, ...]:
+    """Return sides in an order that transposes and dims of size 1 do not change."""
+    return tuple(sorted(side for side in sides if side > 1))
+
+
+def _is_backward(op_name: str) -> bool:
+    return "transpose(" in op_name
+
+
+def _is_forward(op_name: str) -> bool:
+    return "jvp(" in op_name and not _is_backward(op_name)
+
+
+_OWN = re.compile(
+    r"jit\(.*\)|pjit|while|body|cond|scan|closed_call|checkpoint|rematted_computation|shard_map|"
+    r"custom_[jv]vp_call|branch_\d+_fun|"
+)
+_TRANSFORMED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
+
+
+def _named_scopes(op_name: str) -> str:
+    """Return the named scopes in an op_name, at most three, or the name of an argument."""
+    path, _, _ = op_name.rpartition("/")  # the last part is the primitive
+    if not path:
+        return op_name.replace("\\'", "'")
+    parts = []
+    for part in path.split("/"):
+        while found := _TRANSFORMED.fullmatch(part):
+            part = found[1]
+        if not _OWN.fullmatch(part):
+            parts.append(part)
+    return "/".join(parts[:3])
