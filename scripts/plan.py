@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
-from parallel.planning.trace import write_trace
 from planning import gpus, report
 from planning.scaling import plot, scale, table
 from planning.search import Planner, Ranked, advise, search
@@ -29,6 +28,7 @@ from rich.status import Status
 from configs.schema import Config, load_config
 from parallel.planning.compiler import OutOfKernelMemory
 from parallel.planning.slices import read_topology
+from parallel.planning.trace import write_trace
 
 EXIT_UNFIT, EXIT_BAD_INPUT = 1, 2
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -151,6 +151,8 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
         code = EXIT_UNFIT if broken else 0
     else:
         code = EXIT_UNFIT
+        if plan.memory is not None:
+            lines += ["", *report.memory_table(plan.memory)]
         if not options.no_advice:
             advice = advise(plan, _planner(options.cache, skip=True))
             lines.append(report.proposal(advice))
@@ -201,7 +203,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
             with Status(text, console=console):
                 if not console.is_terminal:
                     print(text, file=sys.stderr, flush=True)
-                plan = plan_step(config, topology, cache)
+                plan = plan_step(config, topology)
         except (OutOfKernelMemory, ValueError) as error:
             if not skip:
                 raise

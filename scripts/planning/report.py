@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from configs.schema import Config
+from parallel.planning.memory import MemoryUse
 from parallel.planning.prediction import CollectiveTime, PartTime
 from parallel.sharding.mesh import AXIS_NAMES
 from planning.search import Ranked
@@ -81,7 +82,7 @@ def render(plan: StepPlan, *, tokens: float | None, price: float | None) -> Iter
     if tokens is not None:
         yield run_cost(plan, tokens, price)
     yield ""
-    yield from _memory_table(plan)
+    yield from memory_table(plan.compiled.memory)
     yield ""
     yield from _parts_table(plan)
     yield ""
@@ -96,14 +97,18 @@ def run_cost(plan: StepPlan, tokens: float, price: float | None) -> str:
     return f"{tokens:,.0f} tokens take {seconds / 86400:,.1f} days, {hours:,.0f} chip-hours{cost}"
 
 
-def _memory_table(plan: StepPlan) -> Iterator[str]:
-    memory = plan.compiled.memory
+def memory_table(memory: MemoryUse) -> Iterator[str]:
+    """Yield the memory of one chip by class, and its largest temporary buffers."""
     yield f"{'memory per chip':<34}{'GiB':>8}{'share':>8}"
     for name, size in memory.classes.items():
         yield f"  {name:<32}{size / _GIB:>8.2f}{size / memory.total:>8.1%}"
     yield f"  {'total':<32}{memory.total / _GIB:>8.2f}"
+    yield "largest buffers"
     for buffer in memory.largest[:5]:
-        yield f"  {buffer.bytes / _GIB:>6.2f} GiB  {buffer.shape}  {buffer.layer}"
+        times = f"{buffer.count} x " if buffer.count > 1 else ""
+        direction = "backward" if buffer.is_backward else "forward"
+        whole = f"{buffer.count * buffer.bytes / _GIB:.2f} GiB"
+        yield f"  {whole:>9}  {buffer.kind}: {times}{buffer.shape} of {buffer.scope}, {direction}"
 
 
 def _parts_table(plan: StepPlan) -> Iterator[str]:
@@ -181,16 +186,18 @@ def as_json(plan: StepPlan) -> dict[str, Any]:
         "fits": plan.fits,
         "hbm_bytes": plan.bytes,
         "hbm_available_bytes": plan.chip.hbm_bytes,
+        "verdict": verdict(plan),
         "plan": list(plan.choices),
     }
+    if (memory := plan.memory) is not None:
+        result["memory"] = dict(memory.classes)
+        result["largest"] = [asdict(buffer) for buffer in memory.largest]
     if not plan.fits:
-        return {**result, "verdict": verdict(plan)}
-    prediction, memory = plan.compiled.prediction, plan.compiled.memory
+        return result
+    prediction = plan.compiled.prediction
     return {
         **result,
         **{name: figure(plan) for name, figure in FIGURES.items()},
-        "memory": dict(memory.classes),
-        "largest": [asdict(buffer) for buffer in memory.largest],
         "parts": {name: asdict(part) for name, part in prediction.parts.items()},
         "collectives": [asdict(one) for one in prediction.collectives],
         "matmul_flops": prediction.matmul_flops,

@@ -2,18 +2,22 @@
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 
 from configs.build import abstract_batch, build_program
 from configs.schema import Config
 from parallel.planning.compiler import CompiledProgram, OutOfMemory, SliceCompiler, chip_of
+from parallel.planning.memory import MemoryUse
 from parallel.planning.slices import Topology, absent_devices, read_topology
 from parallel.sharding.devices import Chip
 from parallel.sharding.mesh import AXIS_NAMES
 from training.parts import STEP_PARTS
+from training.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,16 @@ class StepPlan:
 
     @property
     def bytes(self) -> float | None:
-        """Bytes that the program needs on one chip; None if the compiler did not say."""
+        """Bytes that libtpu compares with the memory of a chip; None if it did not say."""
         if isinstance(self.answer, OutOfMemory):
             return self.answer.required
-        return self.answer.memory.total
+        memory = self.answer.memory
+        return memory.total if memory.assigned is None else memory.assigned
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """Memory of one chip by class; None if the compiler did not say."""
+        return self.answer.memory
 
     @cached_property
     def tokens_per_second(self) -> float:
@@ -106,6 +116,18 @@ def _remedy(config: Config, topology: Topology) -> str:
     return f"change mesh.* so that its axes multiply to {chips}"
 
 
+def memory_classes(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a training step by class of memory."""
+    classes = {
+        "parameters": state.params,
+        "optimizer": (state.step, state.opt_state, state.guard),
+        "moving average": state.ema,
+        "reference model": state.reference,
+        "batch": batch,
+    }
+    return {name: tree for name, tree in classes.items() if tree is not None}
+
+
 def plan_step(config: Config, topology: str) -> StepPlan:
     """Compile the training step of this configuration for a slice that is not attached.
 
@@ -123,7 +145,9 @@ def plan_step(config: Config, topology: str) -> StepPlan:
     compiler = SliceCompiler(topology, mesh, STEP_PARTS)
     answer: CompiledProgram | OutOfMemory
     try:
-        answer = compiler.compile(program.train_step, [state, batch])
+        answer = compiler.compile(
+            program.train_step, [state, batch], classes=memory_classes(state, batch)
+        )
     except OutOfMemory as error:
         answer = error
     num_tokens = batch["tokens"].size

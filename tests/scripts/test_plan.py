@@ -4,12 +4,8 @@ Planning compiles for minutes. Here a stand-in for the compiler answers from the
 tests at the end ask libtpu.
 """
 
-import importlib.util
 import json
-import math
-import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -17,18 +13,19 @@ from hlo_text import program, vector
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import plan as plan_script
-from configs.schema import Config, load_config
-from parallel.planning.compiler import CompiledProgram, OutOfMemory
-from parallel.planning.memory import MemoryUse
-from parallel.planning.slices import read_topology
-from parallel.planning.timeline import predict
-from parallel.sharding.devices import CHIPS
 from planning import gpus, report
 from planning.candidates import all_candidates, change
 from planning.estimate import estimate, slice_machine
 from planning.scaling import scale
 from planning.search import advise, rank, search
 from planning.step import StepPlan, check_mesh
+
+from configs.schema import Config, load_config
+from parallel.planning.compiler import CompiledProgram, OutOfMemory
+from parallel.planning.memory import MemoryUse
+from parallel.planning.slices import read_topology
+from parallel.planning.timeline import predict
+from parallel.sharding.devices import CHIPS
 
 V5E, V5P = CHIPS["TPU v5 lite"], CHIPS["TPU v5"]
 LLAMA = ROOT / "configs" / "llama3_8b_tp8.yaml"
@@ -47,7 +44,7 @@ def answer(config: Config, topology: str, *, needed: float | None = None) -> Ste
     size = guess.bytes if needed is None else needed
     cycles = round(guess.seconds * chip.clock_hz)
     prediction = predict(program(vector("v", cycles)), chip)
-    memory = MemoryUse(arguments=int(size), outputs=0, temporary=0, program=0)
+    memory = MemoryUse(int(size), 0, 0, 0, None, {"parameters": int(size)}, ())
     compiled = CompiledProgram(prediction, memory, 0.0, "")
     refused = OutOfMemory("too large.", size, chip.hbm_bytes)
     tokens = max(config.data.batch_sizes) * config.data.row_length
@@ -103,7 +100,7 @@ def test_estimates_are_near_compiled_steps(overrides: list[str], milliseconds: f
 def test_candidates_train_the_same_model_on_all_chips() -> None:
     config, topology = load_config(ROOT / "configs" / "moe_ep8.yaml"), read_topology("v5e-8")
     found = list(all_candidates(config, topology))
-    assert len({candidate.config for candidate in found}) == len(found) > 100
+    assert len({candidate.overrides for candidate in found}) == len(found) > 100
     assert {candidate.config.mesh.num_devices for candidate in found} == {8}
     assert any(candidate.config.mesh.ep == 4 for candidate in found)
     for candidate in found:
@@ -122,14 +119,14 @@ def test_candidates_train_the_same_model_on_all_chips() -> None:
 
 
 def test_the_ranking_leaves_out_what_cannot_fit() -> None:
-    topology = read_topology("v5e-8")
-    machine = slice_machine(V5E, topology)
-    limit = 1.15 * V5E.hbm_bytes
+    topology = read_topology("v5p-16")
+    machine = slice_machine(V5P, topology)
+    limit = 1.15 * V5P.hbm_bytes
     everything = list(all_candidates(llama(), topology))
-    ranked = rank(llama(), topology, V5E)
+    ranked = rank(llama(), topology, V5P)
     fitting = [c for c in everything if estimate(c.config, machine).bytes <= limit]
     assert 0 < len(ranked) == len(fitting) < len(everything)
-    assert rank(llama(), topology, V5E, correction=1.3) != ranked
+    assert len(rank(llama(), topology, V5P, correction=2.0)) < len(ranked)
 
 
 def test_a_search_compiles_the_best_estimates_until_enough_fit() -> None:
@@ -202,9 +199,8 @@ def test_weak_scaling_keeps_compute_and_strong_scaling_divides_it() -> None:
 
 
 def test_sums_between_slices_make_steps_longer() -> None:
-    config = load_config(ROOT / "configs" / "llama3_8b_tp8.yaml", ["mesh.tp=1", "mesh.fsdp=256"])
-    config = config.model_copy(update={"data": config.data.model_copy()})
-    plan = answer(config, "v5e-256")
+    rows = "data.global_batch_size=512"
+    plan = answer(llama("mesh.tp=1", "mesh.fsdp=256", rows), "v5e-256")
     one, two = [point for point in scale(plan, 256, 512) if point.mode == "weak"]
     assert two.seconds > one.seconds and two.exposed > 0
 
@@ -257,7 +253,9 @@ def test_gpus_are_estimated_and_say_so(capsys: pytest.CaptureFixture[str]) -> No
     base = ["--config", str(ROOT / "configs" / "tp8.yaml"), "--topology", "h100-8"]
     assert plan_script.main(base) == 0
     text = capsys.readouterr().out
-    assert text.startswith("fits on h100-8 (8 GPUs), by estimate") and "nothing was compiled" in text
+    assert (
+        text.startswith("fits on h100-8 (8 GPUs), by estimate") and "nothing was compiled" in text
+    )
     large = ["model.num_hidden_layers=64", "model.hidden_size=16384", "--json"]
     assert plan_script.main([*base, *large]) == 1
     found = json.loads(capsys.readouterr().out)
