@@ -1,10 +1,14 @@
 """Compiling for absent slices: memory of the program, and typed errors when it does not fit."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import ROOT
 
 from parallel.planning.compiler import SliceCompiler
 from parallel.planning.refusals import OutOfKernelMemory, OutOfMemory, read_refusal
@@ -98,3 +102,22 @@ def test_classes_of_memory_sum_to_what_libtpu_reports_and_activations_are_kept(t
     kept = [x for x in memory.largest if x.kind == "kept activations"]
     assert any(x.shape == "f32[3,8192,2048]" and "mlp" in x.scope for x in kept), memory
     assert memory.classes["kept activations"] >= 3 * 8192 * 2048 * 4
+
+
+START = {
+    "train": "from configs.build import open_devices; from configs.schema import Config; "
+    "open_devices(Config())",
+    "plan": "from parallel.planning.slices import absent_devices; absent_devices('v5e:2x2')",
+}
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("script", START)
+def test_libtpu_prints_nothing_where_no_tpu_is_attached(script) -> None:
+    removed = ("TPU_", "JAX_PLATFORMS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
+    done = subprocess.run(
+        [sys.executable, "-c", START[script]], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
