@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.status import Status
 
 from configs.schema import Config, load_config
-from parallel.planning.compiler import OutOfKernelMemory
+from parallel.planning.refusals import OutOfKernelMemory
+from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import read_topology
 from parallel.planning.trace import write_trace
 
@@ -203,7 +204,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
             with Status(text, console=console):
                 if not console.is_terminal:
                     print(text, file=sys.stderr, flush=True)
-                plan = plan_step(config, topology)
+                plan = plan_step(config, topology, ResultCache(Path(cache)))
         except (OutOfKernelMemory, ValueError) as error:
             if not skip:
                 raise

@@ -1,7 +1,6 @@
 """Compile programs for a TPU slice that is not attached, with their predicted time and memory."""
 
 import math
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,42 +17,11 @@ from parallel.planning.links import chip_coords
 from parallel.planning.memory import MemoryUse, assigned_memory, memory_use
 from parallel.planning.parts import PartTable
 from parallel.planning.prediction import Prediction
+from parallel.planning.refusals import OutOfMemory, read_refusal
+from parallel.planning.result_cache import Result, ResultCache, program_key
 from parallel.planning.slices import absent_devices, read_topology
 from parallel.planning.timeline import predict
 from parallel.sharding.devices import CHIPS, Chip
-
-_SIZE = r"([\d.]+)([BKMGT]?)"
-# The short form comes from a check before scheduling, the long form from the allocation after it.
-_HBM = (
-    re.compile(rf"memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
-    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
-)
-_SPACE = re.compile(r"Ran out of memory in memory space (\w+)")
-_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-class OutOfMemory(ValueError):
-    """A program that needs more device memory (HBM) than a chip has.
-
-    Attributes:
-        required: Bytes per device that it needs, arguments included; None if libtpu does not say.
-        available: Bytes per device that programs can use; None if libtpu does not say.
-        sentence: The sentence of libtpu.
-        memory: What one device would hold, by class; None if libtpu does not say.
-    """
-
-    memory: MemoryUse | None = None
-
-    def __init__(self, sentence: str, required: float | None, available: float | None):
-        super().__init__(
-            f"the program does not fit: {sentence} Split its arrays over more devices, keep fewer "
-            "of them, or name a slice whose chips have more memory"
-        )
-        self.sentence, self.required, self.available = sentence, required, available
-
-
-class OutOfKernelMemory(ValueError):
-    """A kernel whose blocks need more on-chip memory (VMEM, SMEM) than a chip has."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +49,13 @@ class SliceCompiler:
         topology: The name of the slice, such as "v5p:2x2x2".
         mesh: The mesh of its devices.
         parts: The parts of the model by scopes, by which predictions divide the time.
+        cache: Results of earlier compilations; None: compile every time.
     """
 
     topology: str
     mesh: jax.sharding.Mesh
     parts: PartTable = ()
+    cache: ResultCache | None = None
 
     def compile(
         self,
@@ -109,46 +79,60 @@ class SliceCompiler:
         """
         with jax.set_mesh(self.mesh):
             lowered = function.lower(*arguments)
-        with tempfile.TemporaryDirectory() as folder:
-            begin = time.process_time()
-            program = _compile(lowered, options or {}, Path(folder), classes)
-            seconds = time.process_time() - begin
-            assignment = read_buffer_assignment(Path(folder))
-        text = program.as_text()
-        memory = memory_use(program, assignment, text, classes)
+
+        def make() -> Result:
+            return _compile(lowered, options or {}, classes)
+
+        if self.cache is None:
+            result = make()
+        else:
+            devices = [str(device) for device in self.mesh.devices.flat]
+            key = program_key(lowered.as_text(), self.topology, devices, options, classes)
+            result = self.cache.get(key, make)
         named = read_topology(self.topology)
         one_slice = self.mesh.devices.flat[: self.mesh.size // named.num_slices]
         prediction = predict(
-            text,
+            result.text,
             chip_of(self.topology),
             named.sides,
             places=chip_coords(one_slice),
             parts=self.parts,
             axes=self.mesh.shape,
         )
-        return CompiledProgram(prediction, memory, seconds, text)
+        return CompiledProgram(prediction, result.memory, result.compile_seconds, result.text)
 
 
-def _compile(
-    lowered: Any, options: Mapping[str, Any], folder: Path, classes: Mapping[str, Any]
-) -> Any:
-    """Compile a lowered program, and let libtpu write its buffer assignment into a folder.
+def _compile(lowered: Any, options: Mapping[str, Any], classes: Mapping[str, Any]) -> Result:
+    """Compile a lowered program and account for its memory.
 
-    A refusal for lack of memory becomes our exception.
+    libtpu writes its buffer assignment into a folder, also of a program that does not fit.
     """
-    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    try:
-        with _nothing_cached():
-            return lowered.compile({**options, **dump})
-    except jax.errors.JaxRuntimeError as error:
-        refusal = read_refusal(str(error))
-        if refusal is None:
-            raise
-        assignment = read_buffer_assignment(folder)
-        if isinstance(refusal, OutOfMemory) and assignment is not None:
-            (scheduled,) = folder.glob("*.after_optimizations.txt")
-            refusal.memory = assigned_memory(assignment, scheduled.read_text(), classes)
-        raise refusal from error
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        begin = time.process_time()
+        try:
+            with _nothing_cached():
+                program = lowered.compile({**options, **dump})
+        except jax.errors.JaxRuntimeError as error:
+            refusal = read_refusal(str(error))
+            if refusal is None:
+                raise
+            if isinstance(refusal, OutOfMemory):
+                refusal.memory = _refused_memory(Path(folder), classes)
+            raise refusal from error
+        seconds = time.process_time() - begin
+        assignment = read_buffer_assignment(Path(folder))
+    text = program.as_text()
+    return Result(text, memory_use(program, assignment, text, classes), seconds)
+
+
+def _refused_memory(folder: Path, classes: Mapping[str, Any]) -> MemoryUse | None:
+    """Return the memory of a program that does not fit; None if libtpu wrote nothing of it."""
+    assignment = read_buffer_assignment(folder)
+    if assignment is None:
+        return None
+    (scheduled,) = folder.glob("*.after_optimizations.txt")
+    return assigned_memory(assignment, scheduled.read_text(), classes)
 
 
 @contextmanager
@@ -166,28 +150,6 @@ def _nothing_cached() -> Iterator[None]:
         jax.config.update(option, before)
 
 
-def read_refusal(message: str) -> OutOfMemory | OutOfKernelMemory | None:
-    """Return the exception for a message of libtpu, or None if memory is not what it is about."""
-    if not message.startswith("RESOURCE_EXHAUSTED"):
-        return None
-    sentence = _first_sentence(message)
-    for form in _HBM:
-        if found := form.search(message):
-            required, available = (
-                float(found[i]) * _UNITS[found[i + 1]] for i in range(1, len(found.groups()), 2)
-            )
-            return OutOfMemory(sentence, required, available)
-    space = _SPACE.search(message)
-    if space is None or space[1] == "hbm":
-        return OutOfMemory(sentence, None, None)
-    kernel = re.search(r'op_name="([^"]+)"', message)
-    where = f" ({kernel[1]})" if kernel else ""
-    return OutOfKernelMemory(
-        f"a kernel{where} needs too much on-chip memory: {sentence} Choose smaller blocks for it, "
-        "or another implementation"
-    )
-
-
 def chip_of(topology: str) -> Chip:
     """Return the data sheet of the chips of a slice.
 
@@ -198,10 +160,3 @@ def chip_of(topology: str) -> Chip:
     if kind not in CHIPS:
         raise ValueError(f"topology {topology}: no figures for {kind}; known: {', '.join(CHIPS)}")
     return CHIPS[kind]
-
-
-def _first_sentence(message: str) -> str:
-    """Return the line of a message that says what ran out, without status codes."""
-    line = message.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
-    line = line.removeprefix("XLA:TPU compile permanent error. ").strip()
-    return line if line.endswith(".") else f"{line}."

@@ -11,8 +11,10 @@ import jax
 
 from configs.build import abstract_batch, build_program
 from configs.schema import Config
-from parallel.planning.compiler import CompiledProgram, OutOfMemory, SliceCompiler, chip_of
+from parallel.planning.compiler import CompiledProgram, SliceCompiler, chip_of
 from parallel.planning.memory import MemoryUse
+from parallel.planning.refusals import OutOfMemory
+from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import Topology, absent_devices, read_topology
 from parallel.sharding.devices import Chip
 from parallel.sharding.mesh import AXIS_NAMES
@@ -128,7 +130,7 @@ def memory_classes(state: TrainState, batch: Mapping[str, Any]) -> dict[str, Any
     return {name: tree for name, tree in classes.items() if tree is not None}
 
 
-def plan_step(config: Config, topology: str) -> StepPlan:
+def plan_step(config: Config, topology: str, cache: ResultCache | None = None) -> StepPlan:
     """Compile the training step of this configuration for a slice that is not attached.
 
     Raises:
@@ -142,7 +144,7 @@ def plan_step(config: Config, topology: str) -> StepPlan:
     mesh = program.tp.manager.mesh
     with jax.set_mesh(mesh):
         state = program.abstract_state
-    compiler = SliceCompiler(topology, mesh, STEP_PARTS)
+    compiler = SliceCompiler(topology, mesh, STEP_PARTS, cache)
     answer: CompiledProgram | OutOfMemory
     try:
         answer = compiler.compile(

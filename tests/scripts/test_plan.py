@@ -21,8 +21,9 @@ from planning.search import advise, rank, search
 from planning.step import StepPlan, check_mesh
 
 from configs.schema import Config, load_config
-from parallel.planning.compiler import CompiledProgram, OutOfMemory
+from parallel.planning.compiler import CompiledProgram
 from parallel.planning.memory import MemoryUse
+from parallel.planning.refusals import OutOfMemory
 from parallel.planning.slices import read_topology
 from parallel.planning.timeline import predict
 from parallel.sharding.devices import CHIPS

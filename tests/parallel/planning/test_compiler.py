@@ -1,12 +1,18 @@
 """Compiling for absent slices: memory of the program, and typed errors when it does not fit."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
+from conftest import ROOT
 
-from parallel.planning.compiler import OutOfKernelMemory, OutOfMemory, SliceCompiler, read_refusal
+from parallel.planning.compiler import SliceCompiler
+from parallel.planning.refusals import OutOfKernelMemory, OutOfMemory, read_refusal
+from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
@@ -63,7 +69,7 @@ def test_a_program_larger_than_the_chip_is_out_of_memory() -> None:
 
 @pytest.mark.slow
 @needs_libtpu
-def test_classes_of_memory_sum_to_what_libtpu_reports_and_activations_are_kept() -> None:
+def test_classes_of_memory_sum_to_what_libtpu_reports_and_activations_are_kept(tmp_path) -> None:
     """A scan of 3 layers of 2 matmuls on 4 devices, with SGD: every class has a known size."""
     mesh = build_mesh(MeshConfig(fsdp=4), absent_devices("v5e:2x2"))
 
@@ -80,9 +86,14 @@ def test_classes_of_memory_sum_to_what_libtpu_reports_and_activations_are_kept()
         return w - 1e-3 * jax.grad(loss)(w)
 
     w, x = array(3, 2048, 2048), array(8192, 2048)
-    compiled = SliceCompiler("v5e:2x2", mesh).compile(
-        jax.jit(step, donate_argnums=0), [w, x], classes={"parameters": w, "batch": x}
+    compiler = SliceCompiler("v5e:2x2", mesh, cache=ResultCache(tmp_path))
+    first, compiled = (
+        compiler.compile(
+            jax.jit(step, donate_argnums=0), [w, x], classes={"parameters": w, "batch": x}
+        )
+        for _ in range(2)
     )
+    assert compiled == first and len(list(tmp_path.iterdir())) == 1
     memory = compiled.memory
     assert sum(memory.classes.values()) == memory.total
     assert memory.assigned is not None and 0 <= memory.classes["unassigned"] < memory.temporary / 2
@@ -91,3 +102,22 @@ def test_classes_of_memory_sum_to_what_libtpu_reports_and_activations_are_kept()
     kept = [x for x in memory.largest if x.kind == "kept activations"]
     assert any(x.shape == "f32[3,8192,2048]" and "mlp" in x.scope for x in kept), memory
     assert memory.classes["kept activations"] >= 3 * 8192 * 2048 * 4
+
+
+START = {
+    "train": "from configs.build import open_devices; from configs.schema import Config; "
+    "open_devices(Config())",
+    "plan": "from parallel.planning.slices import absent_devices; absent_devices('v5e:2x2')",
+}
+
+
+@pytest.mark.slow
+@needs_libtpu
+@pytest.mark.parametrize("script", START)
+def test_libtpu_prints_nothing_where_no_tpu_is_attached(script) -> None:
+    removed = ("TPU_", "JAX_PLATFORMS")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(removed)}
+    done = subprocess.run(
+        [sys.executable, "-c", START[script]], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -1,0 +1,72 @@
+"""Errors for programs that libtpu refuses for lack of memory, read from its messages."""
+
+import re
+
+from parallel.planning.memory import MemoryUse
+
+_SIZE = r"([\d.]+)([BKMGT]?)"
+# The short form comes from a check before scheduling, the long form from the allocation after it.
+_HBM = (
+    re.compile(rf"memory required[^(]*\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
+    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+)
+_SPACE = re.compile(r"Ran out of memory in memory space (\w+)")
+_UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class OutOfMemory(ValueError):
+    """A program that needs more device memory (HBM) than a chip has.
+
+    Attributes:
+        required: Bytes per device that it needs, arguments included; None if libtpu does not say.
+        available: Bytes per device that programs can use; None if libtpu does not say.
+        sentence: The sentence of libtpu.
+        memory: What one device would hold, by class; None if libtpu does not say.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        required: float | None,
+        available: float | None,
+        memory: MemoryUse | None = None,
+    ):
+        super().__init__(
+            f"the program does not fit: {sentence} Split its arrays over more devices, keep fewer "
+            "of them, or name a slice whose chips have more memory"
+        )
+        self.sentence, self.required, self.available = sentence, required, available
+        self.memory = memory
+
+
+class OutOfKernelMemory(ValueError):
+    """A kernel whose blocks need more on-chip memory (VMEM, SMEM) than a chip has."""
+
+
+def read_refusal(message: str) -> OutOfMemory | OutOfKernelMemory | None:
+    """Return the exception for a message of libtpu, or None if memory is not what it is about."""
+    if not message.startswith("RESOURCE_EXHAUSTED"):
+        return None
+    sentence = _first_sentence(message)
+    for form in _HBM:
+        if found := form.search(message):
+            required, available = (
+                float(found[i]) * _UNITS[found[i + 1]] for i in range(1, len(found.groups()), 2)
+            )
+            return OutOfMemory(sentence, required, available)
+    space = _SPACE.search(message)
+    if space is None or space[1] == "hbm":
+        return OutOfMemory(sentence, None, None)
+    kernel = re.search(r'op_name="([^"]+)"', message)
+    where = f" ({kernel[1]})" if kernel else ""
+    return OutOfKernelMemory(
+        f"a kernel{where} needs too much on-chip memory: {sentence} Choose smaller blocks for it, "
+        "or another implementation"
+    )
+
+
+def _first_sentence(message: str) -> str:
+    """Return the line of a message that says what ran out, without status codes."""
+    line = message.partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ")
+    line = line.removeprefix("XLA:TPU compile permanent error. ").strip()
+    return line if line.endswith(".") else f"{line}."
