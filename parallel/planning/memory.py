@@ -224,7 +224,9 @@ def _buffers(
         reader = assignment.order[max(x.end for x in history)]
         made, read = origins.op_names.get(maker, ""), origins.op_names.get(reader, "")
         kind = "temporaries"
-        if _is_backward(made) and _sides(value) in shapes:
+        # At the peak a stack of gradients may hold zeros only; then a later layer is the maker.
+        written = [made, *(origins.op_name(x) for x in history)]
+        if _sides(value) in shapes and any(map(_is_backward, written)):
             kind = "gradients"
         elif _is_forward(made) and _is_backward(read):
             kind = "kept activations"
