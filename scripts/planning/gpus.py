@@ -1,21 +1,29 @@
-"""Plan for GPUs that are not attached, by formulas with data-sheet figures.
+"""Plan for GPUs that are not attached.
 
-XLA compiles for a GPU only where one is attached, so nothing is compiled. The bytes of parameters
-and optimizer are exact; everything else is an estimate of `planning.estimate`.
+With jax's CUDA plugin the step is compiled, and the memory and the collectives are the compiler's.
+Without it nothing is compiled: parameters and optimizer are exact, all else is estimated. Times are
+estimates in both cases (`planning.estimate`), because XLA gives none for GPUs.
 """
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from configs.build import build_program, build_sharding_table, open_devices
+import jax
+
+from configs.build import abstract_batch, build_program, build_sharding_table, open_devices
 from configs.schema import Config
+from parallel.planning.absent_gpus import Sent, absent_gpus, collectives, has_gpu_compiler
+from parallel.planning.memory import memory_use
 from parallel.sharding.devices import CHIPS
 from planning.estimate import Estimate, Machine, estimate
+from planning.step import memory_classes
+from training.step import Program
 
 _GIB = 2**30
+_CLASSES = {"unassigned": "gradients, activations and temporaries"}
 
 
 @dataclass(frozen=True)
@@ -63,12 +71,13 @@ def read_gpus(text: str) -> GpuNodes | None:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """An estimated step on GPUs.
+    """A step on GPUs.
 
     Attributes:
         config: The configuration.
         nodes: The GPUs.
-        estimate: Memory and time; parameters and optimizer are exact.
+        estimate: Time, and memory by class: the compiler's if there was one.
+        collectives: Those of the compiled program; None if nothing was compiled.
         num_tokens: Tokens of a step.
         flops: FLOPs of a step over all devices, without recomputation.
     """
@@ -76,6 +85,7 @@ class GpuPlan:
     config: Config
     nodes: GpuNodes
     estimate: Estimate
+    collectives: tuple[Sent, ...] | None
     num_tokens: int
     flops: float
 
@@ -102,18 +112,42 @@ def plan_gpus(config: Config, nodes: GpuNodes) -> GpuPlan:
             f"mesh.* multiplies to {config.mesh.num_devices}, but {nodes.name} has "
             f"{nodes.num_gpus} GPUs; make the product {nodes.num_gpus}"
         )
+    guess = estimate(config, nodes.machine)
+    if has_gpu_compiler():
+        program, memory, sent = _compile(config, nodes)
+    else:
+        program, memory = _exact_state(config)
+        memory, sent = {**guess.memory, **memory}, None
+    guess = replace(guess, memory=MappingProxyType(memory))
+    num_tokens = max(config.data.batch_sizes) * config.data.row_length
+    flops = program.flops_per_token(config.data.row_length) * num_tokens
+    return GpuPlan(config, nodes, guess, sent, num_tokens, flops)
+
+
+def _compile(config: Config, nodes: GpuNodes) -> tuple[Program, dict[str, float], tuple[Sent, ...]]:
+    """Compile the step, and return its memory by class and its collectives."""
+    kind = _LINKS[nodes.name.partition("-")[0]][0]
+    program = build_program(config, absent_gpus(kind, nodes.num_nodes, nodes.machine.node))
+    batch = abstract_batch(config, program)
+    mesh = program.tp.manager.mesh
+    with jax.set_mesh(mesh):
+        state = program.abstract_state
+        compiled = program.train_step.lower(state, batch).compile()
+    text = compiled.as_text()
+    memory = memory_use(compiled, None, text, memory_classes(state, batch))
+    classes = {_CLASSES.get(name, name): float(size) for name, size in memory.classes.items()}
+    return program, classes, tuple(collectives(text, mesh.shape))
+
+
+def _exact_state(config: Config) -> tuple[Program, dict[str, float]]:
+    """Return the bytes of parameters and optimizer, from their shardings on simulated devices."""
     devices, _ = open_devices(config)
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
-    exact = {
+    return program, {
         name: float(sum(row.bytes_per_device for row in table[name]))
         for name in ("parameters", "optimizer")
     }
-    guess = estimate(config, nodes.machine)
-    guess = replace(guess, memory=MappingProxyType({**guess.memory, **exact}))
-    num_tokens = max(config.data.batch_sizes) * config.data.row_length
-    flops = program.flops_per_token(config.data.row_length) * num_tokens
-    return GpuPlan(config, nodes, guess, num_tokens, flops)
 
 
 def render(plan: GpuPlan) -> Iterator[str]:
@@ -121,11 +155,17 @@ def render(plan: GpuPlan) -> Iterator[str]:
     nodes, guess = plan.nodes, plan.estimate
     needed, available = guess.bytes / _GIB, nodes.machine.chip.hbm_bytes / _GIB
     word = "fits" if plan.fits else "does not fit"
+    how = "by estimate" if plan.collectives is None else "compiled by XLA"
     yield (
-        f"{word} on {nodes.name} ({nodes.num_gpus} GPUs), by estimate: {needed:.1f} of "
+        f"{word} on {nodes.name} ({nodes.num_gpus} GPUs), {how}: {needed:.1f} of "
         f"{available:.1f} GiB per GPU"
     )
-    yield "Formulas with data-sheet figures; nothing was compiled. See docs/planning.md."
+    what = "memory and times are" if plan.collectives is None else "times are"
+    yield f"Here {what} formulas with data-sheet figures; see docs/planning.md."
+    yield (
+        f"jax allocates three quarters of a GPU ({0.75 * available:.1f} GiB) unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION says more."
+    )
     speed = plan.num_tokens / guess.seconds
     yield f"step {guess.seconds * 1e3:,.0f} ms, {speed:,.0f} tokens/s, MFU {plan.mfu:.3f}"
     for name, size in guess.memory.items():
@@ -135,6 +175,9 @@ def render(plan: GpuPlan) -> Iterator[str]:
     for axis, seconds in guess.exposed.items():
         whole = guess.communication[axis] * 1e3
         yield f"  {f'exposed over {axis}':<32}{seconds * 1e3:>8.0f} ms of {whole:.0f} ms"
+    for sent in plan.collectives or ():
+        size = f"{sent.bytes / _GIB:.2f} GiB of operands"
+        yield f"  {f'{sent.kind} over {sent.axes}':<32}{sent.count:>8} x, {size}"
 
 
 def as_json(plan: GpuPlan) -> dict[str, Any]:
@@ -143,7 +186,7 @@ def as_json(plan: GpuPlan) -> dict[str, Any]:
         "topology": plan.nodes.name,
         "chips": plan.nodes.num_gpus,
         "fits": plan.fits,
-        "estimated": True,
+        "estimated": plan.collectives is None,
         "hbm_bytes": plan.estimate.bytes,
         "hbm_available_bytes": plan.nodes.machine.chip.hbm_bytes,
         "step_time": plan.estimate.seconds,
@@ -151,4 +194,5 @@ def as_json(plan: GpuPlan) -> dict[str, Any]:
         "memory": dict(plan.estimate.memory),
         "compute": dict(plan.estimate.compute),
         "exposed": dict(plan.estimate.exposed),
+        "collectives": None if plan.collectives is None else list(map(asdict, plan.collectives)),
     }

@@ -250,12 +250,16 @@ def test_the_cost_of_a_run_follows_from_its_tokens() -> None:
     assert f"{days:,.1f} days" in line and f"{days * 24 * 8 * 4.2:,.0f} at 4.2" in line
 
 
-def test_gpus_are_estimated_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_compiler_gpus_are_estimated_and_say_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "has_gpu_compiler", lambda: False)
     base = ["--config", str(ROOT / "configs" / "tp8.yaml"), "--topology", "h100-8"]
     assert plan_script.main(base) == 0
     text = capsys.readouterr().out
     assert (
-        text.startswith("fits on h100-8 (8 GPUs), by estimate") and "nothing was compiled" in text
+        text.startswith("fits on h100-8 (8 GPUs), by estimate")
+        and "memory and times are formulas" in text
     )
     large = ["model.num_hidden_layers=64", "model.hidden_size=16384", "--json"]
     assert plan_script.main([*base, *large]) == 1
