@@ -219,17 +219,18 @@ def _buffers(
         end = value.offset + value.bytes
         history = assignment.history(value)
         # The first maker of a stack of layers fills it with zeros; the last one is its layer.
-        makers = [x.instruction for x in history if x.start <= time and origins.op_name(x)]
-        maker = makers[-1] if makers else value.instruction
-        reader = assignment.order[max(x.end for x in history)]
-        made, read = origins.op_names.get(maker, ""), origins.op_names.get(reader, "")
+        named = [x for x in history if origins.op_name(x)]
+        backward = [x.instruction for x in named if _is_backward(origins.op_name(x))]
+        before = [x.instruction for x in named if x.start <= time]
+        maker = before[-1] if before else value.instruction
+        read = origins.op_names.get(assignment.order[max(x.end for x in history)], "")
         kind = "temporaries"
-        # At the peak a stack of gradients may hold zeros only; then a later layer is the maker.
-        written = [made, *(origins.op_name(x) for x in history)]
-        if _sides(value) in shapes and any(map(_is_backward, written)):
-            kind = "gradients"
-        elif _is_forward(made) and _is_backward(read):
-            kind = "kept activations"
+        if any(_is_forward(origins.op_name(x)) for x in named):
+            is_kept = _is_forward(origins.op_names.get(maker, "")) and _is_backward(read)
+            kind = "kept activations" if is_kept else kind
+        elif backward and _sides(value) in shapes:
+            kind, maker = "gradients", backward[-1]
+        made = origins.op_names.get(maker, "")
         shape = "tuple" if value.shape.startswith("(") else value.shape
         counts[Buffer(shape, size, 1, kind, origins.scope(maker), _is_backward(made))] += 1
     return [replace(buffer, count=count) for buffer, count in counts.items()]
