@@ -10,6 +10,7 @@ Exit codes: 0 it fits, 1 it does not fit or --fail-if holds, 2 invalid input.
 """
 
 import argparse
+import importlib.util
 import json
 import re
 import sys
@@ -115,6 +116,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for given, needed in (("price", "tokens"), ("plot", "scale")):
         if getattr(options, given) is not None and getattr(options, needed) is None:
             parser.error(f"--{given} needs --{needed}")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error('--plot needs matplotlib: pip install -e ".[plan]"')
     return options
 
 

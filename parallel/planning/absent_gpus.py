@@ -32,9 +32,21 @@ gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 1 }} device_description_str: "{kind}"
 """
-_HOPPER = {"major": 9, "shared": 233472, "largest": 232448, "cores": 132, "units": 128}
+_HOPPER: dict[str, float] = {
+    "major": 9,
+    "shared": 233472,
+    "largest": 232448,
+    "cores": 132,
+    "units": 128,
+}
 _HOPPER |= {"cache": 52428800, "clock": 1.98}
-_AMPERE = {"major": 8, "shared": 167936, "largest": 166912, "cores": 108, "units": 64}
+_AMPERE: dict[str, float] = {
+    "major": 8,
+    "shared": 167936,
+    "largest": 166912,
+    "cores": 108,
+    "units": 64,
+}
 _AMPERE |= {"cache": 41943040, "clock": 1.41}
 _KINDS = {
     "NVIDIA A100-SXM4-80GB": {**_AMPERE, "bandwidth": 2039 * 10**9, "memory": 80 * 10**9},

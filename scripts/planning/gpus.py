@@ -176,8 +176,8 @@ def render(plan: GpuPlan) -> Iterator[str]:
         whole = guess.communication[axis] * 1e3
         yield f"  {f'exposed over {axis}':<32}{seconds * 1e3:>8.0f} ms of {whole:.0f} ms"
     for sent in plan.collectives or ():
-        size = f"{sent.bytes / _GIB:.2f} GiB of operands"
-        yield f"  {f'{sent.kind} over {sent.axes}':<32}{sent.count:>8} x, {size}"
+        operands = f"{sent.bytes / _GIB:.2f} GiB of operands"
+        yield f"  {f'{sent.kind} over {sent.axes}':<32}{sent.count:>8} x, {operands}"
 
 
 def as_json(plan: GpuPlan) -> dict[str, Any]:

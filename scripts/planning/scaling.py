@@ -139,15 +139,9 @@ def table(points: Sequence[Point]) -> Iterator[str]:
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Draw tokens per second and MFU over chips as a PNG.
+    """Draw tokens per second and MFU over chips as a PNG."""
+    from matplotlib.figure import Figure  # an extra: only this option needs it
 
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError('--plot needs matplotlib: pip install -e ".[plan]"') from error
     figure = Figure(figsize=(9, 4), layout="constrained")
     speed, share = figure.subplots(1, 2)
     for mode, marker in (("weak", "o"), ("strong", "s")):
