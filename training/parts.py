@@ -3,8 +3,8 @@
 from parallel.planning.parts import PartPattern
 
 STEP_PARTS = (
-    PartPattern(r"\bexperts\b", "experts"),
-    PartPattern(r"\b(qkv|attention|o)/", "attention"),
+    PartPattern(r"\bexperts\b|\bsparse_layers\b.*\bmlp\b", "experts"),
+    PartPattern(r"\b(qkv|attention|o)[/)']", "attention"),
     PartPattern(r"\bmlp\b", "MLP"),
     PartPattern(r"\bembed\b", "embedding"),
     PartPattern(r"\b(head|loss)\b", "head and loss"),

@@ -44,6 +44,9 @@ class Scope:
         return self.part != UNATTRIBUTED
 
 
+_NONE = Scope(UNATTRIBUTED, False)
+
+
 class PartFinder:
     """Finds the part of instructions.
 
@@ -64,7 +67,7 @@ class PartFinder:
     def scope(self, x: Instruction, computation: Computation) -> Scope:
         """Return the scope of an instruction of this computation."""
         key = computation.name, x.name
-        if key not in self._known:
+        if key not in self._known and self._patterns:
             around = [computation.users, computation.operands]
             if x.opcode.startswith(_SUMS):
                 around.reverse()
@@ -73,9 +76,9 @@ class PartFinder:
                 or self._nearest(x, around[0])
                 or self._nearest(x, around[1])
                 or self._own(x, with_fallback=True)
-                or Scope(UNATTRIBUTED, False)
+                or _NONE
             )
-        return self._known[key]
+        return self._known.get(key, _NONE)
 
     def _own(self, x: Instruction, *, with_fallback: bool = False) -> Scope | None:
         found = (self._match(path, with_fallback) for path in self._paths(x) if path)
@@ -92,11 +95,11 @@ class PartFinder:
         self, x: Instruction, step: Callable[[Instruction], Sequence[Instruction]]
     ) -> Scope | None:
         """Return the scope of the nearest instruction in one direction that has one."""
-        near, seen = [x], {x.name}
+        near, seen = {x.name: x}, {x.name}
         for _ in range(_FARTHEST):
-            near = [y for x in near for y in step(x) if y.name not in seen]
-            seen.update(y.name for y in near)
-            for y in near:
+            near = {y.name: y for x in near.values() for y in step(x) if y.name not in seen}
+            seen.update(near)
+            for y in near.values():
                 if (scope := self._own(y)) is not None:
                     return scope
         return None

@@ -198,7 +198,7 @@ class _Simulator:
         clock.now = start + elapsed * count
         if elapsed and count > 1:
             part = self.parts.scope(x, frame.computation).part
-            rest, name = f"{count - 1} more iterations", f"{x.op_name} x{count}"
+            rest, name = f"{count - 1} more iterations", f"loop x{count} {x.op_name}"
             clock.spans.append(Span(rest, part, start + elapsed, clock.now, "iterations"))
             clock.spans.append(Span(name, part, start, clock.now, "loop"))
         for resource, end in clock.busy.items():

@@ -19,7 +19,7 @@ from parallel.planning.prediction import Prediction, Span
 
 _COMPUTE = "compute"
 _TRACKS = {"rings": "rings", "dcn": "between slices", "dma": "DMA"}
-_NO_NEWS = ("jit(step)", "while", "body", "closed_call", "checkpoint", "shard_map")
+_COMMON_STEPS = ("jit(step)", "while", "body", "closed_call", "checkpoint", "shard_map")
 _WIDTH = 60  # characters of a name
 
 
@@ -67,9 +67,9 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _short(name: str) -> str:
-    """Return an operation's name without the steps of its path that all have."""
+    """Return the name of an operation, with the steps of its path that tell it from others."""
     kind, _, path = name.rpartition(" ")
-    steps = [step for step in path.split("/") if step not in _NO_NEWS]
+    steps = [step for step in path.split("/") if step not in _COMMON_STEPS]
     text = " ".join(filter(None, [kind, "/".join(steps) or path]))
     return text if len(text) <= _WIDTH else f"..{text[2 - _WIDTH :]}"
 
