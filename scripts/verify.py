@@ -33,7 +33,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--sample", type=int, metavar="N", help="run N cases, spread over meshes and methods"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of the cases (0)")
-    parser.add_argument("--mesh", default="", help="only meshes with this in their name, like tp4")
+    parser.add_argument(
+        "--mesh", default="", help="only meshes with these axes, like tp4 or dp2-sp4"
+    )
     parser.add_argument(
         "--output", type=Path, help="folder of the results (runs/verify/NAME_OF_CONFIG)"
     )
@@ -59,7 +61,10 @@ def verify(options: argparse.Namespace) -> bool:
     devices, _ = open_devices(small.model_copy(update={"mesh": mesh}))
     cases = find_cases(small, full, devices, options.mesh)
     if not cases.cases and not cases.refusals:
-        raise ValueError(f"--mesh {options.mesh}: no mesh has this in its name; try tp4 or dp2-sp4")
+        raise ValueError(
+            f"--mesh {options.mesh}: no mesh of {DEVICES} devices has these axes; try tp4, or "
+            "dp2-sp4"
+        )
     chosen = spread(cases.cases, options.seed)[: options.sample]
     output = options.output or Path("runs", "verify", Path(options.config).stem)
     results = Results(output, full)

@@ -45,8 +45,13 @@ class Case:
     def values(self) -> list[tuple[str, object]]:
         """Value of every choice by its name: what a sample should spread over."""
         sizes = [(axis, getattr(self.mesh, axis)) for axis in AXIS_NAMES]
-        choices = ("residual", self.residual), ("overlap", self.overlap), ("dtype", self.dtype)
-        return [*sizes, *choices]
+        names = {
+            "mesh": self.mesh_name,
+            "residual": self.residual,
+            "overlap": self.overlap,
+            "dtype": self.dtype,
+        }
+        return [*sizes, *names.items()]
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def _attention(full: Config, mesh: MeshConfig, devices: Sequence[jax.Device]) ->
 def find_cases(small: Config, full: Config, devices: Sequence[jax.Device], meshes: str) -> Cases:
     """Return the cases of a configuration on eight devices, those of one program only once.
 
-    meshes: Only meshes whose name contains this.
+    meshes: Only meshes with these axes, such as tp4 or dp2-tp4; empty: all.
     """
     methods: list[str] = [*get_args(Overlap)]
     if any(getattr(full.parallel, f"overlap_{kind}") for kind in get_args(LinearKind)):
@@ -127,8 +132,9 @@ def find_cases(small: Config, full: Config, devices: Sequence[jax.Device], meshe
     found: list[Case] = []
     refusals: list[Refusal] = []
     repeated = 0
+    asked = {*meshes.split("-")} - {""}
     for mesh in factorisations(DEVICES):
-        if meshes not in name_of_mesh(mesh):
+        if not asked <= {*name_of_mesh(mesh).split("-")}:
             continue
         reasons: dict[str, list[str]] = {}
         programs = set()
@@ -156,14 +162,14 @@ def find_cases(small: Config, full: Config, devices: Sequence[jax.Device], meshe
 def spread(cases: Sequence[Case], seed: int) -> list[Case]:
     """Return the cases in an order of which every beginning is spread over all choices.
 
-    The next case is the one whose values were met least often.
+    The next case is the one whose values are the rarest so far.
     """
     left = [*cases]
     Random(seed).shuffle(left)
     met: Counter[tuple[str, object]] = Counter()
     ordered = []
     while left:
-        case = min(left, key=lambda case: sum(met[value] for value in case.values))
+        case = max(left, key=lambda case: sum(1 / (1 + met[value]) for value in case.values))
         left.remove(case)
         met.update(case.values)
         ordered.append(case)
