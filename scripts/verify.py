@@ -44,7 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
     )
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def verify(options: argparse.Namespace) -> bool:

@@ -36,6 +36,7 @@ from model.config import DTypeName
 from verification.cases import DEVICES
 from verification.steps import StepResult
 
+INF = math.inf
 ROUNDOFF: dict[DTypeName, float] = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 NORMS: tuple[Callable[[np.ndarray], float], ...] = (
     lambda x: float(np.linalg.norm(x)),
@@ -47,9 +48,8 @@ NORMS: tuple[Callable[[np.ndarray], float], ...] = (
 class Comparison:
     """Errors of a step against one device; relative, each beside its bound.
 
-    ratio: the largest error relative to its bound, of the loss and all gradients. The gradient is
-    that of the parameter with the largest ratio; norm and largest entry are those of its error,
-    relative to those of its reference.
+    The gradient is that of the parameter with the largest error relative to its bound; norm and
+    largest entry are those of its error, relative to those of its reference.
     """
 
     loss_error: float
@@ -62,11 +62,20 @@ class Comparison:
     moved_tokens: int
     """Tokens of experts that differ: a rounding must not move any."""
     ratio: float
+    """The largest error relative to its bound, of the loss and all gradients."""
+    problem: str = ""
+    """The error with which the step ended, if it did not run."""
 
     @property
     def is_within(self) -> bool:
-        """Whether all errors are within their bounds."""
-        return self.ratio <= 1 and not self.moved_tokens
+        """Whether the step ran, and all errors are within their bounds."""
+        return self.ratio <= 1 and not self.moved_tokens and not self.problem
+
+
+def failure(error: Exception) -> Comparison:
+    """Return the comparison of a step that could not run."""
+    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return Comparison(INF, INF, "", INF, INF, INF, INF, 0, INF, text)
 
 
 def longest_sum(config: Config) -> int:
@@ -104,11 +113,11 @@ def compare(
         magnitude = size(fine) + size(coarse - fine) / ROUNDOFF["bfloat16"]
         scale = size(want) or 1.0
         error = size(x - want) / scale
-        return (error if math.isfinite(error) else math.inf), factor * magnitude / scale
+        return (error if math.isfinite(error) else INF), factor * magnitude / scale
 
     def ratio_of(pair: tuple[float, float]) -> float:
         error, bound = pair
-        return error / bound if bound else (math.inf if error else 0.0)
+        return error / bound if bound else (INF if error else 0.0)
 
     losses = (np.array([run.loss]) for run in (result, wanted, exact, rough))
     loss = measure(NORMS[1], *losses)

@@ -11,11 +11,12 @@ import jax
 
 from configs.build import build_plan
 from configs.schema import Config, make_config
+from model.attention.registry import blockwise_names
 from model.config import DTypeName, LinearKind
 from parallel.linear.collective_matmul import Overlap
 from parallel.sharding.mesh import AXIS_NAMES, MeshConfig
 from parallel.sharding.residual import RESIDUAL_LAYOUTS
-from verification.scaling import as_tree
+from verification.scaling import BLOCK, as_tree
 
 DEVICES = 8
 AS_CONFIGURED = "configured"
@@ -92,7 +93,8 @@ def configure(small: Config, full: Config, case: Case, devices: Sequence[jax.Dev
     """Return the configuration of a case.
 
     small, full: The configuration scaled down and as it is. Long rows may be served by another
-    attention operation than short ones, so the small rows get the operation of the full ones.
+    attention operation than short ones, so the small rows get the operation of the full ones, in
+    several blocks.
 
     Raises:
         ValueError: The configuration refuses this case.
@@ -102,7 +104,9 @@ def configure(small: Config, full: Config, case: Case, devices: Sequence[jax.Dev
     tree["model"]["dtype"] = case.dtype
     if case.dtype == "float32":
         tree["model"]["param_dtype"] = "float32"
-    tree["model"]["attention"] = _attention(full, case.mesh, devices)
+    name = tree["model"]["attention"] = _attention(full, case.mesh, devices)
+    if name in blockwise_names():
+        tree["model"]["operation_configs"] = {name: {"block_q": BLOCK, "block_k": BLOCK}}
     tree["parallel"]["residual"] = case.residual
     if case.overlap != AS_CONFIGURED:
         named = {f"overlap_{kind}": None for kind in get_args(LinearKind)}

@@ -72,7 +72,7 @@ def _result(line: dict[str, Any]) -> Result:
 def _version(config: Config) -> dict[str, str]:
     """Return the digests of the configuration and of all code that computes or compares."""
     facts = describe_program(config)
-    names = ("code", *(name for name in facts if name.startswith("version of ")))
+    names = ("code", "XLA_FLAGS", *(name for name in facts if name.startswith("version of ")))
     code = hashlib.sha256(repr([facts[name] for name in names]).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())

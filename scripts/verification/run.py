@@ -12,7 +12,7 @@ from configs.schema import Config
 from model.config import DTypeName
 from parallel.sharding.mesh import MeshConfig
 from training.step import Program, TrainState
-from verification.bounds import compare
+from verification.bounds import compare, failure
 from verification.cases import Case, configure
 from verification.inputs import initial_state, random_batch
 from verification.results import Result, Results
@@ -61,8 +61,11 @@ class Verification:
     def _run_case(self, case: Case, references: References) -> Result:
         begin = time.monotonic()
         config = configure(self.small, self.full, case, self.devices)
-        found = run_step(program_of(config, self.devices), references.state, references.batch)
-        comparison = compare(found, case.dtype, references.steps, self.small)
+        try:
+            found = run_step(program_of(config, self.devices), references.state, references.batch)
+            comparison = compare(found, case.dtype, references.steps, self.small)
+        except Exception as error:  # a program that does not compile or run is a finding
+            comparison = failure(error)
         jax.clear_caches()  # or hundreds of programs stay in memory
         return self.results.add(case, time.monotonic() - begin, comparison)
 

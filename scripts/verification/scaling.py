@@ -98,11 +98,6 @@ def _model(model: ModelConfig, length: int) -> ModelConfig:
         **_layers(model),
         **_heads(model),
     }
-    if model.operation_configs.root:
-        blocks = {
-            name: {"block_q": BLOCK, "block_k": BLOCK} for name in model.operation_configs.root
-        }
-        changes["operation_configs"] = type(model.operation_configs).model_validate(blocks)
     return model.model_copy(update=changes)
 
 

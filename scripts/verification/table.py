@@ -1,6 +1,7 @@
 """The table of a verification, as lines for a person and as JSON."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from verification.results import Result
 Done = Sequence[tuple[Case, Result]]
 COLUMNS = "{:<14} {:<10} {:<13} {:<8}  {:>7} {:>7}  {:>7} {:>7}  {:>5}  {:<7} {}"
 HEADER = COLUMNS.format(
-    *("mesh", "residual", "overlap", "dtype", "loss", "bound", "grad", "bound", "of it"),
+    *("mesh", "residual", "overlap", "dtype", "loss", "bound", "grad", "bound", "share"),
     "verdict",
     "worst parameter",
 )
@@ -24,6 +25,8 @@ def line_of(case: Case, result: Result) -> str:
         (found.entry_error, found.entry_bound) if entries else (found.norm_error, found.norm_bound)
     )
     parameter = f"{found.parameter}{' (largest entry)' if entries else ''}"
+    if found.problem:
+        parameter = found.problem
     if found.moved_tokens:
         parameter += f"; {found.moved_tokens} tokens went to other experts"
     return COLUMNS.format(
@@ -40,6 +43,8 @@ def line_of(case: Case, result: Result) -> str:
 
 def verdict(result: Result) -> str:
     """Return the word for a result."""
+    if result.comparison.problem:
+        return "FAILED"
     return "ok" if result.comparison.is_within else "BEYOND"
 
 
@@ -57,7 +62,10 @@ def closing_lines(cases: Cases, done: Done) -> Iterator[str]:
         yield f"{len(cases.cases) - len(done)} of {len(cases.cases)} cases were not run"
     beyond = [case.name for case, result in done if not result.comparison.is_within]
     if beyond:
-        yield f"{len(beyond)} of {len(done)} cases are beyond their bound: {'; '.join(beyond)}"
+        yield (
+            f"{len(beyond)} of {len(done)} cases failed or are beyond their bound: "
+            f"{'; '.join(beyond)}"
+        )
     else:
         yield f"all {len(done)} cases are within their bounds"
 
@@ -73,7 +81,7 @@ def summary(cases: Cases, done: Done) -> dict[str, Any]:
                 "overlap": case.overlap,
                 "dtype": case.dtype,
                 "verdict": verdict(result),
-                **dataclasses.asdict(result.comparison),
+                **{k: _finite(v) for k, v in dataclasses.asdict(result.comparison).items()},
             }
             for case, result in done
         ],
@@ -81,6 +89,11 @@ def summary(cases: Cases, done: Done) -> dict[str, Any]:
         "not_run": len(cases.cases) - len(done),
         "same_program": cases.repeated,
     }
+
+
+def _finite(value: Any) -> Any:
+    """Return a value for JSON, which has no infinite numbers."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lines_by_mesh(done: Done) -> Iterator[str]:

@@ -196,7 +196,18 @@ def test_a_planted_error_is_found_and_named(tiny, capsys, monkeypatch) -> None:
 
     monkeypatch.setattr("jax.lax.psum", wrong)
     assert verify.main([*tiny, "--mesh", "dp8", "--sample", "1"]) == 1
-    assert "1 of 1 cases are beyond their bound: dp8 " in capsys.readouterr().out
+    assert "1 of 1 cases failed or are beyond their bound: dp8 " in capsys.readouterr().out
+
+
+def test_a_step_that_does_not_run_is_a_failure(capsys, tiny, monkeypatch) -> None:
+    def fail(program, *_):
+        if program.tp.manager.mesh.size > 1:
+            raise TypeError("no rule for this\nsharding")
+        return REFERENCES[program.config.dtype]
+
+    monkeypatch.setattr("verification.run.run_step", fail)
+    assert verify.main([*tiny, "--mesh", "dp8", "--sample", "1"]) == 1
+    assert "FAILED  TypeError: no rule for this\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
