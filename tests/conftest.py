@@ -24,7 +24,7 @@ from parallel.linear.config import TensorParallelConfig
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.residual import residual_rules
 
-pytest_plugins = ["runs", "process_groups"]
+pytest_plugins = ["runs", "process_groups", "launch_scripts"]
 
 ROOT = Path(__file__).parent.parent
 

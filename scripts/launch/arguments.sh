@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Errors, quoting of commands and checks of arguments for gke.sh and tpu_pod.sh. Source it.
+# Errors, quoting of commands and checks of arguments for the launch scripts. Source it.
 
 # Print an error and exit with the code for bad input.
 die() {
@@ -41,3 +41,58 @@ check_positive() {
 check_restarts() {
   [[ $1 =~ ^[0-9]+$ ]] || die "--restarts=$1 is not a number; give 0 or more"
 }
+
+# Ask scripts/plan.py before anything is created, and exit with 2 if it refuses: the configuration is
+# wrong, the mesh has another number of devices, or (unless --no-plan) the step does not fit. On a
+# machine that cannot run it, say what was not checked. Reads dry and no_plan.
+# ask_planner TOPOLOGY PYTHON... -- arguments of train.py
+ask_planner() {
+  local topology=$1 planner=() words=() skip="" code=0
+  shift
+  while [[ $1 != -- ]]; do
+    planner+=("$1")
+    shift
+  done
+  shift
+  while (($#)); do
+    case $1 in
+      --config | --config=*) words+=("$1") ;;
+      --coordinator | --num-processes | --process-id) skip=1 ;;
+      --*) ;;
+      *)
+        [[ $skip ]] || words+=("$1")
+        skip=""
+        ;;
+    esac
+    shift
+  done
+  case $topology in
+    v[23]-* | tpu7x*)
+      printf '# not checked: scripts/plan.py has no model of %s\n' "$topology" >&2
+      return
+      ;;
+  esac
+  words=(scripts/plan.py "${words[@]}" --topology "$topology")
+  [[ ! $no_plan ]] || words+=(--check-mesh)
+  if [[ $dry ]]; then
+    show "${planner[@]}" "${words[@]}"
+    return
+  fi
+  "${planner[@]}" -c "$can_plan" 2> /dev/null || code=$?
+  if ((code == 3)) && [[ ! $no_plan && $topology =~ ^(v|tpu) ]]; then
+    printf '# memory is not checked: this machine has no libtpu (pip install -e ".[plan]")\n' >&2
+    words+=(--check-mesh)
+  elif ((code != 0 && code != 3)); then
+    printf '# not checked: %s cannot import Torus (pip install -e .); the hosts check the configuration\n' \
+      "${planner[-1]}" >&2
+    return
+  fi
+  show "${planner[@]}" "${words[@]}" >&2
+  code=0
+  "${planner[@]}" "${words[@]}" >&2 || code=$?
+  ((code != 1)) || [[ $no_plan ]] || printf 'to launch all the same, give --no-plan\n' >&2
+  ((code == 0)) || exit 2
+}
+
+# Exit codes: 0 all there, 3 no libtpu, 1 not even the packages of Torus.
+can_plan='import importlib.util as u, sys, configs.schema; sys.exit(0 if u.find_spec("libtpu") else 3)'

@@ -22,6 +22,8 @@ usage: gke.sh build|up|tail|delete [options] [-- arguments of train.py]
   --restarts N        how often to restart all processes after a failure (20)
   --xpk               use XPK for up and delete; give --tpu-type TYPE instead of accelerator,
                       topology and chips; attach the volume by `xpk storage attach`
+  --no-plan           do not compile the step first to see whether it fits; the configuration and the
+                      number of chips are checked all the same (up)
   --dry-run           print every command and run none
 EOF
 }
@@ -79,11 +81,13 @@ connect() {
 }
 
 up() {
-  local filled
+  local filled copies=""
+  ((slices == 1)) || copies="*$slices"
   check_config "${train[@]}"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; remove it"
   if [[ $xpk ]]; then
     need name image cluster location project tpu_type
+    ask_planner "$tpu_type$copies" python3 -- "${train[@]}"
     # By default XPK restarts only after exit codes 42 and 127 to 255.
     run xpk workload create --workload="$name" "${xpk_place[@]}" --tpu-type="$tpu_type" \
       --num-slices="$slices" --docker-image="$image" --max-restarts="$restarts" \
@@ -93,6 +97,7 @@ up() {
   fi
   need name image cluster location accelerator topology pvc
   filled=$(manifest)
+  ask_planner "$accelerator:$topology$copies" python3 -- "${train[@]}"
   connect
   if [[ $dry ]]; then
     printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "$filled"
@@ -103,7 +108,7 @@ up() {
 
 check_bash
 action="" name="" image="" cluster="" location="" project="" accelerator="" topology="" pvc=""
-tpu_type="" xpk="" dry="" namespace=default chips=4 slices=1 restarts=20 train=()
+tpu_type="" xpk="" dry="" no_plan="" namespace=default chips=4 slices=1 restarts=20 train=()
 while (($#)); do
   case $1 in
     build | up | tail | delete) action=$1 ;;
@@ -115,6 +120,7 @@ while (($#)); do
       shift
       ;;
     --xpk) xpk=1 ;;
+    --no-plan) no_plan=1 ;;
     --dry-run) dry=1 ;;
     --help)
       usage

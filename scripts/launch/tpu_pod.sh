@@ -25,6 +25,8 @@ usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- argu
   --extras LIST       extras of pyproject.toml to install (tpu)
   --runtime VERSION   version of the TPU software (default by --accelerator)
   --project PROJECT   project of Google Cloud (default of gcloud)
+  --no-plan           do not compile the step first to see whether it fits; the configuration and the
+                      number of chips are checked all the same (up)
   --dry-run[=STATE]   print every command and run none, as if the queued resource were in STATE:
                       NONE (default), ACTIVE, SUSPENDED, ...
 
@@ -143,7 +145,7 @@ up() {
 
 check_bash
 action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu spot="" dry=""
-slices=1 restarts=0 state=NONE shown=2 archive=.cache/torus.tar.gz train=()
+no_plan="" slices=1 restarts=0 state=NONE shown=2 archive=.cache/torus.tar.gz train=()
 while (($#)); do
   case $1 in
     up | tail | stop | delete) action=$1 ;;
@@ -153,6 +155,7 @@ while (($#)); do
       shift
       ;;
     --spot) spot=1 ;;
+    --no-plan) no_plan=1 ;;
     --dry-run) dry=1 ;;
     --dry-run=*) dry=1 state=${1#*=} ;;
     --help)
@@ -218,6 +221,9 @@ rm -f ~/torus.code ~/torus.stop
   echo \"\$code\" > ~/torus.code
 ) > ~/torus.log 2>&1 < /dev/null &
 echo \"\$!\" > ~/torus.pid"
+    copies=""
+    ((slices == 1)) || copies="*$slices"
+    ask_planner "$accelerator$copies" python3 -- "${train[@]}"
     up
     ;;
   tail)

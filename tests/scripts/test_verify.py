@@ -1,0 +1,253 @@
+"""`scripts/verify.py` compares meshes with one device, finds planted errors, and continues."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from conftest import ROOT, sample
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import verify
+from verification.bounds import compare
+from verification.cases import Case, factorisations, find_cases, spread
+from verification.results import Results
+from verification.scaling import as_tree, scale_down, shrink
+from verification.steps import StepResult
+
+from configs.schema import load_config, make_config
+from parallel.sharding.mesh import MeshConfig
+
+TINY = "model: {num_hidden_layers: 1}\nrun: {compilation_cache: null}\n"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    """Arguments for a model of one layer."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return ["--config", str(tmp_path / "tiny.yaml"), "--output", str(tmp_path / "results")]
+
+
+def scaled(path: str, *overrides: str):
+    full = load_config(ROOT / "configs" / path, overrides)
+    return full, scale_down(full)
+
+
+# Scaling down.
+
+
+@pytest.mark.parametrize("size", [5, 6, 12, 20, 40, 96, 1000, 4096])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_a_small_size_divides_over_a_mesh_exactly_if_the_full_one_does(size, parts) -> None:
+    assert (shrink(size, 32) % parts == 0) == (size % parts == 0)
+    assert shrink(size, 32) <= min(size, 32)
+
+
+GEMMA = [
+    "model.layer_types=[sliding_attention,sliding_attention,full_attention]",
+    "model.sliding_window=4096", "model.attn_logit_softcapping=50.0", "model.attention_sinks=true",
+    "model.num_hidden_layers=31", "model.tie_word_embeddings=true", "model.norm_placement=both",
+]  # fmt: skip
+DEEPSEEK = [
+    "model.moe.first_k_dense_replace=3", "model.moe.router=sigmoid", "model.moe.n_group=8",
+    "model.moe.topk_group=4", "model.moe.num_experts=256", "model.moe.num_experts_per_tok=8",
+    "model.moe.num_shared_experts=1", "model.num_key_value_heads=32",
+    "model.mla={q_lora_rank: 1536, kv_lora_rank: 512}", "model.num_hidden_layers=61",
+]  # fmt: skip
+
+
+def test_attention_keeps_its_structure() -> None:
+    full, small = scaled("llama3_8b_tp8.yaml", *GEMMA, "lora.rank=64", "lora.alpha=16.0")
+    model = small.model
+    assert model.layer_kinds == ("sliding_attention", "sliding_attention", "full_attention") * 2 + (
+        "sliding_attention",
+    )
+    assert model.num_attention_heads / model.num_key_value_heads == 4
+    assert model.sliding_window < small.data.row_length / 2
+    assert small.lora.scale == full.lora.scale
+    for name in ("attn_logit_softcapping", "attention_sinks", "tie_word_embeddings"):
+        assert getattr(model, name) == getattr(full.model, name)
+    assert model.num_parameters < 1_000_000
+
+
+def test_experts_and_latents_keep_their_structure() -> None:
+    _, small = scaled("mixtral_8x7b_ep8.yaml", *DEEPSEEK)
+    moe = small.model.moe
+    assert small.model.sparse_layers == (False, True, True)
+    assert (moe.router, moe.num_shared_experts) == ("sigmoid", 1)
+    assert 1 <= moe.topk_group < moe.n_group < moe.num_experts
+    assert moe.num_experts_per_tok > 2 and moe.num_experts % 8 == 0
+    assert small.model.mla.q_lora_rank > small.model.mla.kv_lora_rank
+    assert small.model.num_parameters < 1_000_000
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_configuration_of_the_repository_scales_down(path) -> None:
+    small = scale_down(load_config(path))
+    assert small.model.num_parameters < 1_000_000
+    assert make_config(as_tree(small)) == small
+
+
+# Cases.
+
+
+def test_eight_devices_have_35_factorisations() -> None:
+    meshes = factorisations(8)
+    assert len({*meshes}) == 35 and {mesh.num_devices for mesh in meshes} == {8}
+
+
+def test_what_a_configuration_refuses_is_listed_with_its_reason() -> None:
+    full, small = scaled("qwen3_30b_a3b_ep16.yaml")
+    found = find_cases(small, full, jax.devices(), "tp8")
+    (refusal,) = found.refusals
+    assert (found.cases, refusal.mesh_name, refusal.what) == ([], "tp8", "all")
+    assert "num_key_value_heads=4 is not divisible by mesh.tp=8" in refusal.reason
+
+
+def test_every_program_is_a_case_once() -> None:
+    full, small = scaled("tp8.yaml")
+    # Two layouts gather, by four methods; the third gathers nothing.
+    assert len(find_cases(small, full, jax.devices(), "tp8").cases) == 2 * (4 + 4 + 1)
+    found = find_cases(small, full, jax.devices(), "dp8")
+    assert (len(found.cases), found.repeated) == (2, 2 * 11)
+
+
+def test_the_beginning_of_an_order_meets_every_choice() -> None:
+    full, small = scaled("tp8.yaml")
+    cases = find_cases(small, full, jax.devices(), "").cases
+    order = spread(cases, 0)
+    assert sorted(case.name for case in order) == sorted(case.name for case in cases)
+    # Every axis with every size, layout, method, dtype, and every mesh.
+    assert {v for case in order[:40] for v in case.values} == {v for c in cases for v in c.values}
+    assert spread(cases, 1) != order == spread(cases, 0)
+
+
+# Bounds.
+
+
+def step(loss: float, gradient: float, load: int = 4) -> StepResult:
+    return StepResult(loss, {"w": np.full(9, gradient, np.float32)}, np.array([[load, 8 - load]]))
+
+
+REFERENCES = {"float32": step(1.0, 1.0), "bfloat16": step(1.001, 1.01)}
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype", "is_within"),
+    [
+        (step(1.0, 1.0), "float32", True),
+        (step(1 + 1e-7, 1 + 1e-6), "float32", True),
+        (step(1.0, 1 + 1e-4), "float32", False),
+        (step(1 + 1e-4, 1.0), "float32", False),
+        (step(1.002, 1.02), "bfloat16", True),
+        (step(1.001, 1.3), "bfloat16", False),
+        (step(float("nan"), 1.0), "float32", False),
+        (step(1.0, float("nan")), "float32", False),
+        (step(1.0, 1.0, load=5), "float32", False),
+    ],
+)
+def test_an_error_is_within_its_bound_or_not(found, dtype, is_within) -> None:
+    _, small = scaled("tp8.yaml")
+    assert compare(found, dtype, REFERENCES, small).is_within == is_within
+
+
+# Runs.
+
+
+def test_a_verification_passes_and_continues_where_it_stopped(tiny, capsys) -> None:
+    assert verify.main([*tiny, "--sample", "1"]) == 0
+    assert "309 of 310 cases were not run" in capsys.readouterr().out
+    assert verify.main([*tiny, "--sample", "2", "--json"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["ok"] and len(found["cases"]) == 2 and found["not_run"] == 308
+    assert "continuing after 1 cases" in err and "[1/2" not in err
+
+
+def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None:
+    full, _ = scaled("tp8.yaml")
+    case = Case(MeshConfig(dp=8), "sequence", "none", "float32")
+    comparison = compare(step(1.0, 1.0), "float32", REFERENCES, full)
+    Results(tmp_path, full).add(case, 1.0, comparison)
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"case": "half a li')
+    again = Results(tmp_path, full)
+    assert again.get(case).comparison == comparison
+    assert "continuing after 1 cases" in again.notice
+    other, _ = scaled("tp8.yaml", "model.qk_norm=true")
+    changed = Results(tmp_path, other)
+    assert changed.get(case) is None
+    assert "the configuration changed since; starting again" in changed.notice
+    lines = (tmp_path / "results.jsonl").read_text()
+    (tmp_path / "results.jsonl").write_text(lines.replace('"code": "', '"code": "0'))
+    assert "the code changed since" in Results(tmp_path, other).notice
+
+
+def test_a_planted_error_is_found_and_named(tiny, capsys, monkeypatch) -> None:
+    """A sum over several devices counts half of it twice."""
+    psum = jax.lax.psum
+
+    def wrong(x, axis_name, **others):
+        total = psum(x, axis_name, **others)
+        several = axis_name and jax.lax.axis_size(axis_name) > 1
+        return jax.tree.map(lambda y: y * 1.5, total) if several else total
+
+    monkeypatch.setattr("jax.lax.psum", wrong)
+    assert verify.main([*tiny, "--mesh", "dp8", "--sample", "1"]) == 1
+    assert "1 of 1 cases failed or are beyond their bound: dp8 " in capsys.readouterr().out
+
+
+def test_a_step_that_does_not_run_is_a_failure(capsys, tiny, monkeypatch) -> None:
+    def fail(program, *_):
+        if program.tp.manager.mesh.size > 1:
+            raise TypeError("no rule for this\nsharding")
+        return REFERENCES[program.config.dtype]
+
+    monkeypatch.setattr("verification.run.run_step", fail)
+    assert verify.main([*tiny, "--mesh", "dp8", "--sample", "1"]) == 1
+    assert "FAILED  TypeError: no rule for this\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sample", "0"], "--sample 0"),
+        (["--mesh", "pp2"], "--mesh pp2"),
+        (["--mesh", "tp"], "--mesh tp"),
+        (["model.hidden_size=-1"], "model.hidden_size"),
+        (["--output", "/dev/null/x"], "--output /dev/null/x"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tiny, capsys, arguments, message) -> None:
+    assert verify.main([*tiny, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+SAMPLED = {
+    "dense": ["configs/tp8.yaml"],
+    "gemma": ["configs/llama3_8b_tp8.yaml", *GEMMA],
+    "sparse": ["configs/moe_ep8.yaml"],
+    "lora": [
+        "configs/tp8.yaml", "lora.rank=2", "model.num_key_value_heads=2",
+        "parallel.replicate_kv=true", "training.gradient_accumulation=2",
+    ],
+    "deepseek": ["configs/mixtral_8x7b_ep8.yaml", *DEEPSEEK],
+    "dpo": [
+        "configs/tp8.yaml", "training.objective=dpo", "data.packing=pairs", "data.files=x.jsonl",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sample([(name,) for name in SAMPLED], 2))
+def test_a_sample_of_meshes_computes_what_one_device_computes(tmp_path, name) -> None:
+    path, *changes = SAMPLED[name]
+    arguments = ["--config", str(ROOT / path), "--output", str(tmp_path), "--sample", "3"]
+    assert verify.main([*arguments, "run.compilation_cache=null", *changes]) == 0
+
+
+def test_a_case_is_named_by_all_its_choices() -> None:
+    case = Case(MeshConfig(dp=2, tp=4), "hidden", "ring", "float32")
+    assert case.name == "dp2-tp4 hidden ring float32"
