@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, ROOT
 from jax.sharding import PartitionSpec as P
-from test_lora import GRID, SPARSE, program_on, started
+from test_lora import GRID, LATENT, SPARSE, program_on, started
 from test_step import TINY, fields, leaves, placed  # noqa: F401 (a fixture)
 
 from configs.build import build_sharding_table
@@ -43,6 +43,16 @@ def gradients(program, params, batch):
     [
         (GRID, ("parallel.overlap=ring",)),
         (ONE_DEVICE, SPARSE),
+        (ONE_DEVICE, (LATENT, "model.dtype=bfloat16")),
+        pytest.param(
+            GRID,
+            (LATENT, "model.dtype=bfloat16", "parallel.overlap=ring"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(MESHES["tp4-sp2"], (LATENT, "parallel.overlap=split"), marks=pytest.mark.slow),
+        pytest.param(
+            MESHES["ep2-fsdp2-sp2"], (*SPARSE, "model.dtype=bfloat16"), marks=pytest.mark.slow
+        ),
         *(
             pytest.param(MESHES[mesh], options, marks=pytest.mark.slow)
             for mesh, options in {
