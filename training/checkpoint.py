@@ -13,8 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from orbax.checkpoint import v1
 
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.checkpoint_policy import CheckpointConfig, best_steps
+from training.checkpoint_policy import CheckpointConfig, KeepBest
 from training.checkpoint_record import (
     CheckpointError,
     DamageError,
@@ -39,21 +38,13 @@ from training.checkpoint_record import (
 from training.fingerprint import fingerprints, leaf_name
 from training.logs import log
 from training.step import TrainState
+from training.stored_arrays import Chunk, read_chunks
 
 _ocp = v1.training
 _READ_BYTES = 2**31  # read concurrently, at least
-
-
-@dataclass(frozen=True)
-class _KeepBest:
-    """Orbax preservation policy: keep the checkpoints with the lowest evaluation loss."""
-
-    losses: Mapping[int, float]
-    count: int
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        best = best_steps((info.step for info in checkpoints), self.losses, self.count)
-        return [info.step in best for info in checkpoints]
+# Larger parts of arrays are stored in chunks, so that `Checkpoints.chunks` needs little memory.
+_CHUNK_BYTES = 2**26
+_WRITE_BYTES = 2**30  # written concurrently; the compressed copies take about as much memory
 
 
 class Checkpoints:
@@ -94,7 +85,7 @@ class Checkpoints:
         if config.keep_every is not None:
             kept.append(policies.EveryNSteps(config.keep_every))
         if config.keep_best:
-            kept.append(_KeepBest(self._losses, config.keep_best))
+            kept.append(KeepBest(self._losses, config.keep_best))
         return _ocp.Checkpointer(
             os.path.abspath(self._directory),
             cleanup_tmp_directories=not self._read_only,
@@ -156,13 +147,19 @@ class Checkpoints:
             "fingerprints": fingerprints(arrays),
         }
         self.set_eval_loss(step, eval_loss)
+        array_options = v1.options.ArrayOptions
+        storage = array_options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
+        saving = array_options.Saving(storage_options=storage)
+        above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
+        memory = v1.options.MemoryOptions(write_concurrent_bytes=max(_WRITE_BYTES, above))
         try:
-            response = self._saver.save_checkpointables_async(
-                step,
-                {"state": arrays},
-                force=True,
-                custom_metadata={"record": record, "sha256": checksum(record)},
-            )
+            with v1.Context(array_options=array_options(saving=saving), memory_options=memory):
+                response = self._saver.save_checkpointables_async(
+                    step,
+                    {"state": arrays},
+                    force=True,
+                    custom_metadata={"record": record, "sha256": checksum(record)},
+                )
         except Exception as error:
             self._pending = step, partial(_raise, error)
             self.poll(self.ended_step if self.group.num_processes == 1 else None)
@@ -309,13 +306,18 @@ class Checkpoints:
         shape, dtype = self.record(step)["leaves"][name]
         return self._load(step, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)})[name]
 
+    def chunks(self, step: int, name: str, sharding: jax.sharding.NamedSharding) -> Iterator[Chunk]:
+        """Yield an array as it is stored, in chunks of about 64 MiB; see `read_chunks`."""
+        expected = self.record(step)["fingerprints"][name]
+        return read_chunks(self._directory / str(step), name, expected, sharding)
+
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
         """Return arrays by name, verified against their fingerprints."""
         expected = self.record(step)["fingerprints"]
         loading = v1.options.PyTreeOptions.Loading(partial_load=True)
-        # Host memory beyond the arrays themselves; at least the largest array must fit.
-        largest = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values())
-        memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, largest))
+        # Host memory beyond the arrays themselves; the largest array must be below it.
+        above = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values()) + 1
+        memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, above))
         try:
             with v1.Context(
                 pytree_options=v1.options.PyTreeOptions(loading=loading), memory_options=memory
