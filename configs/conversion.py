@@ -29,7 +29,8 @@ from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
-from training.hugging_face.adapters import AdapterDirectory, write_adapters
+from training.hugging_face.adapter_export import write_adapters
+from training.hugging_face.adapters import AdapterDirectory
 from training.hugging_face.companions import (
     copy_companions,
     export_companions,
