@@ -1,11 +1,10 @@
-"""Devices of a run, attached, simulated on the CPU or absent, and data-sheet figures of chips."""
+"""Devices of a run, attached or simulated on the CPU, and data-sheet figures of chips."""
 
 import os
 import re
 from dataclasses import dataclass
 
 import jax
-from jax.experimental import topologies
 
 
 def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
@@ -71,52 +70,6 @@ def compute_capability(device: jax.Device) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-@dataclass(frozen=True)
-class Topology:
-    """TPU slices by name: "v5p:2x2x2" is one slice, "v5p:2x2x2*4" are four of them."""
-
-    slice_name: str
-    sides: tuple[int, ...]
-    num_slices: int
-
-
-def read_topology(text: str) -> Topology:
-    """Parse the name of a TPU topology. Raises: ValueError if it has another form."""
-    found = re.fullmatch(r"(\w+:([1-9]\d*(?:x[1-9]\d*)*))(?:\*([1-9]\d*))?", text)
-    if found is None:
-        raise ValueError(
-            f"topology {text}: not the name of a TPU; write a slice like v5p:2x2x2 or v5e:2x4, and "
-            "two of them like v5p:2x2x2*2"
-        )
-    sides = tuple(int(side) for side in found[2].split("x"))
-    return Topology(found[1], sides, int(found[3] or 1))
-
-
-def absent_devices(topology: str) -> list[jax.Device]:
-    """Return the devices of a TPU that is not attached; programs compile for them but do not run.
-
-    topology: A name that `read_topology` accepts. Needs libtpu, which `pip install "jax[tpu]"`
-    installs on any Linux x86 machine.
-
-    Raises: ValueError without libtpu, or for a topology that libtpu does not know.
-    """
-    named = read_topology(topology)
-    # Otherwise libtpu queries the cloud's metadata server and refuses a second process.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
-    try:
-        found = topologies.get_topology_desc(
-            platform="tpu", topology_name=named.slice_name, num_slices=named.num_slices
-        )
-        return list(found.devices)
-    except Exception as error:  # jaxlib has no exception type for libtpu's errors
-        raise ValueError(
-            f"topology {topology}: {str(error).splitlines()[0]}; install libtpu by "
-            'pip install -e ".[plan]" and name a slice like v5p:2x2x2 or v5e:2x4'
-        ) from error
-
-
 # XLA:CPU runs every simulated device on one shared thread pool, and a collective blocks its thread
 # until all devices have joined it. With the default scheduler, collectives that do not depend on
 # each other may start in a different order on different devices: one device then waits in an
@@ -163,6 +116,8 @@ class Chip:
     """Sides of a slice that are a multiple of this have wrap-around links; 0: no side has them."""
     dcn_bandwidth: float = 0.0
     """Bytes/s in one direction to other slices, as this device's share of its host; 0: unknown."""
+    hbm_bytes: float = 0.0
+    """Device memory that programs may use; 0: unknown."""
 
 
 # Keys are jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages). Links: the
@@ -171,12 +126,13 @@ class Chip:
 # All read in November 2026. wrap: v4 and v5p slices are cubes of 4 with optical faces; v5e and v6e
 # wrap at the 16 of a pod, and libtpu 0.0.42 refuses any other size for v5e. DCN: Google's pages
 # give 6.4 and 25.6 Tbit/s per pod of 256 (v5e, v6e); v4 and v5p: the book's 25 GB/s per host of 4.
+# Memory: what libtpu 0.0.42 names as available when a program needs more; GPU: the data sheets.
 CHIPS: dict[str, Chip] = {
-    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4, 6.25e9),
-    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9, 16, 3.125e9),
-    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9, 4, 6.25e9),
-    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9, 16, 12.5e9),
-    "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12),
-    "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12),
-    "NVIDIA H200": Chip(989e12, 4.8e12),
+    "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4, 6.25e9, 30.75 * 2**30),
+    "TPU v5 lite": Chip(197e12, 0.82e12, 45e9, 1.5e9, 16, 3.125e9, 15.75 * 2**30),
+    "TPU v5": Chip(459e12, 2.765e12, 90e9, 1.75e9, 4, 6.25e9, 95.74 * 2**30),
+    "TPU v6 lite": Chip(918e12, 1.64e12, 90e9, 1.75e9, 16, 12.5e9, 31.25 * 2**30),
+    "NVIDIA A100-SXM4-80GB": Chip(312e12, 2.039e12, hbm_bytes=80e9),
+    "NVIDIA H100 80GB HBM3": Chip(989e12, 3.35e12, hbm_bytes=80e9),
+    "NVIDIA H200": Chip(989e12, 4.8e12, hbm_bytes=141e9),
 }

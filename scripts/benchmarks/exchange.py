@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.prediction import HEADER, Pass, SliceCompiler
+from benchmarks.prediction import HEADER, Pass, columns, compile_pass, figures
 from configs.build import build_program
 from configs.schema import load_config
 from model.moe import MoE
+from parallel.planning.compiler import SliceCompiler
+from parallel.planning.slices import absent_devices
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, ResidualSharding
-from parallel.sharding.devices import absent_devices
 from training.step import Program
 
 _EXCHANGES = ("collective-permute", "all-to-all", "ragged-all-to-all")
@@ -40,15 +41,15 @@ def bench_exchange(
     print(f"{'':33}" + HEADER)
     compiler, rows = SliceCompiler(topology, program.tp.manager.mesh), []
     for name in passes:
-        compiled = compiler.compile_pass(name, function, arguments)
+        compiled = compile_pass(compiler, name, function, arguments)
         row = {
             "pass": name,
             "sent_bytes": sum(compiled.prediction.bytes_by.get(kind, 0) for kind in _EXCHANGES),
             "counted_bytes": counted * (2 if name == "fwd+bwd" else 1),
-            **compiled.figures,
+            **figures(compiled),
         }
         rows.append(row)
-        print(f"{topology:10} {'experts':7} {name:14} " + compiled.columns)
+        print(f"{topology:10} {'experts':7} {name:14} " + columns(compiled))
         print(
             f"  sent {row['sent_bytes']:,} bytes, counted {row['counted_bytes']:,}; "
             f"exposed {row['exposed_share']:.1%}"

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.prediction import SliceCompiler, chip_of
+from benchmarks.prediction import figures
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.sharding.devices import absent_devices
+from parallel.planning.compiler import SliceCompiler, chip_of
+from parallel.planning.slices import absent_devices
 
 
 def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     with jax.set_mesh(mesh):
         state = program.abstract_state
     compiled = compiler.compile(program.train_step, [state, batch])
-    hbm = compiled.temporary_gib + compiled.held_gib
+    hbm = (compiled.memory.held + compiled.memory.temporary) / 2**30
     prediction = compiled.prediction
     flops = config.model.flops_per_token(length) * shape[0] * shape[1] * shape[2]
     mfu = flops / prediction.total / mesh.size / chip_of(topology).peak_flops
@@ -37,4 +38,5 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     seconds = compiled.compile_seconds
     print(f"MFU {mfu:.3f}, HBM {hbm:.1f} GiB per device, compiled in {seconds:.0f} CPU seconds")
     result = {"bench": "model", "config": path, "topology": topology, "mfu": mfu, "hbm_gib": hbm}
-    return {**result, **compiled.figures, "exposed_by_ms": compiled.exposed_by_ms}
+    exposed_by = {kind: seconds * 1e3 for kind, seconds in prediction.exposed_by.items()}
+    return {**result, **figures(compiled), "exposed_by_ms": exposed_by}

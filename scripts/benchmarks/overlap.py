@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.prediction import HEADER, Pass, SliceCompiler
+from benchmarks.prediction import HEADER, Pass, columns, compile_pass, figures
 from model.activations import gated_silu
 from parallel.linear.chain import chain
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.planning.compiler import SliceCompiler
+from parallel.planning.slices import absent_devices
 from parallel.sharding.axes import BATCH, QUERY_LENGTH, TP, ResidualSharding
-from parallel.sharding.devices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.residual import residual_rules
 
@@ -102,13 +103,13 @@ def bench_overlap(
         function, arguments = _block(mesh, case, method, size)
         options = _NO_WINDOWS if method == "xla-plain" else None
         compiler = SliceCompiler(topology, mesh)
-        compiled = compiler.compile_pass(name, function, arguments, options=options)
+        compiled = compile_pass(compiler, name, function, arguments, options=options)
         label = {"topology": topology, "case": case, "pass": name, "method": method}
         if dump is not None:
             file = dump / f"{'_'.join(label.values()).replace(':', '-')}.txt"
             file.write_text(compiled.text)
-        print(f"{topology:10} {case:7} {name:8} {method:14}" + compiled.columns, flush=True)
-        rows.append({**label, **compiled.figures})
+        print(f"{topology:10} {case:7} {name:8} {method:14}" + columns(compiled), flush=True)
+        rows.append({**label, **figures(compiled)})
     return {"bench": "overlap", "rows": rows}
 
 

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.prediction import HEADER, Pass, SliceCompiler
+from benchmarks.prediction import HEADER, Pass, columns, compile_pass, figures
 from model.attention.api import OperationRegistry
 from model.attention.mask import AttentionInputs
 from model.attention.metadata import OperationMetadata
 from model.attention.ring import zigzag_order
+from parallel.planning.compiler import SliceCompiler
+from parallel.planning.slices import absent_devices
 from parallel.sharding.axes import MODE_TRAIN, AttnKVSharding, AttnQSharding
-from parallel.sharding.devices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
@@ -46,7 +47,7 @@ def bench_ring(
             return operation(*qkv, inputs=AttentionInputs(q_index_BL=order, kv_index_BT=order))
 
         for name in passes:
-            compiled = compiler.compile_pass(name, attend, [q, kv, kv])
-            print(f"{topology:10} {name:8} {method:14}" + compiled.columns, flush=True)
-            rows.append({"pass": name, "method": method, **compiled.figures})
+            compiled = compile_pass(compiler, name, attend, [q, kv, kv])
+            print(f"{topology:10} {name:8} {method:14}" + columns(compiled), flush=True)
+            rows.append({"pass": name, "method": method, **figures(compiled)})
     return {"bench": "ring", "topology": topology, "rows": rows}

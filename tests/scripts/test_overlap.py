@@ -111,7 +111,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from model.attention.api import OperationRegistry
 from model.attention.metadata import OperationMetadata
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 mesh = build_mesh(MeshConfig(tp=4), absent_devices("v5p:2x2x1"))

@@ -308,7 +308,7 @@ from jax.sharding import PartitionSpec as P
 from model.attention.registry import backends_of
 from model.attention.paged import PagedInputs
 from model.attention.mask import MaskSpec, AttentionSpec
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 mesh = build_mesh(MeshConfig(), absent_devices("v5p:2x2x1")[:1])

@@ -296,7 +296,7 @@ from model.attention.blockwise import OutputGradients
 from model.attention import pallas_flash as flash
 from model.attention.pallas_flash import KernelOptions
 from model.attention.mask import AttentionInputs, AttentionSpec
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 L, spec = 4096, AttentionSpec(scale=128**-0.5)

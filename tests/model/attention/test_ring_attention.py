@@ -27,8 +27,9 @@ from model.attention.flash import Engine
 from model.attention.mask import UNUSED, AttentionInputs, AttentionSpec, BlockMask, MaskSpec
 from model.attention.ring import key_offsets, ring_attention, ring_by_kernels, zigzag_order
 from model.attention.ulysses import ulysses_attention
+from parallel.planning.slices import absent_devices
 from parallel.planning.timeline import predict
-from parallel.sharding.devices import CHIPS, absent_devices
+from parallel.sharding.devices import CHIPS
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 B, L, H, K = 2, 32, 8, 2

@@ -219,7 +219,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from parallel.experts.exchange import RaggedAllToAll
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 mesh = build_mesh(MeshConfig(ep=2, sp=2), absent_devices("v5p:2x2x1"))
 def body(x, sizes, g):
     exchange = RaggedAllToAll.create(sizes, ("ep", "sp"), rows=96, native=True)

@@ -290,7 +290,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from parallel.experts.grouped_matmul import grouped_matmul
 from parallel.experts.row_layout import RowGroups, RowLayout
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 
 E, D, F = 8, 2048, 768
 layout = RowLayout.blocks(8192, E, 512)

@@ -36,8 +36,9 @@ from jax.sharding import PartitionSpec as P
 
 from parallel.planning.links import Coords, chip_coords, link_loads
 from parallel.planning.prediction import Prediction
+from parallel.planning.slices import absent_devices
 from parallel.planning.timeline import predict
-from parallel.sharding.devices import CHIPS, Chip, absent_devices
+from parallel.sharding.devices import CHIPS, Chip
 
 ROOT = Path(__file__).parents[3]
 # One cycle is a microsecond; a megabyte takes a millisecond over HBM or one link one way.

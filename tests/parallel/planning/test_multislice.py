@@ -80,7 +80,7 @@ import sys
 import jax, jax.numpy as jnp
 from configs.build import build_program
 from configs.schema import load_config
-from parallel.sharding.devices import absent_devices
+from parallel.planning.slices import absent_devices
 program = build_program(load_config("configs/tp8.yaml", sys.argv[2:]), absent_devices(sys.argv[1]))
 fields = {name: jnp.int32 for name in ("tokens", "targets", "positions", "segment_ids")}
 with jax.set_mesh(program.tp.manager.mesh):

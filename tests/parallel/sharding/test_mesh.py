@@ -1,6 +1,5 @@
 """The order of devices: rings of physical links within a slice, slice after slice along dp."""
 
-import importlib.util
 import itertools
 import random
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.sharding.devices import Topology, absent_devices, read_topology
 from parallel.sharding.mesh import AXIS_NAMES, MeshConfig, build_mesh, ring_order
 
 
@@ -136,20 +134,6 @@ def test_slices_rehearsed_without_a_tpu_change_no_order(config) -> None:
     assert max(device.id for device in first) < min(device.id for device in second)
 
 
-def test_a_topology_names_its_slices() -> None:
-    assert read_topology("v5p:2x2x4") == Topology("v5p:2x2x4", (2, 2, 4), 1)
-    assert read_topology("v5e:2x4*16") == Topology("v5e:2x4", (2, 4), 16)
-    for text in ("", "v5p", "v5p:", "v5p:2x", "v5p:2x2*0", "v5p:2x2*", "2*v5p:2x2", "v5p:2x2 *2"):
-        with pytest.raises(ValueError, match=r"write a slice like v5p:2x2x2 .*two of them"):
-            read_topology(text)
-
-
 def test_one_and_two_devices_need_no_order() -> None:
     assert ring_order([(0, 0)]) == [0]
     assert ring_order([(0, 0), (5, 5)]) == [0, 1]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is here")
-def test_without_libtpu_one_line_says_how_to_get_it() -> None:
-    with pytest.raises(ValueError, match=r'topology v5p:2x2x2: .*pip install -e "\.\[plan\]"'):
-        absent_devices("v5p:2x2x2")
