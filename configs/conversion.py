@@ -51,6 +51,8 @@ from training.resume import describe_process, first_record
 from training.step import Program
 from training.stored_arrays import Chunk
 
+_WRITE_BYTES = 2**30  # of an import; the compressed copies take about as much host memory
+
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
@@ -164,7 +166,9 @@ def _save(run: Path, config: Config, program: Program, params: Any, group: Proce
     """Save the parameters as checkpoint 0, and wait until they are on disk."""
     mesh = program.tp.manager.mesh.shape
     process = describe_process(dump_config(config), mesh, group.num_processes)
-    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, group=group)
+    checkpoints = Checkpoints(
+        run / "checkpoints", config.checkpoint, group=group, write_bytes=_WRITE_BYTES
+    )
     with contextlib.closing(checkpoints):
         checkpoints.save({"params": params}, 0, first_record(process))
         checkpoints.finish_last()

@@ -38,13 +38,10 @@ from training.checkpoint_record import (
 from training.fingerprint import fingerprints, leaf_name
 from training.logs import log
 from training.step import TrainState
-from training.stored_arrays import Chunk, read_chunks
+from training.stored_arrays import Chunk, chunked, read_chunks
 
 _ocp = v1.training
 _READ_BYTES = 2**31  # read concurrently, at least
-# Larger parts of arrays are stored in chunks, so that `Checkpoints.chunks` needs little memory.
-_CHUNK_BYTES = 2**26
-_WRITE_BYTES = 2**30  # written concurrently; the compressed copies take about as much memory
 
 
 class Checkpoints:
@@ -57,6 +54,7 @@ class Checkpoints:
         *,
         read_only: bool = False,
         group: ProcessGroup | None = None,
+        write_bytes: int | None = None,
     ):
         """Open the checkpoint directory.
 
@@ -65,11 +63,14 @@ class Checkpoints:
             config: which checkpoints to keep.
             read_only: another process may be saving here; remove nothing.
             group: the processes that open, save and restore together.
+            write_bytes: bytes of arrays written at a time, which bounds the host memory of a save
+                beyond the largest array; None: all.
         """
         self.group = group or ProcessGroup()
         # orbax logs tracebacks from its threads before it raises; the raised error is enough.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory, self.config, self._read_only = Path(directory), config, read_only
+        self._write_bytes = write_bytes
         self._losses: dict[int, float] = {}
         self._saver = self._open_read_only() if read_only else self._open()
         if config.keep_best:
@@ -147,13 +148,8 @@ class Checkpoints:
             "fingerprints": fingerprints(arrays),
         }
         self.set_eval_loss(step, eval_loss)
-        array_options = v1.options.ArrayOptions
-        storage = array_options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
-        saving = array_options.Saving(storage_options=storage)
-        above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
-        memory = v1.options.MemoryOptions(write_concurrent_bytes=max(_WRITE_BYTES, above))
         try:
-            with v1.Context(array_options=array_options(saving=saving), memory_options=memory):
+            with chunked(arrays, self._write_bytes):
                 response = self._saver.save_checkpointables_async(
                     step,
                     {"state": arrays},

@@ -1,20 +1,38 @@
-"""Arrays of a checkpoint, read from disk in chunks, so that memory is bounded by a chunk."""
+"""Arrays of a checkpoint in chunks on disk, so that reading one needs the memory of a chunk."""
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import tensorstore
+from orbax.checkpoint import v1
 
 from training.checkpoint_record import DamageError, read_error
 from training.fingerprint import RunningFingerprint
 
 Chunk = tuple[tuple[int, ...], np.ndarray]
 """Where a chunk begins in its array, and its values."""
+
+_CHUNK_BYTES = 2**26
+
+
+def chunked(arrays: Mapping[str, jax.Array], write_bytes: int | None) -> v1.Context:
+    """Return orbax's options for a save of these arrays in chunks.
+
+    write_bytes: bytes of arrays written at a time, at least the largest array; None: all.
+    """
+    options = v1.options.ArrayOptions
+    storage = options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
+    above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
+    limit = write_bytes and max(write_bytes, above)
+    return v1.Context(
+        array_options=options(saving=options.Saving(storage_options=storage)),
+        memory_options=v1.options.MemoryOptions(write_concurrent_bytes=limit),
+    )
 
 
 def read_chunks(

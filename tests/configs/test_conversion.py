@@ -28,7 +28,7 @@ from data.chat import encode_chat
 from data.chat_jinja import find_chat_template
 from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer, save_tokenizer
-from training import checkpoint
+from training import checkpoint, stored_arrays
 from training.hugging_face.companions import export_companions
 
 
@@ -110,7 +110,7 @@ def test_a_large_export_is_several_files_with_an_index(imported, tmp_path, monke
 
 def test_an_export_holds_one_chunk_at_a_time(tmp_path, monkeypatch) -> None:
     limit = 2048
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", limit)
+    monkeypatch.setattr(stored_arrays, "_CHUNK_BYTES", limit)
     overrides = ("mesh.tp=2", "mesh.fsdp=2", "data.sequence_length=64", "data.global_batch_size=4")
     assert convert("from-hf", write_model(tmp_path / "hf"), tmp_path / "run", *overrides) == 0
     sizes, read = [], checkpoint.read_chunks

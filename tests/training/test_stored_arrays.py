@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding.mesh import build_mesh
-from training import checkpoint
+from training import checkpoint, stored_arrays
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError, DamageError
@@ -21,12 +21,12 @@ NAME = "params.layers.kernel"
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
     """(array, its checkpoints), stored in chunks of at most 256 bytes."""
-    monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(stored_arrays, "_CHUNK_BYTES", 256)
     values = np.random.default_rng(0).standard_normal((3, 8, 12)).astype(np.float32)
     sharding = NamedSharding(
         build_mesh(MESHES["dp2-fsdp2-tp2"], jax.devices()), P(None, "fsdp", "tp")
     )
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), write_bytes=1)
     checkpoints.save({"params": {"layers": {"kernel": jax.device_put(values, sharding)}}}, 1, {})
     checkpoints.finish()
     yield values, checkpoints
@@ -56,7 +56,6 @@ def test_another_fingerprint_or_a_missing_file_is_an_error(saved, tmp_path):
 def test_arrays_may_be_larger_than_what_is_read_or_written_at_once(saved, monkeypatch):
     values, checkpoints = saved
     monkeypatch.setattr(checkpoint, "_READ_BYTES", 1)
-    monkeypatch.setattr(checkpoint, "_WRITE_BYTES", 1)
     array = checkpoints.read(1, NAME, one_device())
     np.testing.assert_array_equal(array, values)
     checkpoints.save({"params": {"layers": {"kernel": array}}}, 2, {})
