@@ -36,7 +36,7 @@ from parallel.planning.sharding_table import render
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
 from training.logs import log
-from training.session import open_run
+from training.session import check_reference, open_run
 from training.spikes import TrainingError
 from training.trainer import EXIT_RESUMABLE
 
@@ -52,6 +52,8 @@ def open_session(
     Raises:
         ValueError: The configuration, the data or the run directory cannot be used.
     """
+    if group.is_primary:
+        check_reference(config.run, config.training, config.checkpoint)
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(

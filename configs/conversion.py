@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,14 +22,15 @@ from data.tokenizers.base import (
 from model.families.adapters import find_adapted
 from model.families.base import Family, family_of, find_family, nested
 from model.families.layouts import Shape
-from model.int8_base import is_scale, stored_floats, without_scales
-from model.lora import factor_paths, is_adapter, read_merged, with_adapters, without_adapters
+from model.int8_base import block_floats, is_scale, scale_path, without_scales
+from model.lora import factor_paths, is_adapter, merge_block, with_adapters, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
-from training.hugging_face.adapters import AdapterDirectory, write_adapters
+from training.hugging_face.adapter_export import write_adapters
+from training.hugging_face.adapters import AdapterDirectory
 from training.hugging_face.companions import (
     copy_companions,
     export_companions,
@@ -49,6 +49,9 @@ from training.hugging_face.write import (
 from training.logs import replace_text
 from training.resume import describe_process, first_record
 from training.step import Program
+from training.stored_arrays import Chunk
+
+_WRITE_BYTES = 2**30  # of an import; the compressed copies take about as much host memory
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -163,7 +166,9 @@ def _save(run: Path, config: Config, program: Program, params: Any, group: Proce
     """Save the parameters as checkpoint 0, and wait until they are on disk."""
     mesh = program.tp.manager.mesh.shape
     process = describe_process(dump_config(config), mesh, group.num_processes)
-    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint, group=group)
+    checkpoints = Checkpoints(
+        run / "checkpoints", config.checkpoint, group=group, write_bytes=_WRITE_BYTES
+    )
     with contextlib.closing(checkpoints):
         checkpoints.save({"params": params}, 0, first_record(process))
         checkpoints.finish_last()
@@ -224,8 +229,7 @@ def export_model(
             others |= token_ids(tokenizer)
         export = plan_export(config.model, stored.shapes, source, dtype=dtype, others=others)
         directory.mkdir(parents=True, exist_ok=True)
-        read = partial(read_merged, stored.read, stored.adapters, config.lora)
-        write_tensors(directory, export, read, progress)
+        write_tensors(directory, export, stored.chunks, progress)
     export_companions(run, tokenizer, directory)
     write_config(directory, export)
     return stored.step
@@ -304,7 +308,9 @@ class _StoredParameters:
     adapters: frozenset[str]
     """Dotted paths of the factors of adapters."""
     read: Callable[[str], np.ndarray]
-    """Returns a parameter by its dotted path, in floats."""
+    """Returns a parameter by its dotted path, as it is stored."""
+    chunks: Callable[[str], Iterator[Chunk]]
+    """Yields a parameter in floats and with its adapter merged, in chunks of about 64 MiB."""
 
 
 @contextlib.contextmanager
@@ -332,5 +338,15 @@ def _open_parameters(run: Path, step: int | None, *, ema: bool) -> Iterator[_Sto
             name = (part if path in adapters else base) + path
             return np.asarray(checkpoints.read(step, name, device))
 
-        read = partial(stored_floats, stored, names=names)
-        yield _StoredParameters(config, step, shapes, adapters, read)
+        def chunks(path: str) -> Iterator[Chunk]:
+            (a, b), scales = factor_paths(path), scale_path(path)
+            factors = (stored(a), stored(b)) if a in adapters else None
+            scale = stored(scales) if scales != path and scales in names else None
+            for start, block in checkpoints.chunks(step, base + path, device):
+                if scale is not None:
+                    block = block_floats(block, start, scale)
+                if factors is not None:
+                    block = merge_block(block, start, *factors, config.lora.scale)
+                yield start, block
+
+        yield _StoredParameters(config, step, shapes, adapters, stored, chunks)

@@ -21,10 +21,6 @@ from pydantic import (
 from data.chat import CHAT_TEMPLATES
 
 T = TypeVar("T", int, float)
-# YAML has lists, but no tuples.
-Files = Annotated[
-    str | tuple[str, ...] | None, BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
-]
 Packing = Literal["split", "best_fit", "pairs"]
 OnError = Literal["raise", "skip"]
 
@@ -35,12 +31,23 @@ def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
     return value
 
 
+def _tuple_of_globs(value: object) -> object:
+    """Return a list as a tuple, because YAML has no tuples."""
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError(
+            "an empty list names no file; give a glob such as 'texts/*.txt', or null for the "
+            "standard library's source"
+        )
+    return tuple(value) if isinstance(value, list) else value
+
+
 def _check_chat_template(name: str) -> str:
     if name not in ("auto", "tokenizer") and not name.endswith(".jinja"):
         CHAT_TEMPLATES[name]
     return name
 
 
+Files = Annotated[str | tuple[str, ...] | None, BeforeValidator(_tuple_of_globs)]
 Scheduled = Annotated[T | dict[int, T], AfterValidator(_check_ascending)]
 
 

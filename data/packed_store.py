@@ -8,7 +8,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ import numpy as np
 from data.config import Packing
 from data.files import DataError
 from data.packing import (
+    CONVERSATION_PACK_VERSION,
     PACK_VERSION,
     PACKERS,
     PackedRows,
     TokenSpans,
+    count_divided,
     count_loss_tokens,
     pack_pairs,
+    split_conversations,
     split_documents,
 )
 from data.store import Store
@@ -42,6 +45,10 @@ class PackingInfo:
     held_out_tokens: int
     held_out_learned: int
     """Targets with loss_mask 1 in the held-out rows."""
+    held_out_conversations: int = 0
+    """Whole conversations in the held-out rows; 0 for stores of text, and of preference pairs."""
+    once_divided: int = 0
+    """Conversations of which earlier versions of this program could hold out a part."""
 
     @property
     def efficiency(self) -> float:
@@ -69,7 +76,9 @@ def open_packed_store(
 
     Raises: DataError when the store is too small to be split, or the cached files are damaged.
     """
-    identity = store.digest, row_length, packing, eval_fraction, PACK_VERSION
+    has_conversations = packing != "pairs" and store.loss_mask is not None
+    version = CONVERSATION_PACK_VERSION if has_conversations else PACK_VERSION
+    identity = store.digest, row_length, packing, eval_fraction, version
     name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = cache / "packs" / name
     if not folder.exists():
@@ -77,10 +86,17 @@ def open_packed_store(
             train, held_out = pack_pairs(store.ends, row_length, eval_fraction)
             held_spans = TokenSpans(held_out.start, held_out.length)
         else:
-            train_spans, held_spans = split_documents(store.ends, eval_fraction)
+            split = split_conversations if has_conversations else split_documents
+            train_spans, held_spans = split(store.ends, eval_fraction)
             pack = PACKERS[packing]
             train, held_out = pack(train_spans, row_length), pack(held_spans, row_length)
         info = _describe(store, train, held_out, held_spans, row_length)
+        if has_conversations:
+            info = replace(
+                info,
+                held_out_conversations=len(held_spans.start),
+                once_divided=count_divided(store.ends, eval_fraction),
+            )
         if eval_fraction and not info.held_out_learned:
             raise DataError(
                 f"none of the {info.held_out_tokens} held-out tokens contributes to the loss; give "

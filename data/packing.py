@@ -20,6 +20,8 @@ from data.store import Store
 
 # Part of the name of a packed store; raise it when the split or the packing changes.
 PACK_VERSION = 2
+# The same for conversations, stores with a loss mask. Until version 2, long ones were divided.
+CONVERSATION_PACK_VERSION = 3
 # A longer document is split into parts: few enough to be fast, small enough for a fair sample.
 MAX_PART_TOKENS = 65536
 
@@ -75,14 +77,61 @@ def split_documents(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, Toke
     Raises: DataError when either split would have no token with a successor.
     """
     ends = np.asarray(ends, np.int64)
+    num_tokens = int(ends[-1])
+    train, held_out = _split_parts(ends, fraction, _part_tokens(num_tokens, fraction))
+    if fraction and min(p.length.max(initial=0) for p in (train, held_out)) < 2:
+        raise DataError(
+            f"{num_tokens} tokens in {len(ends)} document(s) are too few for training and for "
+            f"data.eval_fraction={fraction:g} of them held out; give more text, or change "
+            "data.eval_fraction"
+        )
+    return train, held_out
+
+
+def split_conversations(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, TokenSpans]:
+    """Return the training and the held-out spans, each one a whole conversation.
+
+    Conversations are held out until they have `fraction` of all tokens, so at least one is. The
+    choice equals that of `split_documents` if that function divides none of them.
+
+    ends: (D,), D > 0, ascending: where conversations end.
+    Raises: DataError when no conversation would be left for training.
+    """
+    ends = np.asarray(ends, np.int64)
+    train, held_out = _split_parts(ends, fraction, int(ends[-1]))
+    if fraction and (len(ends) == 1 or held_out.length.sum() < fraction * ends[-1]):
+        raise DataError(
+            f"data.eval_fraction={fraction:g} would hold out all {len(ends)} conversation(s), "
+            "because each is held out whole or not at all; give more conversations, or lower "
+            "data.eval_fraction"
+        )
+    return train, held_out
+
+
+def count_divided(ends: np.ndarray, fraction: float) -> int:
+    """Count the documents (D,) that `split_documents` may divide, so that a part is held out."""
+    ends = np.asarray(ends, np.int64)
+    if not fraction:
+        return 0
+    longest = _part_tokens(int(ends[-1]), fraction)
+    return int(np.count_nonzero(np.diff(ends, prepend=0) > longest))
+
+
+def _part_tokens(num_tokens: int, fraction: float) -> int:
+    """Return the length from which a document is divided: at most D + 1 / fraction parts result."""
+    # One token alone would have no target.
+    return min(max(math.ceil(fraction * num_tokens), 2), MAX_PART_TOKENS)
+
+
+def _split_parts(
+    ends: np.ndarray, fraction: float, part_tokens: int
+) -> tuple[TokenSpans, TokenSpans]:
+    """Return training and held-out spans; documents longer than `part_tokens` may be divided."""
     lengths = np.diff(ends, prepend=0)
     num_tokens = int(ends[-1])
-    held_tokens = math.ceil(fraction * num_tokens)
     if fraction == 0:
         nothing = np.empty(0, np.int64)
         return TokenSpans(ends - lengths, lengths), TokenSpans(nothing, nothing)
-    # At most D + 1 / fraction parts. One token alone would have no target.
-    part_tokens = min(max(held_tokens, 2), MAX_PART_TOKENS)
     parts = -(-lengths // part_tokens)
     first = np.cumsum(parts) - parts
     document = np.repeat(np.arange(len(ends)), parts)
@@ -91,7 +140,7 @@ def split_documents(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, Toke
     # Keys are distinct and so are their hashes: the sort has no ties.
     order = np.argsort(_mix((document << 32 | part).astype(np.uint64)))
     sizes = np.diff(start, append=num_tokens)[order]
-    reached = np.searchsorted(np.cumsum(sizes), held_tokens)
+    reached = np.searchsorted(np.cumsum(sizes), math.ceil(fraction * num_tokens))
     # Enough tokens, one of them with its successor, but never all.
     num_held = min(max(int(reached), int(np.argmax(sizes > 1))) + 1, len(order) - 1)
     held = np.zeros(len(order), bool)
@@ -100,14 +149,7 @@ def split_documents(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, Toke
     begins = np.flatnonzero((part == 0) | (held != np.roll(held, 1)))
     start, held = start[begins], held[begins]
     length = np.diff(start, append=num_tokens)
-    train, held_out = TokenSpans(start[~held], length[~held]), TokenSpans(start[held], length[held])
-    if min(p.length.max(initial=0) for p in (train, held_out)) < 2:
-        raise DataError(
-            f"{num_tokens} tokens in {len(ends)} document(s) are too few for training and for "
-            f"data.eval_fraction={fraction:g} of them held out; give more text, or change "
-            "data.eval_fraction"
-        )
-    return train, held_out
+    return TokenSpans(start[~held], length[~held]), TokenSpans(start[held], length[held])
 
 
 def pack_split(spans: TokenSpans, row_length: int) -> PackedRows:

@@ -98,6 +98,13 @@ class Source:
             f"data {self.name}: {self.store.summary()}; {info.train_rows:,} training rows "
             f"({info.efficiency:.1%} full), {info.held_out_rows:,} held-out rows"
         )
+        if info.held_out_conversations:
+            line += (
+                f" ({info.held_out_conversations:,} of {self.store.info.num_documents:,} "
+                "conversations)"
+            )
+        elif self.rows_per_item > 1:
+            line += f" ({self.num_eval // self.rows_per_item:,} pairs)"
         if left_out := self.num_pairs_left_out:
             line += f"; {left_out:,} pairs left out: longer than data.sequence_length"
         return line
@@ -235,8 +242,11 @@ class Dataset:
         shuffle = grain.MapDataset.range(1000).seed(0).shuffle().repeat()
         # Runs without BOS are older than this key.
         bos = {} if self.bos_id is None else {"add_bos": self.bos_id}
+        # Earlier versions divided them, so that part of a conversation was held out.
+        undivided = [s.name for s in self.sources if s.name in used and s.packed.info.once_divided]
         return {
             **bos,
+            **({"undivided": undivided} if undivided else {}),
             "version": [ORDER_VERSION, PACK_VERSION],
             "seed": config.seed,
             "tokenizer": self.tokenizer.digest,
@@ -274,8 +284,14 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
             changes.append(f"source {name!r} was added")
         elif old[name] != new[name]:
             changes.append(f"the text of source {name!r} has changed")
-    same_names = old.keys() == new.keys()
-    for key in sorted(now.keys() - {"sources"} - (set() if same_names else {"weight"})):
+    for name in sorted({*now.get("undivided", ())} - {*before.get("undivided", ())}):
+        if name in old:
+            changes.append(
+                f"conversations of source {name!r} are now held out whole; an earlier version of "
+                "this program held out parts of them"
+            )
+    said = {"sources", "undivided"} | (set() if old.keys() == new.keys() else {"weight"})
+    for key in sorted(now.keys() - said):
         if before.get(key) != now[key]:
             name = _KEYS.get(key, f"data.{key}")
             changes.append(f"{name} was {before.get(key)!r}, is now {now[key]!r}")

@@ -3,7 +3,7 @@
 Every such kernel has its scales beside it, under the name `kernel_scale`.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,14 +65,10 @@ def quantize_array(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
 _quantize: Callable[[jax.Array], Int8Kernel] = jax.jit(quantize)
 
 
-def stored_floats(
-    read: Callable[[str], np.ndarray], path: str, *, names: Collection[str]
-) -> np.ndarray:
-    """Return a parameter by its dotted path, in float32 if it is stored as int8.
+def block_floats(block: np.ndarray, start: Sequence[int], scales: np.ndarray) -> np.ndarray:
+    """Return a block of an int8 kernel `... D F` in float32.
 
-    read: returns an array as it is stored. names: paths of all arrays.
+    start: index of the first element of the block in the kernel. scales: of the whole kernel.
     """
-    array, scales = read(path), scale_path(path)
-    if scales == path or scales not in names:
-        return array
-    return array.astype(np.float32) * read(scales)
+    *lead, _, columns = map(slice, start, np.add(start, block.shape))
+    return block.astype(np.float32) * scales[(*lead, slice(None), columns)]

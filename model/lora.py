@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) of a model: their configuration, and the linears that have them."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Annotated, Any, Literal
 
@@ -303,14 +303,13 @@ def _merged(
     return merge(wide, a, b, lora.scale).astype(dtype)
 
 
-def read_merged(
-    read: Callable[[str], np.ndarray], adapters: Collection[str], lora: LoRAConfig, path: str
+def merge_block(
+    block: np.ndarray, start: Sequence[int], a: np.ndarray, b: np.ndarray, scale: float
 ) -> np.ndarray:
-    """Return a parameter by its dotted path, with its adapter merged in float32 if it has one.
+    """Return a block of a kernel `... D F` with that of scale * A B added, in float32.
 
-    read: Returns a parameter as it is stored. adapters: Paths of all factors.
+    start: index of the first element of the block in the kernel.
     """
-    kernel, (a, b) = read(path), factor_paths(path)
-    if a not in adapters:
-        return kernel
-    return kernel.astype(np.float32) + np.float32(lora.scale) * (read(a) @ read(b))
+    *lead, rows, columns = map(slice, start, np.add(start, block.shape))
+    update = a[(*lead, rows)] @ b[(*lead, slice(None), columns)]
+    return block.astype(np.float32) + np.float32(scale) * update

@@ -18,7 +18,7 @@ from conftest import ROOT
 from runs import kept_signals, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from soaks.compare import CLOSE_BOUND, metric_differences, read_metrics
+from soaks.compare import CLOSE_BOUND, array_differences, metric_differences, read_metrics
 from soaks.processes import write_config
 
 from configs.schema import load_config
@@ -224,6 +224,33 @@ def test_two_processes_start_from_the_parameters_of_another_run_like_one(lab):
             "together", number
         )
     assert lab.differences("alone", "together", CLOSE) == []
+
+
+INT8 = ("lora.rank=4", "lora.base_dtype=int8", "optimizer.learning_rate=1e-2", "mesh.fsdp=2")
+DPO = ("training.objective=dpo", "data.packing=pairs", "data.sequence_length=80")
+FINE_TUNING = {"int8": (*INT8, "mesh.dp=1"), "dpo": DPO}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_two_processes_fine_tune_like_one_and_resume_bit_equal(lab, name):
+    pairs = ({"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40))
+    (lab.folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    options = [f"training.init_from={lab.folder / 'half'}", *FINE_TUNING[name]]
+    if name == "dpo":
+        options.append(f"data.files={lab.folder / 'pairs.jsonl'}")
+    options += ["training.steps=8", "training.eval_every=4", "checkpoint.every=4"]
+    with kept_signals():
+        assert run(str(lab.config), f"run.dir={lab.folder / name}-alone", *options) == 0
+    runs = {"whole": (), "resumed": ("training.steps=4",)}
+    for suffix, more in (*runs.items(), ("resumed", ())):
+        command = lab.launch(f"{name}-{suffix}", *options, *more)
+        assert command.finish() == 0, command.err
+    assert lab.differences(f"{name}-alone", f"{name}-whole", CLOSE) == []
+    assert "resumed from step 4" in lab.log(f"{name}-resumed", 1)
+    assert lab.differences(f"{name}-whole", f"{name}-resumed") == []
+    folders = (lab.folder / f"{name}-{suffix}" for suffix in runs)
+    assert array_differences(*folders, 8) == []
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from orbax.checkpoint import v1
 
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.checkpoint_policy import CheckpointConfig, best_steps
+from training.checkpoint_policy import CheckpointConfig, KeepBest
 from training.checkpoint_record import (
     CheckpointError,
     DamageError,
@@ -39,21 +38,10 @@ from training.checkpoint_record import (
 from training.fingerprint import fingerprints, leaf_name
 from training.logs import log
 from training.step import TrainState
+from training.stored_arrays import Chunk, chunked, read_chunks
 
 _ocp = v1.training
 _READ_BYTES = 2**31  # read concurrently, at least
-
-
-@dataclass(frozen=True)
-class _KeepBest:
-    """Orbax preservation policy: keep the checkpoints with the lowest evaluation loss."""
-
-    losses: Mapping[int, float]
-    count: int
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        best = best_steps((info.step for info in checkpoints), self.losses, self.count)
-        return [info.step in best for info in checkpoints]
 
 
 class Checkpoints:
@@ -66,6 +54,7 @@ class Checkpoints:
         *,
         read_only: bool = False,
         group: ProcessGroup | None = None,
+        write_bytes: int | None = None,
     ):
         """Open the checkpoint directory.
 
@@ -74,11 +63,14 @@ class Checkpoints:
             config: which checkpoints to keep.
             read_only: another process may be saving here; remove nothing.
             group: the processes that open, save and restore together.
+            write_bytes: bytes of arrays written at a time, which bounds the host memory of a save
+                beyond the largest array; None: all.
         """
         self.group = group or ProcessGroup()
         # orbax logs tracebacks from its threads before it raises; the raised error is enough.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self._directory, self.config, self._read_only = Path(directory), config, read_only
+        self._write_bytes = write_bytes
         self._losses: dict[int, float] = {}
         self._saver = self._open_read_only() if read_only else self._open()
         if config.keep_best:
@@ -94,7 +86,7 @@ class Checkpoints:
         if config.keep_every is not None:
             kept.append(policies.EveryNSteps(config.keep_every))
         if config.keep_best:
-            kept.append(_KeepBest(self._losses, config.keep_best))
+            kept.append(KeepBest(self._losses, config.keep_best))
         return _ocp.Checkpointer(
             os.path.abspath(self._directory),
             cleanup_tmp_directories=not self._read_only,
@@ -157,12 +149,13 @@ class Checkpoints:
         }
         self.set_eval_loss(step, eval_loss)
         try:
-            response = self._saver.save_checkpointables_async(
-                step,
-                {"state": arrays},
-                force=True,
-                custom_metadata={"record": record, "sha256": checksum(record)},
-            )
+            with chunked(arrays, self._write_bytes):
+                response = self._saver.save_checkpointables_async(
+                    step,
+                    {"state": arrays},
+                    force=True,
+                    custom_metadata={"record": record, "sha256": checksum(record)},
+                )
         except Exception as error:
             self._pending = step, partial(_raise, error)
             self.poll(self.ended_step if self.group.num_processes == 1 else None)
@@ -309,13 +302,18 @@ class Checkpoints:
         shape, dtype = self.record(step)["leaves"][name]
         return self._load(step, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)})[name]
 
+    def chunks(self, step: int, name: str, sharding: jax.sharding.NamedSharding) -> Iterator[Chunk]:
+        """Yield an array as it is stored, in chunks of about 64 MiB; see `read_chunks`."""
+        expected = self.record(step)["fingerprints"][name]
+        return read_chunks(self._directory / str(step), name, expected, sharding)
+
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
         """Return arrays by name, verified against their fingerprints."""
         expected = self.record(step)["fingerprints"]
         loading = v1.options.PyTreeOptions.Loading(partial_load=True)
-        # Host memory beyond the arrays themselves; at least the largest array must fit.
-        largest = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values())
-        memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, largest))
+        # Host memory beyond the arrays themselves; the largest array must be below it.
+        above = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values()) + 1
+        memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, above))
         try:
             with v1.Context(
                 pytree_options=v1.options.PyTreeOptions(loading=loading), memory_options=memory

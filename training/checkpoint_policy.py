@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -70,3 +71,16 @@ def best_steps(steps: Iterable[int], losses: Mapping[int, float], count: int) ->
     """Return up to `count` steps with the lowest finite evaluation loss, best first."""
     evaluated = [step for step in steps if math.isfinite(losses.get(step, math.nan))]
     return sorted(evaluated, key=lambda step: losses[step])[:count]
+
+
+@dataclass(frozen=True)
+class KeepBest:
+    """Orbax preservation policy: keep the checkpoints with the lowest evaluation loss."""
+
+    losses: Mapping[int, float]
+    count: int
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Return for every checkpoint whether it stays."""
+        best = best_steps((info.step for info in checkpoints), self.losses, self.count)
+        return [info.step in best for info in checkpoints]

@@ -5,6 +5,7 @@ modulo 2^32. Mixing is one-to-one, so the change of any one element changes the 
 different indices reveal swaps and several changes too.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +42,14 @@ def fingerprint(x: jax.Array) -> jax.Array:
 
     Communication: an all-reduce of 8 bytes over the mesh axes of x.
     """
+    return _sums(x, x.shape)
+
+
+def _sums(x: jax.Array, shape: tuple[int, ...], start: jax.Array | None = None) -> jax.Array:
+    """Return uint32 (2,), the share of a block in the fingerprint of an array of this shape.
+
+    start: index of the first element of the block in the array; None: zeros.
+    """
     bits, spec = _bits(x), jax.typeof(x).sharding.spec
     lanes, dims = [], range(x.ndim)
     for lane in range(2):
@@ -49,8 +58,10 @@ def fingerprint(x: jax.Array) -> jax.Array:
         for dim in reversed(range(x.ndim)):
             step = stride % 2**32 if lane == 0 else _ODD[dim]
             index = lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=P(*spec))
+            if start is not None:
+                index += start[dim]
             position += index * np.uint32(step)
-            stride *= x.shape[dim]
+            stride *= shape[dim]
         lanes.append(_mix(bits ^ _mix(position + np.uint32(lane))))
     # One reduction of both lanes: XLA for CPU would materialise each lane for a separate one.
     zeros = (np.uint32(0), np.uint32(0))
@@ -60,6 +71,35 @@ def fingerprint(x: jax.Array) -> jax.Array:
 @jax.jit
 def _fingerprints(leaves: list[jax.Array]) -> list[jax.Array]:
     return [fingerprint(x) for x in leaves]
+
+
+@partial(jax.jit, static_argnums=1)
+def _block_sums(x: jax.Array, shape: tuple[int, ...], start: jax.Array) -> jax.Array:
+    return _sums(x, shape, start)
+
+
+class RunningFingerprint:
+    """The fingerprint of an array whose blocks become known one after another."""
+
+    def __init__(self, shape: tuple[int, ...], sharding: Any):
+        """Begin with no block. sharding: one device, which does the work."""
+        self._shape, self._sharding, self._mesh = shape, sharding, sharding.mesh
+        self._lanes = np.zeros(2, np.uint32)
+
+    def add(self, start: tuple[int, ...], block: np.ndarray) -> None:
+        """Add a block that begins at index `start`."""
+        placed = jax.device_put(block, self._sharding)
+        with jax.set_mesh(self._mesh):
+            self._lanes += np.asarray(_block_sums(placed, self._shape, np.array(start, np.uint32)))
+
+    @property
+    def digits(self) -> str:
+        """The 16 hexadecimal digits of the blocks so far."""
+        return _digits(self._lanes)
+
+
+def _digits(lanes: np.ndarray) -> str:
+    return "".join(f"{int(lane):08x}" for lane in lanes)
 
 
 def leaf_name(path: Any) -> str:
@@ -72,7 +112,4 @@ def fingerprints(tree: Any) -> dict[str, str]:
     paths, leaves = zip(*jax.tree_util.tree_leaves_with_path(tree), strict=True)
     with jax.set_mesh(leaves[0].sharding.mesh):
         found = jax.device_get(_fingerprints(list(leaves)))
-    return {
-        leaf_name(path): "".join(f"{int(lane):08x}" for lane in lanes)
-        for path, lanes in zip(paths, found, strict=True)
-    }
+    return {leaf_name(path): _digits(lanes) for path, lanes in zip(paths, found, strict=True)}

@@ -29,7 +29,6 @@ class PreferenceProgram(Program):
 
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
-    needs_reference: ClassVar[bool] = True
     console_metrics: ClassVar[Mapping[str, str]] = {
         "dpo/accuracy": "accuracy {:.1%}",
         "dpo/margin": "margin {:.3f}",

@@ -13,10 +13,11 @@ from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from training.agreement import StepCoordinator
 from training.checkpoint import Checkpoints
-from training.checkpoint_policy import SaveSchedule
+from training.checkpoint_policy import CheckpointConfig, SaveSchedule
+from training.checkpoint_record import saved_steps
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
-from training.config import RunSettings
+from training.config import RunConfig, RunSettings, TrainingConfig
 from training.directory import (
     check_shared_filesystem,
     locked_run,
@@ -46,6 +47,21 @@ from training.trainer import Trainer
 from training.writers.console import find_terminal
 from training.writers.jsonl import eval_losses, last_goodput
 from training.writers.registry import MetricsWriter, WriterContext, open_writers
+
+
+def check_reference(run: RunConfig, training: TrainingConfig, checkpoint: CheckpointConfig) -> None:
+    """Raise ValueError if the reference model of a run would be random; create nothing.
+
+    A checkpoint in the run directory is a start as good as `training.init_from`.
+    """
+    if training.objective == "sft" or training.init_from is not None:
+        return
+    folder = run_directory(run.dir) / "checkpoints"
+    if checkpoint.resume == "never" or not saved_steps(folder):
+        raise ValueError(
+            f"training.objective={training.objective} has no training.init_from, so that the "
+            "reference model would be random; name a run, a checkpoint or a Hugging Face model"
+        )
 
 
 @contextlib.contextmanager
@@ -184,12 +200,6 @@ def _find_start(
     elif path is not None:
         check_is_elsewhere(path, directory)
     if path is None:
-        if program.needs_reference:
-            raise ValueError(
-                f"training.objective={settings.training.objective} has no training.init_from, so "
-                "that the reference model would be random; name a run, a checkpoint or a Hugging "
-                "Face model"
-            )
         return resume_point, None
     return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)
 

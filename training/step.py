@@ -59,8 +59,6 @@ class Program:
     guard: GuardConfig = field(default_factory=GuardConfig)
     ema_decay: float | None = None
 
-    needs_reference: ClassVar[bool] = False
-    """Whether the initial parameters are a reference model, so that they may not be random."""
     console_metrics: ClassVar[Mapping[str, str]] = {}
     """Metrics of this objective on console lines: format strings by name."""
 

@@ -28,6 +28,7 @@ from data.chat import encode_chat
 from data.chat_jinja import find_chat_template
 from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer, save_tokenizer
+from training import checkpoint, stored_arrays
 from training.hugging_face.companions import export_companions
 
 
@@ -105,6 +106,26 @@ def test_a_large_export_is_several_files_with_an_index(imported, tmp_path, monke
     for file in files:
         assert sum(sizes[name] for name, at in index["weight_map"].items() if at == file) <= limit
     assert_bit_equal(tensors_of(tmp_path / "out"), random_tensors())
+
+
+def test_an_export_holds_one_chunk_at_a_time(tmp_path, monkeypatch) -> None:
+    limit = 2048
+    monkeypatch.setattr(stored_arrays, "_CHUNK_BYTES", limit)
+    overrides = ("mesh.tp=2", "mesh.fsdp=2", "data.sequence_length=64", "data.global_batch_size=4")
+    assert convert("from-hf", write_model(tmp_path / "hf"), tmp_path / "run", *overrides) == 0
+    sizes, read = [], checkpoint.read_chunks
+
+    def counted(*arguments):
+        for start, values in read(*arguments):
+            sizes.append(values.nbytes)
+            yield start, values
+
+    monkeypatch.setattr(checkpoint, "read_chunks", counted)
+    export_model(tmp_path / "run", tmp_path / "out")
+    assert_bit_equal(tensors_of(tmp_path / "out"), random_tensors())
+    stacks = jax.tree.leaves(params_of(tmp_path / "run"))
+    assert max(sizes) <= limit < max(x.nbytes for x in stacks) / 4
+    assert sum(sizes) == sum(x.nbytes for x in stacks)
 
 
 def test_training_starts_from_an_imported_run(imported, signals, tmp_path) -> None:

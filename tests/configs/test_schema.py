@@ -117,6 +117,8 @@ REFUSALS = {
     "data.files=a data.sources.code.files=b": (
         "data.files and data.sources are both given; leave one out"
     ),
+    "data.files=[]": "data.files=[]: an empty list names no file; give a glob such as 'texts/*.txt",
+    "data.sources.code.files=[]": "data.sources.code.files=[]: an empty list names no file; give ",
     "data.sources.code.files=7": "data.sources.code.files=7: input should be a valid string",
     "data.sequence_length=long": "data.sequence_length='long': input should be a valid integer",
     "data.sequence_length={5: 128}": (

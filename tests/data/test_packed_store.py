@@ -137,6 +137,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
     owner = np.repeat(np.arange(len(lengths)), lengths)
     continued = [row["tokens"][-1] for row in train if row["tokens"][-1] + 1 == row["targets"][-1]]
     held = len(inputs(held_out))
+    whole = {owner[token] for token in inputs(held_out)}
     assert asdict(packs.info) == {
         "train_rows": len(train),
         "train_tokens": len(inputs(train)),
@@ -145,7 +146,11 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
         "held_out_rows": len(held_out),
         "held_out_tokens": held,
         "held_out_learned": len(loss_pairs(held_out)),
+        "held_out_conversations": masked * len(whole),
+        "once_divided": masked * 1,  # the one of 90 tokens is longer than a fifth of 202
     }
+    if masked:
+        assert held == sum(lengths[n] for n in whole)
     assert packs.info.efficiency == len(inputs(train)) / (8 * len(train))
 
 

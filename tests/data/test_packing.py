@@ -10,7 +10,15 @@ from token_rows import PACKERS, inputs, loss_pairs, read, read_all, store_of
 
 from data.batch import FIELDS
 from data.files import DataError
-from data.packing import PackedRows, TokenSpans, pack_best_fit, pack_split, split_documents
+from data.packing import (
+    PackedRows,
+    TokenSpans,
+    count_divided,
+    pack_best_fit,
+    pack_split,
+    split_conversations,
+    split_documents,
+)
 
 
 def pieces_of(lengths) -> TokenSpans:
@@ -279,3 +287,28 @@ def test_one_document_of_five_billion_tokens_is_packed(pack):
     assert rows.num_rows == -(-5_000_000_000 // 2**16)
     assert int(rows.start[-1]) + int(rows.length[-1]) == 5_000_000_000
     assert rows.goes_on[:-1].all() and not rows.goes_on[-1]
+
+
+@given(st.lists(st.integers(2, 300), min_size=2, max_size=40), st.floats(0.001, 0.6))
+def test_every_conversation_is_held_out_whole_or_not_at_all(lengths, fraction):
+    ends = np.cumsum(lengths)
+    try:
+        train, held_out = split_conversations(ends, fraction)
+    except DataError as error:
+        assert f"would hold out all {len(lengths)} conversation(s)" in str(error)
+        return
+    begins = np.concatenate([train.start, held_out.start])
+    order = np.argsort(begins)
+    np.testing.assert_array_equal(begins[order], ends - lengths)
+    np.testing.assert_array_equal(np.concatenate([train.length, held_out.length])[order], lengths)
+    assert len(train.start) and fraction * ends[-1] <= held_out.length.sum() < ends[-1]
+    if not count_divided(ends, fraction):  # then the choice is that of earlier versions
+        np.testing.assert_array_equal(held_out.start, split_documents(ends, fraction)[1].start)
+
+
+def test_a_single_conversation_cannot_be_held_out():
+    with pytest.raises(
+        DataError, match=r"=0\.01 would hold out all 1 conv.*; give more conversatio"
+    ):
+        split_conversations(np.array([500]), 0.01)
+    assert split_conversations(np.array([500]), 0)[0].length.tolist() == [500]

@@ -453,3 +453,28 @@ def test_a_run_needs_a_source_with_weight_at_every_step(folder):
     sources = {"one": {"files": str(folder / "a.txt"), "weight": {0: 1.0, 9: 0.0}}}
     with pytest.raises(ValueError, match=r"every weight is 0 from step 9 on; give at least"):
         rows_in(folder, sources=sources)
+
+
+def test_few_conversations_are_held_out_whole_and_an_earlier_split_is_not_resumed(tmp_path):
+    path = tmp_path / "a.jsonl"
+    answers = ("tea", "a long way home" * 9, "sea")
+    turns = (
+        [{"role": "user", "content": "Say"}, {"role": "assistant", "content": a}] for a in answers
+    )
+    path.write_text("".join(json.dumps({"text": messages}) + "\n" for messages in turns))
+    rows = single(tmp_path, files=str(path), eval_fraction=0.1)
+    source, now = rows.sources[0], rows.order(3)
+    trained, held = (
+        {*np.searchsorted(source.store.ends, part.start, side="right").tolist()}
+        for part in (source.packed.train, source.packed.held_out)
+    )
+    assert (len(held), len(trained)) == (1, 2) and held.isdisjoint(trained)
+    assert source.summary.endswith(" held-out rows (1 of 3 conversations)")
+    earlier = {key: value for key, value in now.items() if key != "undivided"}
+    assert explain_change(earlier, now) == (
+        "conversations of source 'text' are now held out whole; an earlier version of this program "
+        "held out parts of them"
+    )
+    assert explain_change(now, now) == ""
+    everything = single(tmp_path, files=str(path), eval_fraction=0)
+    assert "undivided" not in everything.order(3)

@@ -26,7 +26,7 @@ from configs.runs import load_run
 from model.families.adapters import find_adapted
 from model.lora import LoRAConfig, kernel_path
 from training.fingerprint import leaf_name
-from training.hugging_face.adapters import write_adapters
+from training.hugging_face.adapter_export import write_adapters
 from training.hugging_face.model_directory import ModelDirectory
 
 sys.path.insert(0, str(ROOT / "scripts"))

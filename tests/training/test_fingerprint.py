@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from parallel.sharding.mesh import MeshConfig, build_mesh
-from training.fingerprint import fingerprints
+from training.fingerprint import RunningFingerprint, fingerprints
 
 SHAPE, COUNT = (3, 5), 15
 DTYPES = {"float32": 4, "bfloat16": 2, "int32": 4, "uint8": 1}
@@ -174,3 +174,16 @@ def test_names_are_dotted_paths() -> None:
     found = fingerprints({"b": {"k": one}, "a": [one, (one,)]})
     assert found == dict.fromkeys(["a.0", "a.1.0", "b.k"], plain(np.ones(2, np.float32)))
     assert all(len(digits) == 16 and int(digits, 16) >= 0 for digits in found.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_in_any_order_have_the_fingerprint_of_the_array(dtype):
+    shape = (3, 4, 6)
+    data = np.random.default_rng(0).bytes(math.prod(shape) * DTYPES[dtype])
+    values = content(dtype, data, shape)
+    running = RunningFingerprint(shape, put(values).sharding)
+    starts = [*itertools.product(range(3), (0, 3), (0, 2, 4))]
+    for start in reversed(starts):
+        ends = np.add(start, (1, 3, 2))
+        running.add(start, values[tuple(map(slice, start, ends))])
+    assert running.digits == of(values)

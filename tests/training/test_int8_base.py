@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE, ROOT
 from jax.sharding import PartitionSpec as P
-from test_lora import GRID, SPARSE, program_on, started
+from test_lora import GRID, LATENT, SPARSE, program_on, started
 from test_step import TINY, fields, leaves, placed  # noqa: F401 (a fixture)
 
 from configs.build import build_sharding_table
 from configs.schema import load_config
-from model.int8_base import is_scale, quantized_as, without_scales
-from model.lora import LoRAConfig, merge_adapters
+from model.int8_base import block_floats, is_scale, quantized_as, without_scales
+from model.lora import LoRAConfig, merge_adapters, merge_block
 from parallel.linear.int8_kernel import SCALE, quantize
 from parallel.sharding.mesh import MeshConfig
 
@@ -43,6 +43,16 @@ def gradients(program, params, batch):
     [
         (GRID, ("parallel.overlap=ring",)),
         (ONE_DEVICE, SPARSE),
+        (ONE_DEVICE, (LATENT, "model.dtype=bfloat16")),
+        pytest.param(
+            GRID,
+            (LATENT, "model.dtype=bfloat16", "parallel.overlap=ring"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(MESHES["tp4-sp2"], (LATENT, "parallel.overlap=split"), marks=pytest.mark.slow),
+        pytest.param(
+            MESHES["ep2-fsdp2-sp2"], (*SPARSE, "model.dtype=bfloat16"), marks=pytest.mark.slow
+        ),
         *(
             pytest.param(MESHES[mesh], options, marks=pytest.mark.slow)
             for mesh, options in {
@@ -170,3 +180,15 @@ def test_trees_keep_scales_beside_their_kernels():
     assert found["b"][SCALE].shape == found["a"][SCALE]["q"].shape == (1, 2)
     assert quantized_as(found, wanted) == found
     assert without_scales(found).keys() == base.keys() and SCALE not in without_scales(found)["a"]
+
+
+def test_blocks_of_merged_int8_kernels_are_those_of_the_whole():
+    rng = np.random.default_rng(0)
+    stored = rng.integers(-127, 128, (2, 6, 8)).astype(np.int8)
+    scales, a, b = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((2, 1, 8), (2, 6, 3), (2, 3, 8))
+    )
+    want = stored * scales + np.float32(1.5) * (a @ b)
+    start, part = (1, 2, 4), (slice(1, 2), slice(2, 5), slice(4, 8))
+    found = merge_block(block_floats(stored[part], start, scales), start, a, b, 1.5)
+    np.testing.assert_allclose(found, want[part], rtol=1e-6)

@@ -119,4 +119,7 @@ def test_the_reference_is_what_the_trained_parameters_were(whole, undisturbed):
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(tmp_path, capsys, overrides, message):
-    assert message in refusal(capsys, write_pairs(tmp_path), *overrides)
+    config = write_pairs(tmp_path)
+    before = {*tmp_path.iterdir()}
+    assert message in refusal(capsys, config, *overrides)
+    assert {*tmp_path.iterdir()} == before  # neither a run directory nor a store of tokens

@@ -9,6 +9,7 @@ import numpy as np
 import plain_model
 import pytest
 from conftest import MESHES, ONE_DEVICE, ROOT
+from test_int8_base import INT8, floats
 from test_lora import plain_merge, stripped
 from test_step import LENGTH, ROWS, TINY, assert_same_layout, leaves, placed
 
@@ -85,7 +86,7 @@ def started(mesh: MeshConfig, *overrides: str):
 def formula(config, state, pairs):
     """Return (loss and metrics, gradients) by autodiff of the formula, on one device."""
     plain = partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x)))
-    params, reference = plain(state.params), plain(state.reference)
+    params, reference = plain(floats(state.params)), plain(state.reference)
     adapters = adapters_of(params)
 
     def whole(trained):
@@ -125,6 +126,8 @@ def formula(config, state, pairs):
         (ONE_DEVICE, (), 1),
         (GRID, (), 2),
         (MESHES["tp4-sp2"], ("parallel.overlap=ring", *LORA), 1),
+        (ONE_DEVICE, (*LORA, INT8), 1),
+        pytest.param(GRID, ("parallel.overlap=ring", *LORA, INT8), 2, marks=pytest.mark.slow),
         pytest.param(GRID, ("parallel.overlap=split", *LORA), 1, marks=pytest.mark.slow),
         pytest.param(MESHES["tp4-sp2"], ("model.remat=full",), 2, marks=pytest.mark.slow),
         pytest.param(MESHES["ep2-fsdp2-sp2"], SPARSE, 2, marks=pytest.mark.slow),

@@ -1,14 +1,14 @@
 """Hugging Face model directories, written from the arrays of a checkpoint.
 
-Files are allocated first, and every array is then copied to its places in them, so that memory is
-bounded by the largest array of the checkpoint. config.json comes last: a directory without it is
-incomplete.
+Files are allocated first, and every array is then copied to its places in them, a chunk of the
+checkpoint at a time, so that memory is bounded by the largest chunk. config.json comes last: a
+directory without it is incomplete.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from model.families.tensors import Piece, find_pieces
 from training.hugging_face.companions import Source
 from training.hugging_face.model_directory import CONFIG, INDEX, SINGLE, ModelDirectory
 from training.hugging_face.tensor_files import DTYPES, TensorInfo, create_file
+from training.stored_arrays import Chunk
 
 MAX_FILE_BYTES = 5 * 10**9
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16"}
@@ -124,7 +125,7 @@ def _keys(
 def write_tensors(
     directory: Path,
     export: Export,
-    read: Callable[[str], np.ndarray],
+    chunks: Callable[[str], Iterator[Chunk]],
     progress: Callable[[int, int], None] | None = None,
     max_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -133,7 +134,7 @@ def write_tensors(
     Args:
         directory: an existing folder.
         export: what to write.
-        read: returns one of our arrays by its path.
+        chunks: yields one of our arrays by its path, in blocks with their first indices.
         progress: called with (bytes written, bytes in all).
         max_bytes: size of a file above which another one is begun.
 
@@ -143,14 +144,22 @@ def write_tensors(
     infos = _create_files(directory, export, max_bytes)
     total, done = sum(info.num_bytes for info in infos.values()), 0
     for path, pieces in export.pieces.items():
-        array = read(path)
-        for piece in pieces:
-            place = piece.view(infos[piece.name].open("r+"))
-            place[...] = array[piece.index][tuple(map(slice, piece.shape))]
-            done += place.nbytes
+        by_index = {piece.index: piece for piece in pieces}
+        num_lead = len(pieces[0].index)
+        for start, block in chunks(path):
+            for offset in np.ndindex(block.shape[:num_lead]):
+                piece = by_index[tuple(np.add(start[:num_lead], offset).tolist())]
+                place = piece.view(infos[piece.name].open("r+"))
+                done += _copy_block(place, start[num_lead:], block[offset])
             if progress is not None:
                 progress(done, total)
-        del array
+
+
+def _copy_block(place: np.ndarray, start: Sequence[int], block: np.ndarray) -> int:
+    """Copy a block to where it begins in an array, without padding; return the bytes written."""
+    target = place[tuple(map(slice, start, np.add(start, block.shape)))]
+    target[...] = block[tuple(map(slice, target.shape))]
+    return target.nbytes
 
 
 def _create_files(directory: Path, export: Export, max_bytes: int) -> dict[str, TensorInfo]:

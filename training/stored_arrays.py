@@ -1,0 +1,72 @@
+"""Arrays of a checkpoint in chunks on disk, so that reading one needs the memory of a chunk."""
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+from orbax.checkpoint import v1
+
+from training.checkpoint_record import DamageError, read_error
+from training.fingerprint import RunningFingerprint
+
+Chunk = tuple[tuple[int, ...], np.ndarray]
+"""Where a chunk begins in its array, and its values."""
+
+_CHUNK_BYTES = 2**26
+
+
+def chunked(arrays: Mapping[str, jax.Array], write_bytes: int | None) -> v1.Context:
+    """Return orbax's options for a save of these arrays in chunks.
+
+    write_bytes: bytes of arrays written at a time, at least the largest array; None: all.
+    """
+    options = v1.options.ArrayOptions
+    storage = options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
+    above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
+    limit = write_bytes and max(write_bytes, above)
+    return v1.Context(
+        array_options=options(saving=options.Saving(storage_options=storage)),
+        memory_options=v1.options.MemoryOptions(write_concurrent_bytes=limit),
+    )
+
+
+def read_chunks(
+    checkpoint: Path, name: str, expected: str, sharding: jax.sharding.NamedSharding
+) -> Iterator[Chunk]:
+    """Yield an array of a checkpoint in the chunks in which it is stored, each once.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        name: dotted path of the array.
+        expected: its fingerprint.
+        sharding: one device, which computes fingerprints.
+
+    Raises:
+        CheckpointError: it cannot be read, or is damaged. A fingerprint that differs is found after
+            the last chunk.
+    """
+    what = f"checkpoint {checkpoint.name} cannot be read"
+    try:
+        folder = {"driver": "file", "path": f"{os.path.abspath(checkpoint)}/state/"}
+        store = {"driver": "ocdbt", "base": folder, "path": f"{name}/"}
+        array = tensorstore.open({"driver": "zarr3", "kvstore": store}, read=True).result()
+    except Exception as error:
+        raise read_error(what, error) from error
+    found = RunningFingerprint(array.shape, sharding)
+    sizes: Any = array.chunk_layout.read_chunk.shape
+    begins = (range(0, n, size) for n, size in zip(array.shape, sizes, strict=True))
+    for start in itertools.product(*begins):
+        ends = np.minimum(np.add(start, sizes), array.shape).tolist()
+        try:
+            values = array[tuple(map(slice, start, ends))].read().result()
+        except Exception as error:
+            raise read_error(what, error) from error
+        found.add(start, values)
+        yield start, values
+    if found.digits != expected:
+        raise DamageError(f"checkpoint {checkpoint.name} is damaged: {name}: fingerprint mismatch")
