@@ -159,7 +159,7 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
             lines += ["", *report.memory_table(plan.memory)]
         if not options.no_advice:
             advice = advise(plan, _planner(options.cache, skip=True))
-            lines.append(report.proposal(advice))
+            lines.append(report.proposal(plan, advice))
             result["advice"] = None if advice is None else report.ranked_json(advice)
     if options.search:
         found = _search(options, plan)

@@ -103,6 +103,8 @@ def memory_table(memory: MemoryUse) -> Iterator[str]:
     for name, size in memory.classes.items():
         yield f"  {name:<32}{size / _GIB:>8.2f}{size / memory.total:>8.1%}"
     yield f"  {'total':<32}{memory.total / _GIB:>8.2f}"
+    if memory.assigned is not None:
+        yield f"  {'held against the chip':<32}{memory.assigned / _GIB:>8.2f}"
     yield "largest buffers"
     for buffer in memory.largest[:5]:
         times = f"{buffer.count} x " if buffer.count > 1 else ""
@@ -141,23 +143,25 @@ def _collectives_table(collectives: Sequence[CollectiveTime]) -> Iterator[str]:
         total.exposed += one.exposed
     for (axes, kind), total in sorted(found.items(), key=lambda item: -item[1].exposed):
         yield (
-            f"  {f'{kind} over {axes}':<44}{total.count:>7}{total.bytes / _GIB:>10.2f}"
+            f"  {f'{kind} over {axes}':<44}{total.count:>7.0f}{total.bytes / _GIB:>10.2f}"
             f"{total.hidden * 1e3:>11.1f}{total.exposed * 1e3:>12.1f}"
         )
     if not found:
         yield "  none"
 
 
-def proposal(advice: Ranked | None) -> str:
-    """Return a line with the change that makes a plan fit."""
+def proposal(plan: StepPlan, advice: Ranked | None) -> str:
+    """Return the change that makes a plan fit, as options of scripts/plan.py."""
     if advice is None or advice.plan is None:
         return (
             "found no change that fits, of those that keep the model and its batch; use a larger "
             "slice, a smaller batch, or model.param_dtype=bfloat16"
         )
-    overrides = " ".join(advice.candidate.overrides)
+    words = [*advice.candidate.overrides]
+    if advice.plan.topology != plan.topology:
+        words.insert(0, f"--topology {advice.plan.topology}")
     step = f"step {advice.seconds * 1e3:,.0f} ms"
-    return f"try: {overrides}\n  {verdict(advice.plan)}, {step}".replace("try: \n", "try:\n")
+    return f"try {' '.join(words)}\n  {verdict(advice.plan)}, {step}"
 
 
 def search_table(found: Sequence[Ranked]) -> Iterator[str]:

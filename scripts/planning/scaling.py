@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 from parallel.planning.prediction import CollectiveTime
-from parallel.planning.slices import GENERATIONS
+from parallel.planning.slices import GENERATIONS, read_topology
 from planning.estimate import estimate, slice_machine
 from planning.step import StepPlan
 
 Mode = Literal["weak", "strong"]
-_HOP_LATENCY = 1e-6  # seconds per device of a ring, as in parallel/planning/collective_cost.py
+_HOP_LATENCY = 1e-6  # seconds per hop, as in parallel/planning/collective_cost.py
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,12 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     num_slices = max(plan.topology.num_slices, chips // per_slice)
     within = chips // num_slices * plan.topology.num_slices / plan.topology.num_chips
     shards = config.mesh.fsdp * config.mesh.sp
+    hops = sum(_sides(plan, chips // num_slices)) - sum(plan.topology.sides)
     exposed = 0.0
     for one in prediction.collectives:
         if _moves_weights(one):
             more = _ring_share(round(shards * within)) / (_ring_share(shards) or 1.0)
-            latency = one.count * _HOP_LATENCY * shards * (within - 1)
+            latency = one.count * _HOP_LATENCY * hops
             exposed += max(0.0, one.seconds * more + latency - one.hidden * share)
         else:
             exposed += one.exposed * share
@@ -97,6 +98,13 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     flops = plan.flops * tokens / plan.num_tokens
     mfu = flops / chips / seconds / plan.chip.peak_flops
     return Point(chips, mode, seconds, exposed, tokens / seconds, mfu)
+
+
+def _sides(plan: StepPlan, chips: int) -> tuple[int, ...]:
+    """Return the sides of a slice of this many chips, which rings along them pass."""
+    generation = plan.topology.generation
+    number = chips * GENERATIONS[generation].cores
+    return read_topology(f"{generation}-{number}").sides
 
 
 def _first_shards(plan: StepPlan, shards: int) -> float:

@@ -167,7 +167,9 @@ def test_advice_fits_when_it_is_applied(topology: str, overrides: list[str]) -> 
     assert answer(applied, str(advice.plan.topology)).fits
     if topology == "v5e-8":
         assert advice.plan.topology.num_chips > 8, "nothing fits on this slice"
-    assert report.proposal(advice).startswith("try: ")
+    words = report.proposal(plan, advice).splitlines()[0].split()
+    assert words[0] == "try" and words[-1] == advice.candidate.overrides[-1]
+    assert ("--topology" in words) == (advice.plan.topology != plan.topology)
 
 
 def test_without_a_change_that_fits_the_advice_says_so() -> None:
@@ -176,7 +178,7 @@ def test_without_a_change_that_fits_the_advice_says_so() -> None:
 
     plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5e-8", needed=1e15)
     assert advise(plan, nothing) is None
-    assert "use a larger slice" in report.proposal(None)
+    assert "use a larger slice" in report.proposal(plan, None)
 
 
 def test_scaling_by_one_is_the_compiled_step() -> None:
@@ -273,3 +275,55 @@ def test_nodes_of_gpus_are_joined_by_slower_links() -> None:
     assert one is not None and two is not None and two.num_gpus == 16
     assert gpus.read_gpus("v5p-8") is None
     assert two.machine.bandwidth(16) < one.machine.bandwidth(8) == two.machine.bandwidth(8)
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"'
+)
+SMALL = [
+    *("model.hidden_size=512", "model.num_hidden_layers=2", "model.intermediate_size=1024"),
+    *("model.num_attention_heads=4", "model.num_key_value_heads=4", "model.vocab_size=1024"),
+    *("data.sequence_length=512", "mesh.tp=1", "mesh.fsdp=4"),
+]
+
+
+def run_plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in a process of its own, because libtpu takes a whole process."""
+    command = [sys.executable, "scripts/plan.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_the_plan_of_a_small_step_adds_up_and_is_kept(tmp_path) -> None:
+    arguments = ["--config", str(LLAMA), "--topology", "v5e-4", "--json", "--cache", str(tmp_path)]
+    trace = tmp_path / "trace.json"
+    done = run_plan(*arguments, "--trace", str(trace), *SMALL)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"] and found["chips"] == 4
+    parts = sum(
+        sum(part[kind] for kind in ("matmul", "other", "kernels", "exposed", "dma_wait"))
+        for part in found["parts"].values()
+    )
+    assert parts == pytest.approx(found["step_time"])
+    assert 0 < found["mfu"] < 1 and found["hbm_bytes"] < found["hbm_available_bytes"]
+    assert math.isclose(found["hbm"], found["hbm_bytes"] / found["hbm_available_bytes"])
+    assert json.loads(trace.read_text())["traceEvents"]
+    again = run_plan(*arguments, *SMALL)
+    assert json.loads(again.stdout) == found
+    assert "E0000" not in done.stderr + again.stderr
+    failed = run_plan(*arguments, "--fail-if", "mfu<2", *SMALL)
+    assert failed.returncode == 1
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_step_that_does_not_fit_is_one_line_and_no_traceback(tmp_path) -> None:
+    done = run_plan(
+        *("--config", str(LLAMA), "--topology", "v5e:2x4", "--no-advice"),
+        *("--cache", str(tmp_path), "mesh.tp=1", "mesh.fsdp=8"),
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("does not fit on v5e:2x4 (v5litepod-8, 8 chips): it needs 20.")
+    assert "Traceback" not in done.stderr
