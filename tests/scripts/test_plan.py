@@ -4,7 +4,10 @@ Planning compiles for minutes. Here a stand-in for the compiler answers from the
 tests at the end ask libtpu.
 """
 
+import importlib.util
 import json
+import math
+import subprocess
 import sys
 
 import pytest
