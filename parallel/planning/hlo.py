@@ -90,6 +90,11 @@ class Instruction:
         """Whether the result is placed in VMEM rather than HBM."""
         return "S(1)" in self.shape
 
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether the result, or the array that a slice is of, is in the memory of the host."""
+        return "S(5)" in self.shape
+
     @cached_property
     def cycles(self) -> int | None:
         """The cycles that the compiler estimates, if it does."""

@@ -122,6 +122,9 @@ class _Simulator:
             # A copy moves its result, a slice the smaller of its arrays; four bytes are a flag.
             size = min((array.bytes for array in x.arrays if array.bytes > 4), default=0.0)
             cost = TransferCost(("dma",), size / self.chip.hbm_bandwidth, size)
+            if x.is_in_host_memory:
+                way = "to" if "update" in x.opcode else "from"
+                cost = TransferCost((f"{way} host",), size / self.chip.host_bandwidth, size)
             entry = Transfer("dma", "dma", "", self.parts.scope(x, frame.computation))
             frame.in_flight[x.name] = frame.transfer(x, cost, entry)
         elif x.opcode.endswith("-done") or x.opcode == "async-update":

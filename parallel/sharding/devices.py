@@ -118,6 +118,8 @@ class Chip:
     """Bytes/s in one direction to other slices, as this device's share of its host; 0: unknown."""
     hbm_bytes: float = 0.0
     """Device memory that programs may use; 0: unknown."""
+    host_bandwidth: float = 15e9
+    """Bytes/s in one direction to the memory of the host (PCIe)."""
 
 
 # Keys are jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages). Links: the
@@ -126,6 +128,7 @@ class Chip:
 # All read in November 2026. wrap: v4 and v5p slices are cubes of 4 with optical faces; v5e and v6e
 # wrap at the 16 of a pod, and libtpu 0.0.42 refuses any other size for v5e. DCN: Google's pages
 # give 6.4 and 25.6 Tbit/s per pod of 256 (v5e, v6e); v4 and v5p: the book's 25 GB/s per host of 4.
+# PCIe: the book's 15 GB/s for v6e, assumed for all.
 # Memory: what libtpu 0.0.42 names as available when a program needs more; GPU: the data sheets.
 CHIPS: dict[str, Chip] = {
     "TPU v4": Chip(275e12, 1.2e12, 45e9, 1.05e9, 4, 6.25e9, 30.75 * 2**30),

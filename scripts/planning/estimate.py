@@ -21,7 +21,7 @@ from parallel.sharding.residual import RESIDUAL_LAYOUTS
 # As in compiled schedules of Llama-3-8B and Qwen3-30B-A3B on v5p (docs/predicted.md).
 _VECTOR_PASSES = 200  # times that the vector work of a layer reads or writes T D values
 _OPTIMIZER_BYTES = 28  # read and written per parameter by AdamW in float32
-_EXPOSED = {"tp": 0.45, "dp": 1.0, "ep": 0.6, "sp": 0.1}
+_EXPOSED = {"tp": 0.45, "dp": 1.0, "ep": 0.6, "sp": 0.1, "host": 0.8}
 _EXPOSED_WITHOUT_OVERLAP = 0.9
 
 
@@ -68,7 +68,7 @@ class Estimate:
     Attributes:
         memory: Bytes by class.
         compute: Seconds by kind of work.
-        communication: Seconds on the links by mesh axis, hidden or not.
+        communication: Seconds on the links by mesh axis, and to the host, hidden or not.
         exposed: The part of it that no compute hides, by mesh axis.
     """
 
@@ -154,14 +154,7 @@ def _memory(config: Config, shape: _Shape) -> dict[str, float]:
     trained = 0.0 if config.lora.rank else shape.parameters
     frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
     copies = 2 + (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
-    split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1
-    layers, width = model.num_hidden_layers, model.hidden_size
-    heads = model.num_attention_heads * model.head_size
-    kv = 2 * model.num_key_value_heads * model.head_size
-    active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
-    mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
-    mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
-    stream, products = width / split, (2 * heads + kv + mlp) / tp + 2 * width / split
+    layers, (stream, products) = model.num_hidden_layers, _kept_per_token(config)
     kept = {"full": stream, "offload": stream, "dots": stream + products}
     per_token = kept.get(model.remat, stream + 1.6 * products)
     chunk = min(model.loss_chunk, shape.tokens) * model.padded_vocab_size / tp
@@ -176,6 +169,18 @@ def _memory(config: Config, shape: _Shape) -> dict[str, float]:
         + 4 * chunk
         + shape.tokens * shape.b * (4 * products + 8 * stream),
     }
+
+
+def _kept_per_token(config: Config) -> tuple[float, float]:
+    """Return values per token and layer: of the residual stream, and of the products of matmuls."""
+    model, tp = config.model, config.mesh.tp
+    split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1
+    width, heads = model.hidden_size, model.num_attention_heads * model.head_size
+    kv = 2 * model.num_key_value_heads * model.head_size
+    active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
+    mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
+    mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
+    return width / split, (2 * heads + kv + mlp) / tp + 2 * width / split
 
 
 def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
@@ -204,7 +209,10 @@ def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float
 
 
 def _communication(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
-    """Return seconds on the links by mesh axis, for a ring with traffic in both directions."""
+    """Return seconds on the links by mesh axis, for a ring with traffic in both directions.
+
+    "host" is the traffic of offloaded activations.
+    """
     model, mesh, parts = config.model, config.mesh, shape.microbatches
     layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
     recomputes = model.remat == "full"
@@ -216,6 +224,9 @@ def _communication(config: Config, shape: _Shape, machine: Machine) -> dict[str,
         return moved * (size - 1) / size / machine.bandwidth(beyond)
 
     found: dict[str, float] = {}
+    if model.remat == "offload":
+        kept = parts * shape.tokens * _kept_per_token(config)[1] * layers * shape.b
+        found["host"] = 2 * kept / machine.chip.host_bandwidth
     if mesh.tp > 1:
         # Two gathers and two scatters forward, the same and two more gathers backward.
         count = 10 + (3 if recomputes else 0)

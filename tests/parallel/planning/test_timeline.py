@@ -459,3 +459,16 @@ def test_the_clock_of_a_chip_is_its_peak_over_whole_matrix_units(kind: str) -> N
     if chip.clock_hz:
         units = chip.peak_flops / (2 * 128 * 128 * chip.clock_hz)
         assert math.isclose(units, round(units), rel_tol=0.01)
+
+
+def test_offloaded_arrays_pass_the_link_to_the_host() -> None:
+    host = "f32[8,250000]{1,0:S(5)}"
+    text = program(
+        f'%h = {host} custom-call(), custom_call_target="AllocateBuffer"',
+        f"%s = (({host}, {MB}), {host}, u32[]) dynamic-update-slice-start(%h, %x)",
+        matmul("m", 2000),
+        f"%d = {host} dynamic-update-slice-done(%s)",
+    )
+    assert predict(text, CHIP).dma_wait == 0
+    slow = dataclasses.replace(CHIP, host_bandwidth=1e8)
+    assert predict(text, slow).dma_wait == close(10 * MS - 2 * MS)
