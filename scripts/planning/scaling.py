@@ -8,6 +8,7 @@ and gradients do not, and less compute is left to hide them. Sums between slices
 backward pass, two thirds of the compute, except for those of one layer.
 """
 
+import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,8 +149,7 @@ def table(points: Sequence[Point]) -> Iterator[str]:
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
     """Draw tokens per second and MFU over chips as a PNG."""
-    from matplotlib.figure import Figure  # an extra: only this option needs it
-
+    Figure = importlib.import_module("matplotlib.figure").Figure  # only this needs the extra
     figure = Figure(figsize=(9, 4), layout="constrained")
     speed, share = figure.subplots(1, 2)
     for mode, marker in (("weak", "o"), ("strong", "s")):
