@@ -129,7 +129,7 @@ class Program:
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         # LLVM spends longer on optimising the random bits than on a train step. The values are the
         # same without optimisation.
-        options = {"xla_backend_optimization_level": 0} if self._on_cpu else None
+        options = {"xla_backend_optimization_level": 0} if self._platform == "cpu" else None
         return jax.jit(self._init, out_shardings=shardings, compiler_options=options)()
 
     def init_from(self, params: Any) -> TrainState:
@@ -205,11 +205,11 @@ class Program:
     @property
     def _precision(self) -> str | None:
         """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
-        return "highest" if self.config.dtype == "float32" and not self._on_cpu else None
+        return "highest" if self.config.dtype == "float32" and self._platform != "cpu" else None
 
     @property
-    def _on_cpu(self) -> bool:
-        return bool(self.tp.manager.mesh.devices.flat[0].platform == "cpu")
+    def _platform(self) -> str:
+        return str(self.tp.manager.mesh.devices.flat[0].platform)
 
     def gradients(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
@@ -261,6 +261,10 @@ class Program:
 
         def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
             found = micro(trained, *part)
+            if self._platform == "tpu":
+                # libtpu 0.0.42 moves sums over devices out of this loop, and fails with fsdp: a
+                # RET_CHECK of while_loop_all_reduce_code_motion.cc. The barrier hides them from it.
+                found = lax.optimization_barrier(found)
             with jax.named_scope("accumulate"):
                 return jax.tree.map(jnp.add, total, found), None
 
