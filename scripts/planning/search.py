@@ -1,7 +1,7 @@
 """Find a better configuration: rank candidates by formulas, compile the best."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from configs.schema import Config
 from parallel.planning.slices import Topology, read_topology
@@ -78,36 +78,48 @@ def search(
             return
 
 
-def advise(plan: StepPlan, planner: Planner, *, attempts: int = 8) -> Ranked | None:
+def advise(plan: StepPlan, planner: Planner, *, attempts: int = 6) -> Ranked | None:
     """Find the change that makes a plan fit and costs the least time, by compiling candidates.
 
-    Changes of the same slice are tried first, then larger slices with more devices on fsdp.
+    Two candidates that fit are compared: the best by estimate that keeps the mesh, and the best
+    with another mesh. If there is none, larger slices with more devices on fsdp are tried.
 
     Args:
         plan: A plan that does not fit.
         planner: Compiles candidates.
-        attempts: The most candidates of one slice that are compiled.
+        attempts: The most candidates of each of the two that are compiled.
 
     Returns:
-        The first candidate that fits, or None if none of those tried does.
+        The candidate that fits, or None if none of those tried does.
     """
     config, topology, chip = plan.config, plan.topology, plan.chip
     guess = estimate(config, slice_machine(chip, topology))
     correction = plan.bytes / guess.bytes if plan.bytes else 1.0
-    for ranked in rank(config, topology, chip, correction=correction)[:attempts]:
-        found = planner(ranked.candidate.config, str(topology))
-        if found is not None and found.fits:
-            return Ranked(ranked.candidate, ranked.estimate, found)
+    ranked = rank(config, topology, chip, correction=correction)
+    same = [one for one in ranked if one.candidate.config.mesh == config.mesh]
+    others = [one for one in ranked if one.candidate.config.mesh != config.mesh]
+    found = [_first_fit(some[:attempts], topology, planner) for some in (same, others)]
+    fitting = [one for one in found if one is not None]
+    if fitting:
+        return min(fitting, key=lambda one: one.seconds)
     for larger in larger_slices(topology):
         candidate = _spread(config, topology, larger)
         if candidate is None:
             continue
-        guess = estimate(candidate.config, slice_machine(chip, larger))
-        if guess.bytes * correction > _MARGIN * chip.hbm_bytes:
-            continue
-        found = planner(candidate.config, str(larger))
-        if found is not None and found.fits:
-            return Ranked(candidate, guess, found)
+        one = Ranked(candidate, estimate(candidate.config, slice_machine(chip, larger)))
+        if one.estimate.bytes * correction <= _MARGIN * chip.hbm_bytes:
+            fit = _first_fit([one], larger, planner)
+            if fit is not None:
+                return fit
+    return None
+
+
+def _first_fit(some: Sequence[Ranked], topology: Topology, planner: Planner) -> Ranked | None:
+    """Compile candidates until one fits, and return it with its plan."""
+    for ranked in some:
+        plan = planner(ranked.candidate.config, str(topology))
+        if plan is not None and plan.fits:
+            return replace(ranked, plan=plan)
     return None
 
 
