@@ -273,7 +273,8 @@ class ModelConfig(
     """Mixture of experts."""
     remat: str = "dots"
     """Rematerialisation policy. none: keep all activations; dots: keep projections and blockwise
-    attention, recompute the rest; full: recompute whole layers."""
+    attention, recompute the rest; offload: as dots, but what is kept waits in the memory of the
+    host; full: recompute whole layers."""
     loss_chunk: PositiveInt = 2048
     """Tokens per device in one chunk of the loss; only the logits of a chunk exist at a time."""
 

@@ -186,7 +186,7 @@ def diff_steps(args: argparse.Namespace) -> int:
         columns = ["array", "shape", ">largest difference", ">relative RMS"]
         print_table(columns, [_difference_row(array) for array in found[: args.limit]])
     if len(found) > args.limit:
-        print(f"and {len(found) - args.limit} more; --limit shows them")
+        print(f"and {len(found) - args.limit} more arrays differ; a larger --limit shows them")
     return 0
 
 

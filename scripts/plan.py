@@ -12,16 +12,20 @@ Exit codes: 0 it fits, 1 it does not fit or --fail-if holds, 2 invalid input.
 import argparse
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 from planning import gpus, report
 from planning.scaling import plot, scale, table
-from planning.search import Planner, Ranked, advise, search
+from planning.search import Planner, Ranked, advise, as_it_is, search
 from planning.step import StepPlan, check_mesh, plan_step
 from rich.console import Console
 from rich.status import Status
@@ -118,6 +122,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{given} needs --{needed}")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install -e ".[plan]"')
+    if options.plot is not None and options.plot.suffix != ".png":
+        parser.error(f"--plot {options.plot}: the picture is a PNG; write a name ending in .png")
+    for path in (options.trace, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: the folder does not exist; create it first")
     return options
 
 
@@ -127,10 +136,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         if (nodes := gpus.read_gpus(options.topology)) is not None:
-            return _estimate(options, gpus.plan_gpus(config, nodes))
+            return _plan_gpus(options, config, nodes)
         topology = read_topology(options.topology)
         check_mesh(config, topology)
         if options.check_mesh:
+            print(f"mesh {report.mesh_name(config)} fits {topology}", file=sys.stderr)
             return 0
         return _plan(options, config)
     except (ValueError, OSError) as error:
@@ -140,53 +150,87 @@ def main(argv: list[str] | None = None) -> int:
 
 def _plan(options: argparse.Namespace, config: Config) -> int:
     """Compile the step, print the answer and what was asked for besides, return the exit code."""
-    planner = _planner(options.cache)
-    plan = planner(config, options.topology)
+    plan = _planner(options.cache)(config, options.topology)
     assert plan is not None  # without `skip`, what cannot be planned is an error
     result = report.as_json(plan)
-    lines = [report.verdict(plan), *plan.choices]
-    code = 0
+    show = (lambda *lines: None) if options.json else partial(print, sep="\n")
+    show(report.verdict(plan), *plan.choices)
+    code = 0 if plan.fits else EXIT_UNFIT
     if plan.fits:
-        lines += ["", *report.render(plan, tokens=options.tokens, price=options.price)]
+        show("", *report.render(plan, tokens=options.tokens, price=options.price))
+        if options.tokens is not None:
+            result["run"] = report.run_cost(plan, options.tokens, options.price)
+        code = _check(options, plan, show)
         if options.trace is not None:
             write_trace(plan.compiled.prediction, options.trace)
-        broken = [given for given in options.fail_if if report.holds(plan, given)]
-        lines += [f"failed: {name} {sign} {limit:g} holds" for name, sign, limit in broken]
-        code = EXIT_UNFIT if broken else 0
+            show(f"wrote {options.trace}")
+        if options.scale is not None:
+            result["scale"] = _scale(options, plan, show)
     else:
-        code = EXIT_UNFIT
         if plan.memory is not None:
-            lines += ["", *report.memory_table(plan.memory)]
+            show("", *report.memory_table(plan.memory))
         if not options.no_advice:
             advice = advise(plan, _planner(options.cache, skip=True))
-            lines.append(report.proposal(plan, advice))
+            show(report.proposal(plan, advice))
             result["advice"] = None if advice is None else report.ranked_json(advice)
     if options.search:
         found = _search(options, plan)
-        lines += ["", *report.search_table(found)]
+        show("", *report.search_table(found))
         result["search"] = [report.ranked_json(ranked) for ranked in found]
-    if options.scale is not None and plan.fits:
-        points = list(scale(plan, *options.scale))
-        lines += ["", *table(points)]
-        result["scale"] = [asdict(point) for point in points]
-        if options.plot is not None:
-            plot(points, options.plot, f"{Path(options.config).stem} from {plan.topology}")
-    print(json.dumps(result) if options.json else "\n".join(lines))
+    if options.json:
+        print(json.dumps(result))
     return code
 
 
-def _estimate(options: argparse.Namespace, plan: gpus.GpuPlan) -> int:
-    """Print an estimate for GPUs, and return the exit code."""
-    if not options.check_mesh:
-        lines = gpus.render(plan)
-        print(json.dumps(gpus.as_json(plan)) if options.json else "\n".join(lines))
-    return 0 if plan.fits or options.check_mesh else EXIT_UNFIT
+def _check(options: argparse.Namespace, plan: report.Plan, show: Callable[..., None]) -> int:
+    """Show the conditions of --fail-if that hold, and return the exit code."""
+    broken = [given for given in options.fail_if if report.holds(plan, given)]
+    show(*(f"failed: {name} {sign} {limit:g} holds" for name, sign, limit in broken))
+    return EXIT_UNFIT if broken else 0
+
+
+def _scale(
+    options: argparse.Namespace, plan: StepPlan, show: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Show other numbers of chips, draw them if asked to, and return them."""
+    points = list(scale(plan, *options.scale))
+    show("", *table(points))
+    if options.plot is not None:
+        plot(points, options.plot, f"{Path(options.config).stem} from {plan.topology}")
+        show(f"wrote {options.plot}")
+    return [asdict(point) for point in points]
+
+
+def _plan_gpus(options: argparse.Namespace, config: Config, nodes: gpus.GpuNodes) -> int:
+    """Plan for GPUs, print the answer, and return the exit code."""
+    asked = ("trace", "scale", "plot", "search")
+    if given := [f"--{name}" for name in asked if getattr(options, name)]:
+        raise ValueError(
+            f"{', '.join(given)}: needs a TPU, because XLA gives no times for GPUs; leave it out"
+        )
+    gpus.check_gpus(config, nodes)
+    if options.check_mesh:
+        print(f"mesh {report.mesh_name(config)} fits {nodes.name}", file=sys.stderr)
+        return 0
+    plan = gpus.plan_gpus(config, nodes)
+    result = gpus.as_json(plan)
+    show = (lambda *lines: None) if options.json else partial(print, sep="\n")
+    show(*gpus.render(plan))
+    if options.tokens is not None:
+        show(report.cost_line(plan, options.tokens, options.price))
+        result["run"] = report.run_cost(plan, options.tokens, options.price)
+    code = _check(options, plan, show)
+    if options.json:
+        print(json.dumps(result))
+    return code if plan.fits else EXIT_UNFIT
 
 
 def _search(options: argparse.Namespace, plan: StepPlan) -> list[Ranked]:
-    """Return the compiled candidates that fit, the fastest first."""
+    """Return the compiled candidates and the plan itself that fit, the fastest first."""
     planner = _planner(options.cache, skip=True)
     found = list(search(plan.config, plan.topology, plan.chip, planner, options.compiles))
+    if all(ranked.candidate.overrides for ranked in found):
+        found.append(as_it_is(plan))
     return sorted(
         (ranked for ranked in found if ranked.plan is not None and ranked.plan.fits),
         key=lambda ranked: ranked.seconds,
@@ -201,7 +245,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
     console = Console(stderr=True)
 
     def planner(config: Config, topology: str) -> StepPlan | None:
-        text = f"compiling for {topology}: {report.describe(config)}"
+        text = f"planning for {topology}: {report.describe(config)}"
         begin = time.monotonic()
         try:
             with Status(text, console=console):
@@ -221,4 +265,9 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        # The compiler cannot be interrupted, and would be waited for.
+        print("interrupted; finished compilations are kept", file=sys.stderr, flush=True)
+        os._exit(130)

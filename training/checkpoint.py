@@ -133,7 +133,11 @@ class Checkpoints:
         self.finish()
         if gone := [old for old in self.steps if not (self._directory / str(old)).exists()]:
             names = ", ".join(map(str, gone))
-            log.warning("checkpoints %s were deleted from %s; continuing", names, self._directory)
+            log.warning(
+                "checkpoints %s are missing from %s; something else deleted them",
+                names,
+                self._directory,
+            )
             self._saver.reload()
         if step == self.latest_step:
             log.debug("step %d is already on disk; not saved again", step)

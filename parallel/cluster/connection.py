@@ -54,7 +54,9 @@ class Connection:
             self._socket.settimeout(remaining)
             byte = self._socket.recv(1)
             if not byte:
-                raise ValueError("the connection closed")
+                raise ValueError(
+                    "the other process closed the connection before a message was complete"
+                )
             line += byte
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -35,7 +35,7 @@ them: the gradient of B reads them, and recomputing them repeats the whole linea
 class LowRank:
     """Adapters of a linear: they add scale * (x @ a) @ b to some of its outputs.
 
-    Also the tree of their semantic axes or PartitionSpecs.
+    The same class holds their semantic axes or PartitionSpecs in place of the arrays.
     """
 
     a: tuple[Any, ...]

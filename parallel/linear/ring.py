@@ -187,7 +187,7 @@ class Ring:
         return 2 if self.direction == "split" else 1
 
     def positions(self) -> list[tuple[int, int]]:
-        """Return (offset, piece) by position: that piece of the block of device s - offset."""
+        """Return pairs (k, p) in the order in which device s has them: piece p of device s - k."""
         n = lax.axis_size(self.axis_name)
         if self.direction == "bidirectional":
             ways = [(way * hop, 0) for hop in range(1, n // 2 + 1) for way in (1, -1)]

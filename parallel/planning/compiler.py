@@ -87,7 +87,9 @@ class SliceCompiler:
             result = make()
         else:
             devices = [str(device) for device in self.mesh.devices.flat]
-            key = program_key(lowered.as_text(), self.topology, devices, options, classes)
+            key = program_key(
+                lowered.as_text(), str(read_topology(self.topology)), devices, options, classes
+            )
             result = self.cache.get(key, make)
         named = read_topology(self.topology)
         one_slice = self.mesh.devices.flat[: self.mesh.size // named.num_slices]

@@ -24,7 +24,12 @@ from parallel.planning.refusals import OutOfMemory
 
 _LOG = logging.getLogger("torus")
 # What an entry says depends on these files.
-_SOURCES = ("buffer_assignment", "compiler", "hlo", "hlo_parser", "memory", "result_cache")
+_SOURCES = (
+    *("buffer_assignment", "compiler", "hlo", "hlo_parser", "memory", "refusals"),
+    "result_cache",
+)
+# The environment of libtpu and XLA changes programs, too.
+_ENVIRONMENT = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ def program_key(
         repr(sorted((options or {}).items())),
         repr([(name, jax.tree.leaves(tree)) for name, tree in classes.items()]),
         *(_version(package) for package in ("jax", "jaxlib", "libtpu")),
+        *(f"{name}={os.environ.get(name, '')}" for name in _ENVIRONMENT),
         *((folder / f"{name}.py").read_text() for name in _SOURCES),
     ):
         digest.update(f"{len(part)}:".encode() + part.encode())

@@ -4,6 +4,7 @@ A slice is named by its sides ("v5p:2x2x2"), as gcloud names it ("v5p-16", "v5li
 or as GKE does ("tpu-v5-lite-podslice:4x4"). "*2" after a name means two such slices.
 """
 
+import importlib.util
 import itertools
 import math
 import os
@@ -121,6 +122,11 @@ def read_topology(text: str) -> Topology:
             f"topology {text}: {generation} slices have {dims} sides and at most "
             f"{GENERATIONS[generation].largest} chips. {_known()}"
         )
+    has_cubes = dims == 3 and all(side % 4 == 0 for side in sides)
+    if not has_cubes and tuple(sorted(sides)) not in map(tuple, map(sorted, _SMALL[dims])):
+        sizes = ", ".join("x".join(map(str, known)) for known in _SMALL[dims])
+        more = " and sides that are multiples of 4" if dims == 3 else ""
+        raise ValueError(f"topology {text}: there is no such slice; {generation} has {sizes}{more}")
     name = f"{generation}:{'x'.join(map(str, sides))}"
     return Topology(name, sides, int(found[4] or 1))
 
@@ -199,7 +205,8 @@ def absent_devices(topology: str) -> list[jax.Device]:
         )
         return list(found.devices)
     except Exception as error:  # jaxlib has no exception type for libtpu's errors
+        has_libtpu = importlib.util.find_spec("libtpu") is not None
+        remedy = "name another slice" if has_libtpu else 'pip install -e ".[plan]" installs libtpu'
         raise ValueError(
-            f"topology {topology}: {str(error).splitlines()[0]}; install libtpu by "
-            f'pip install -e ".[plan]" and name a slice that it knows. {_known()}'
+            f"topology {topology}: {str(error).splitlines()[0]}; {remedy}. {_known()}"
         ) from error

@@ -5,6 +5,7 @@ Without it nothing is compiled: parameters and optimizer are exact, all else is 
 estimates in both cases (`planning.estimate`), because XLA gives none for GPUs.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -60,10 +61,19 @@ _MATMUL, _ATTENTION, _EXPOSED_FSDP = 0.65, 0.35, 0.2
 
 
 def read_gpus(text: str) -> GpuNodes | None:
-    """Parse "h100-8" (one node of eight GPUs) or "h100-8*4" (four); None for another name."""
-    found = re.fullmatch(rf"({'|'.join(_LINKS)})-([1-8])(?:\*([1-9]\d*))?", text)
-    if found is None:
+    """Parse "h100-8" (one node of eight GPUs) or "h100-8*4" (four); None for a TPU.
+
+    Raises:
+        ValueError: It begins like a GPU and has another form.
+    """
+    kinds = "|".join(_LINKS)
+    if re.match(kinds, text) is None:
         return None
+    found = re.fullmatch(rf"({kinds})-([1-9]\d*)(?:\*([1-9]\d*))?", text)
+    if found is None:
+        raise ValueError(
+            f"topology {text}: write the GPUs of a node such as h100-8, and h100-8*4 for four nodes"
+        )
     kind, near, far = _LINKS[found[1]]
     machine = Machine(CHIPS[kind], near, far, int(found[2]), _MATMUL, _ATTENTION, _EXPOSED_FSDP)
     return GpuNodes(text, machine, int(found[3] or 1))
@@ -90,9 +100,39 @@ class GpuPlan:
     flops: float
 
     @property
+    def num_chips(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes.num_gpus
+
+    @property
+    def available(self) -> float:
+        """Bytes of a GPU that jax allocates."""
+        return _allocated() * self.nodes.machine.chip.hbm_bytes
+
+    @property
+    def hbm(self) -> float:
+        """Memory as a share of what jax allocates."""
+        return self.estimate.bytes / self.available
+
+    @property
     def fits(self) -> bool:
-        """Whether the estimated bytes are those of a GPU or less."""
-        return self.estimate.bytes <= self.nodes.machine.chip.hbm_bytes
+        """Whether the bytes are those that jax allocates or less."""
+        return self.hbm <= 1
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step."""
+        return self.estimate.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Exposed communication as a share of the step."""
+        return sum(self.estimate.exposed.values()) / self.step_time
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second, over all GPUs."""
+        return self.num_tokens / self.step_time
 
     @property
     def mfu(self) -> float:
@@ -101,17 +141,31 @@ class GpuPlan:
         return per_gpu / self.estimate.seconds / self.nodes.machine.chip.peak_flops
 
 
-def plan_gpus(config: Config, nodes: GpuNodes) -> GpuPlan:
-    """Estimate the training step of this configuration on these GPUs.
+def _allocated() -> float:
+    """Return the share of a GPU's memory that jax allocates."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
+
+
+def check_gpus(config: Config, nodes: GpuNodes) -> None:
+    """Check that the mesh has as many devices as there are GPUs; needs no compiler.
 
     Raises:
-        ValueError: The mesh has another number of devices, or cannot be built.
+        ValueError: It has not.
     """
     if config.mesh.num_devices != nodes.num_gpus:
         raise ValueError(
             f"mesh.* multiplies to {config.mesh.num_devices}, but {nodes.name} has "
             f"{nodes.num_gpus} GPUs; make the product {nodes.num_gpus}"
         )
+
+
+def plan_gpus(config: Config, nodes: GpuNodes) -> GpuPlan:
+    """Plan the training step of this configuration on these GPUs.
+
+    Raises:
+        ValueError: The mesh has another number of devices, or the step cannot be compiled.
+    """
+    check_gpus(config, nodes)
     guess = estimate(config, nodes.machine)
     if has_gpu_compiler():
         program, memory, sent = _compile(config, nodes)
@@ -132,7 +186,14 @@ def _compile(config: Config, nodes: GpuNodes) -> tuple[Program, dict[str, float]
     mesh = program.tp.manager.mesh
     with jax.set_mesh(mesh):
         state = program.abstract_state
-        compiled = program.train_step.lower(state, batch).compile()
+        lowered = program.train_step.lower(state, batch)
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"XLA failed on this step: {str(error).splitlines()[0][:300]}; uninstall jax's CUDA "
+            "plugin to have an estimate, and report it to XLA"
+        ) from error
     text = compiled.as_text()
     memory = memory_use(compiled, None, text, memory_classes(state, batch))
     classes = {_CLASSES.get(name, name): float(size) for name, size in memory.classes.items()}
@@ -153,21 +214,19 @@ def _exact_state(config: Config) -> tuple[Program, dict[str, float]]:
 def render(plan: GpuPlan) -> Iterator[str]:
     """Yield the plan as lines."""
     nodes, guess = plan.nodes, plan.estimate
-    needed, available = guess.bytes / _GIB, nodes.machine.chip.hbm_bytes / _GIB
+    needed, available = guess.bytes / _GIB, plan.available / _GIB
     word = "fits" if plan.fits else "does not fit"
     how = "by estimate" if plan.collectives is None else "compiled by XLA"
     yield (
         f"{word} on {nodes.name} ({nodes.num_gpus} GPUs), {how}: {needed:.1f} of "
-        f"{available:.1f} GiB per GPU"
+        f"{available:.1f} GiB that jax allocates on a GPU ({_allocated():.0%}, from "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION)"
     )
     what = "memory and times are" if plan.collectives is None else "times are"
-    yield f"Here {what} formulas with data-sheet figures; see docs/planning.md."
-    yield (
-        f"jax allocates three quarters of a GPU ({0.75 * available:.1f} GiB) unless "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION says more."
-    )
-    speed = plan.num_tokens / guess.seconds
-    yield f"step {guess.seconds * 1e3:,.0f} ms, {speed:,.0f} tokens/s, MFU {plan.mfu:.3f}"
+    yield f"Here {what} formulas, wrong by up to a third; see docs/plan.md."
+    speed = plan.tokens_per_second
+    step = f"step {guess.seconds * 1e3:,.0f} ms (estimated)"
+    yield f"{step}, {speed:,.0f} tokens/s, MFU {plan.mfu:.3f}"
     for name, size in guess.memory.items():
         yield f"  {name:<32}{size / _GIB:>8.2f} GiB"
     for name, seconds in guess.compute.items():
@@ -188,11 +247,11 @@ def as_json(plan: GpuPlan) -> dict[str, Any]:
         "fits": plan.fits,
         "estimated": plan.collectives is None,
         "hbm_bytes": plan.estimate.bytes,
-        "hbm_available_bytes": plan.nodes.machine.chip.hbm_bytes,
+        "hbm_available_bytes": plan.available,
+        **{name: getattr(plan, name) for name in ("hbm", "tokens_per_second", "mfu", "exposed")},
         "step_time": plan.estimate.seconds,
-        "mfu": plan.mfu,
         "memory": dict(plan.estimate.memory),
         "compute": dict(plan.estimate.compute),
-        "exposed": dict(plan.estimate.exposed),
+        "exposed_seconds": dict(plan.estimate.exposed),
         "collectives": None if plan.collectives is None else list(map(asdict, plan.collectives)),
     }

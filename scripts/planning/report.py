@@ -1,8 +1,7 @@
 """Print a plan on one screen, and as JSON."""
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +9,7 @@ from configs.schema import Config
 from parallel.planning.memory import MemoryUse
 from parallel.planning.prediction import CollectiveTime, PartTime
 from parallel.sharding.mesh import AXIS_NAMES
+from planning.gpus import GpuPlan
 from planning.search import Ranked
 from planning.step import StepPlan
 
@@ -18,33 +18,35 @@ _KINDS = ("matmul", "other", "kernels", "exposed", "dma_wait")
 _SHOWN = ("matmul", "vector", "kernels", "exposed", "HBM wait")
 
 
-FIGURES: Mapping[str, Callable[[StepPlan], float]] = {
-    "hbm": lambda plan: (plan.bytes or math.inf) / plan.chip.hbm_bytes,
-    "step_time": lambda plan: plan.compiled.prediction.total,
-    "tokens_per_second": lambda plan: plan.tokens_per_second,
-    "mfu": lambda plan: plan.mfu,
-    "exposed": lambda plan: plan.compiled.prediction.exposed / plan.compiled.prediction.total,
-}
+FIGURES = ("hbm", "step_time", "tokens_per_second", "mfu", "exposed")
 """Figures of a plan that fits: memory as a share of the chip's, seconds, tokens/s over all chips,
 MFU, and exposed communication as a share of the step."""
 _COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 
-def holds(plan: StepPlan, condition: tuple[str, str, float]) -> bool:
+Plan = StepPlan | GpuPlan
+
+
+def holds(plan: Plan, condition: tuple[str, str, float]) -> bool:
     """Return whether a condition (figure, comparison, number) holds for a plan that fits."""
     name, sign, limit = condition
-    return bool(_COMPARISONS[sign](FIGURES[name](plan), limit))
+    return bool(_COMPARISONS[sign](getattr(plan, name), limit))
+
+
+def mesh_name(config: Config) -> str:
+    """Return the axes of a mesh that have more than one device, such as "fsdp4 x tp2"."""
+    sizes = " x ".join(
+        f"{axis}{size}" for axis in AXIS_NAMES if (size := getattr(config.mesh, axis)) > 1
+    )
+    return sizes or "of one device"
 
 
 def describe(config: Config) -> str:
     """Return the mesh and what else distinguishes one candidate from another."""
-    sizes = " x ".join(
-        f"{axis}{size}" for axis in AXIS_NAMES if (size := getattr(config.mesh, axis)) > 1
-    )
     parts = config.training.gradient_accumulation
     return (
-        f"{sizes or 'one device'}, residual {config.parallel.residual}, remat {config.model.remat}"
-        + (f", {parts} microbatches" if parts > 1 else "")
+        f"mesh {mesh_name(config)}, residual {config.parallel.residual}, remat "
+        f"{config.model.remat}" + (f", {parts} microbatches" if parts > 1 else "")
     )
 
 
@@ -80,7 +82,7 @@ def render(plan: StepPlan, *, tokens: float | None, price: float | None) -> Iter
         f"tokens/s, MFU {plan.mfu:.3f}"
     )
     if tokens is not None:
-        yield run_cost(plan, tokens, price)
+        yield cost_line(plan, tokens, price)
     yield ""
     yield from memory_table(plan.compiled.memory)
     yield ""
@@ -89,22 +91,35 @@ def render(plan: StepPlan, *, tokens: float | None, price: float | None) -> Iter
     yield from _collectives_table(prediction.collectives)
 
 
-def run_cost(plan: StepPlan, tokens: float, price: float | None) -> str:
-    """Return the time and the price of a run of this many tokens."""
+def run_cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]:
+    """Return days, chip-hours and cost of a run of this many tokens."""
     seconds = tokens / plan.tokens_per_second
-    hours = seconds / 3600 * plan.topology.num_chips
-    cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per chip-hour"
-    return f"{tokens:,.0f} tokens take {seconds / 86400:,.1f} days, {hours:,.0f} chip-hours{cost}"
+    hours = seconds / 3600 * plan.num_chips
+    cost = {} if price is None else {"cost": hours * price}
+    return {"tokens": tokens, "days": seconds / 86400, "chip_hours": hours, **cost}
+
+
+def cost_line(plan: Plan, tokens: float, price: float | None) -> str:
+    """Return the days, chip-hours and cost of a run as a line."""
+    found = run_cost(plan, tokens, price)
+    cost = "" if price is None else f", {found['cost']:,.0f} at {price:g} per chip-hour"
+    return (
+        f"{tokens:,.0f} tokens take {found['days']:,.1f} days, {found['chip_hours']:,.0f} "
+        f"chip-hours{cost}"
+    )
 
 
 def memory_table(memory: MemoryUse) -> Iterator[str]:
     """Yield the memory of one chip by class, and its largest temporary buffers."""
-    yield f"{'memory per chip':<34}{'GiB':>8}{'share':>8}"
+    yield f"{'memory per chip at its peak':<34}{'GiB':>8}{'share':>8}"
     for name, size in memory.classes.items():
         yield f"  {name:<32}{size / _GIB:>8.2f}{size / memory.total:>8.1%}"
     yield f"  {'total':<32}{memory.total / _GIB:>8.2f}"
     if memory.assigned is not None:
-        yield f"  {'held against the chip':<32}{memory.assigned / _GIB:>8.2f}"
+        yield (
+            f"  {'held against the chip':<32}{memory.assigned / _GIB:>8.2f}  "
+            "(without the program and what is unassigned)"
+        )
     yield "largest buffers"
     for buffer in memory.largest[:5]:
         times = f"{buffer.count} x " if buffer.count > 1 else ""
@@ -201,7 +216,7 @@ def as_json(plan: StepPlan) -> dict[str, Any]:
     prediction = plan.compiled.prediction
     return {
         **result,
-        **{name: figure(plan) for name, figure in FIGURES.items()},
+        **{name: getattr(plan, name) for name in FIGURES},
         "parts": {name: asdict(part) for name, part in prediction.parts.items()},
         "collectives": [asdict(one) for one in prediction.collectives],
         "matmul_flops": prediction.matmul_flops,

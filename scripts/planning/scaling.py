@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from parallel.planning.prediction import CollectiveTime
-from parallel.planning.slices import GENERATIONS, read_topology
+from parallel.planning.slices import GENERATIONS, Topology, read_topology
 from planning.estimate import estimate, slice_machine
 from planning.step import StepPlan
 
@@ -29,6 +29,7 @@ class Point:
 
     Attributes:
         chips: Number of chips.
+        rows: Global batch.
         mode: Whether the batch grows with the chips (weak) or stays (strong).
         seconds: Time of a step.
         exposed: The part of it that is exposed communication.
@@ -37,6 +38,7 @@ class Point:
     """
 
     chips: int
+    rows: int
     mode: Mode
     seconds: float
     exposed: float
@@ -45,10 +47,13 @@ class Point:
 
 
 def scale(plan: StepPlan, first: int, last: int) -> Iterator[Point]:
-    """Yield the points from the chips of the plan, doubled until `last`, weak and strong.
+    """Yield the predicted step on n, 2n, 4n, ... chips from `first` to `last`.
+
+    n is the number of chips of the compiled plan. Each has a step whose batch grows with the chips
+    (weak scaling) and, while there is a row for every device, one with the same batch (strong).
 
     Raises:
-        ValueError: No doubling of the compiled slice is between `first` and `last`.
+        ValueError: None of these numbers is between `first` and `last`.
     """
     base = plan.topology.num_chips
     factors = []
@@ -77,11 +82,11 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     update = 0.0 if optimizer is None else optimizer.total - optimizer.exposed
     compute = prediction.total - prediction.exposed - update
     share = 1.0 if mode == "weak" else 1 / factor
-    per_slice = min(chips, GENERATIONS[plan.topology.generation].largest)
-    num_slices = max(plan.topology.num_slices, chips // per_slice)
-    within = chips // num_slices * plan.topology.num_slices / plan.topology.num_chips
+    larger = _slice(plan, chips)
+    num_slices = chips // larger.num_chips
+    within = larger.num_chips * plan.topology.num_slices / plan.topology.num_chips
     shards = config.mesh.fsdp * config.mesh.sp
-    hops = sum(_sides(plan, chips // num_slices)) - sum(plan.topology.sides)
+    hops = sum(larger.sides) - sum(plan.topology.sides)
     exposed = 0.0
     for one in prediction.collectives:
         if _moves_weights(one):
@@ -91,28 +96,37 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
         else:
             exposed += one.exposed * share
     if shards == 1 and within > 1:
-        exposed += _first_shards(plan, round(within))
+        exposed += _first_shards(plan, round(within), larger)
     if num_slices > plan.topology.num_slices:
         exposed += _between_slices(plan, num_slices, within, share * compute)
     seconds = compute * share + update / within + exposed
     tokens = plan.num_tokens * (factor if mode == "weak" else 1)
     flops = plan.flops * tokens / plan.num_tokens
     mfu = flops / chips / seconds / plan.chip.peak_flops
-    return Point(chips, mode, seconds, exposed, tokens / seconds, mfu)
+    rows = max(config.data.batch_sizes) * (factor if mode == "weak" else 1)
+    return Point(chips, rows, mode, seconds, exposed, tokens / seconds, mfu)
 
 
-def _sides(plan: StepPlan, chips: int) -> tuple[int, ...]:
-    """Return the sides of a slice of this many chips, which rings along them pass."""
-    generation = plan.topology.generation
-    number = chips * GENERATIONS[generation].cores
-    return read_topology(f"{generation}-{number}").sides
+def _slice(plan: StepPlan, chips: int) -> Topology:
+    """Return one of the equal slices with this many chips together: as few as possible."""
+    generation, num_slices = plan.topology.generation, plan.topology.num_slices
+    known = GENERATIONS[generation]
+    while chips // num_slices > known.largest:
+        num_slices *= 2
+    while True:
+        try:
+            return read_topology(f"{generation}-{chips // num_slices * known.cores}")
+        except ValueError:  # this generation has no slice of this size
+            if chips // num_slices <= plan.topology.num_chips // plan.topology.num_slices:
+                raise
+            num_slices *= 2
 
 
-def _first_shards(plan: StepPlan, shards: int) -> float:
+def _first_shards(plan: StepPlan, shards: int, topology: Topology) -> float:
     """Return the exposed seconds of fsdp, by formula, for a compiled step that has none."""
     mesh = plan.config.mesh.model_copy(update={"fsdp": shards})
     config = plan.config.model_copy(update={"mesh": mesh})
-    return estimate(config, slice_machine(plan.chip, plan.topology)).exposed["fsdp"]
+    return estimate(config, slice_machine(plan.chip, topology)).exposed["fsdp"]
 
 
 def _moves_weights(one: CollectiveTime) -> bool:
@@ -138,13 +152,14 @@ def _between_slices(plan: StepPlan, num_slices: int, within: float, compute: flo
 
 def table(points: Sequence[Point]) -> Iterator[str]:
     """Yield the points as lines."""
-    yield f"{'chips':>8}  {'scaling':<8}{'step ms':>10}{'exposed':>9}{'tokens/s':>14}{'MFU':>8}"
+    names = f"{'chips':>8}{'rows':>9}  {'scaling':<8}{'step ms':>10}{'exposed':>9}"
+    yield f"{names}{'tokens/s':>14}{'MFU':>8}"
     for p in sorted(points, key=lambda point: (point.mode != "weak", point.chips)):
         yield (
-            f"{p.chips:>8}  {p.mode:<8}{p.seconds * 1e3:>10,.0f}{p.exposed / p.seconds:>9.1%}"
-            f"{p.tokens_per_second:>14,.0f}{p.mfu:>8.3f}"
+            f"{p.chips:>8}{p.rows:>9}  {p.mode:<8}{p.seconds * 1e3:>10,.0f}"
+            f"{p.exposed / p.seconds:>9.1%}{p.tokens_per_second:>14,.0f}{p.mfu:>8.3f}"
         )
-    yield "on paper, from the compiled step of the first line; see docs/planning.md"
+    yield "on paper, from the compiled step (docs/plan.md); strong scaling ends at a row per device"
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
@@ -161,7 +176,12 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     ideal = [first.tokens_per_second * p.chips / first.chips for p in points if p.mode == "weak"]
     speed.plot([p.chips for p in points if p.mode == "weak"], ideal, "--", color="gray")
     speed.set(xscale="log", yscale="log", xlabel="chips", ylabel="tokens/s (predicted)")
-    share.set(xscale="log", xlabel="chips", ylabel="MFU (predicted)", ylim=(0, None))
+    share.set(
+        xscale="log",
+        xlabel="chips",
+        ylabel="MFU (predicted)",
+        ylim=(0, 1.1 * max(p.mfu for p in points)),
+    )
     speed.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

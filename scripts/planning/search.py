@@ -1,5 +1,6 @@
 """Find a better configuration: rank candidates by formulas, compile the best."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,12 @@ class Ranked:
         if self.plan is None or not self.plan.fits:
             return self.estimate.seconds
         return self.plan.compiled.prediction.total
+
+
+def as_it_is(plan: StepPlan) -> Ranked:
+    """Return the configuration of a plan as a candidate without changes."""
+    guess = estimate(plan.config, slice_machine(plan.chip, plan.topology))
+    return Ranked(Candidate((), plan.config), guess, plan)
 
 
 def rank(
@@ -124,14 +131,11 @@ def _first_fit(some: Sequence[Ranked], topology: Topology, planner: Planner) -> 
 
 
 def larger_slices(topology: Topology) -> Iterator[Topology]:
-    """Yield the next three larger slices of the same generation, each twice as large."""
+    """Yield the larger slices of the same generation, each twice as large, at most eight times."""
     for factor in (2, 4, 8):
-        number = topology.gcloud_number * factor
-        try:
-            larger = read_topology(f"{topology.generation}-{number}*{topology.num_slices}")
-        except ValueError:
-            return
-        yield larger
+        name = f"{topology.generation}-{topology.gcloud_number * factor}*{topology.num_slices}"
+        with contextlib.suppress(ValueError):  # there is no slice of this size
+            yield read_topology(name)
 
 
 def _spread(config: Config, topology: Topology, larger: Topology) -> Candidate | None:

@@ -18,6 +18,7 @@ from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import Topology, absent_devices, read_topology
 from parallel.sharding.devices import Chip
 from parallel.sharding.mesh import AXIS_NAMES
+from planning.candidates import change
 from training.parts import STEP_PARTS
 from training.step import TrainState
 
@@ -71,6 +72,26 @@ class StepPlan:
         """Memory of one chip by class; None if the compiler did not say."""
         return self.answer.memory
 
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        return self.topology.num_chips
+
+    @property
+    def hbm(self) -> float:
+        """Memory as a share of the chip's."""
+        return (self.bytes or math.inf) / self.chip.hbm_bytes
+
+    @property
+    def step_time(self) -> float:
+        """Seconds of a step."""
+        return self.compiled.prediction.total
+
+    @property
+    def exposed(self) -> float:
+        """Exposed communication as a share of the step."""
+        return self.compiled.prediction.exposed / self.step_time
+
     @cached_property
     def tokens_per_second(self) -> float:
         """Tokens per second, over all devices."""
@@ -106,14 +127,12 @@ def check_mesh(config: Config, topology: Topology) -> None:
 
 
 def _remedy(config: Config, topology: Topology) -> str:
-    """Return the change of one axis with which the mesh has the chips of the slices."""
-    mesh, chips = config.mesh, topology.num_chips
+    """Return a change of one axis with which the configuration has the chips of the slices."""
+    chips = topology.num_chips
     for axis in ("fsdp", "dp", "tp", "sp", "ep"):
-        rest = math.prod(getattr(mesh, other) for other in AXIS_NAMES if other != axis)
+        rest = math.prod(getattr(config.mesh, other) for other in AXIS_NAMES if other != axis)
         size, remainder = divmod(chips, rest)
-        if axis == "dp" and size % topology.num_slices:
-            continue
-        if not remainder and size and (getattr(mesh, axis) > 1 or axis in ("fsdp", "dp")):
+        if not remainder and size and change(config, {f"mesh.{axis}": size}) is not None:
             return f"set mesh.{axis}={size}"
     return f"change mesh.* so that its axes multiply to {chips}"
 

@@ -244,7 +244,10 @@ class Trials:
 
 
 def soak_corruptions(folder: Path, *, times: int, seed: int) -> dict[str, Any]:
-    """Damage the newest of three checkpoints `times` times, and restore."""
+    """Damage the newest of three checkpoints in a fresh copy, `times` times, and count outcomes.
+
+    Each restore must detect the damage or return the saved arrays.
+    """
     config, newest = write_config(folder, checkpoint__every=10, training__steps=30), 30
     run_undisturbed(config, folder / "run")
     rng = random.Random(seed)

@@ -81,7 +81,7 @@ def test_layouts_and_overlaps_equal_one_device(one_device, mesh, layout, overlap
     assert_equal_runs(run(CONFIG, parallel(mesh, layout, overlap)), one_device)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "offload", "full"])
 def test_remat_does_not_change_results(one_device, remat) -> None:
     config = CONFIG.model_copy(update={"remat": remat})
     assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)

@@ -340,7 +340,9 @@ def test_diff_prints_what_differs_and_by_how_much(written, output, tmp_path, mon
         assert float(rows[name][1]) == pytest.approx(np.abs(x - y).max(), rel=5e-3)
         assert float(rows[name][2]) == pytest.approx(relative[name], rel=5e-3)
     assert list(rows) == sorted(relative, key=lambda name: -relative[name])
-    assert "and 1 more; --limit" in output("diff", f"{written}@4", other, "--limit", 1)
+    assert "and 1 more arrays differ; a larger --limit" in output(
+        "diff", f"{written}@4", other, "--limit", 1
+    )
 
 
 def test_diff_names_arrays_of_another_shape_and_missing_ones(

@@ -20,7 +20,7 @@ from planning import gpus, report
 from planning.candidates import all_candidates, change
 from planning.estimate import estimate, slice_machine
 from planning.scaling import scale
-from planning.search import advise, rank, search
+from planning.search import advise, as_it_is, larger_slices, rank, search
 from planning.step import StepPlan, check_mesh
 
 from configs.schema import Config, load_config
@@ -80,9 +80,9 @@ def test_a_mesh_of_another_size_is_refused_with_the_axis_to_change(
         check_mesh(llama(*changed), read_topology(topology))
 
 
-def test_check_mesh_says_nothing_about_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_mesh_confirms_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_script.main(["--config", str(LLAMA), "--topology", "v5p-16", "--check-mesh"]) == 0
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "mesh tp8 fits v5p:2x2x2\n")
 
 
 # docs/predicted.md: compiled by libtpu 0.0.42 in November 2026.
@@ -149,7 +149,9 @@ def test_a_search_compiles_the_best_estimates_until_enough_fit() -> None:
     order = [ranked.candidate.config for ranked in rank(llama(), topology, V5P)]
     assert asked == sorted(asked, key=order.index)
     best = "\n".join(report.search_table(sorted(found[1:], key=lambda one: one.seconds)))
-    assert "best: " in best
+    assert f"best: {' '.join(found[1].candidate.overrides)}" in best
+    base = as_it_is(answer(llama(), "v5p-16"))
+    assert "best: the configuration as it is" in "\n".join(report.search_table([base]))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,14 @@ def test_weak_scaling_keeps_compute_and_strong_scaling_divides_it() -> None:
     assert ("strong", 32) not in points, "16 rows cannot be divided over 32 devices"
     with pytest.raises(ValueError, match="start at 8"):
         list(scale(plan, 2, 4))
+    assert points["weak", 4096].rows == 16 * 512
+    assert [p.chips for p in scale(plan, 4096, 8192) if p.mode == "weak"] == [4096, 8192]
+
+
+def test_fsdp_within_a_larger_slice_uses_its_links() -> None:
+    plan = answer(llama(), "v5p-16")  # tp 8, no fsdp
+    one, two = [point for point in scale(plan, 8, 16) if point.mode == "weak"]
+    assert 0 < two.exposed - one.exposed < 0.05
 
 
 def test_sums_between_slices_make_steps_longer() -> None:
@@ -215,7 +225,7 @@ def test_sums_between_slices_make_steps_longer() -> None:
 def test_conditions_name_a_figure(text: str) -> None:
     name, sign, limit = plan_script.condition(text)
     plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5p-16")
-    figure = report.FIGURES[name](plan)
+    figure = getattr(plan, name)
     assert report.holds(plan, (name, sign, limit)) == eval(f"{figure} {sign} {limit}")
 
 
@@ -226,6 +236,9 @@ def test_conditions_name_a_figure(text: str) -> None:
         (["--topology", "v5p-12"], "v5p slices have 8, 16, 32"),
         (["--topology", "v5p-16", "mesh.tp=3"], "model.num_attention_heads=32 is not divisible"),
         (["--topology", "h100-4"], "h100-4 has 4 GPUs; make the product 4"),
+        (["--topology", "h100"], "write the GPUs of a node such as h100-8"),
+        (["--topology", "h100-8", "--search"], "--search: needs a TPU"),
+        (["--topology", "v5e:3x3"], "there is no such slice; v5e has 1x1, 2x2, 2x4"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -251,7 +264,7 @@ def test_tokens_have_units(text: str, tokens: float) -> None:
 def test_the_cost_of_a_run_follows_from_its_tokens() -> None:
     plan = answer(llama("mesh.tp=1", "mesh.fsdp=8"), "v5p-16")
     days = 1e12 / plan.tokens_per_second / 86400
-    line = report.run_cost(plan, 1e12, 4.2)
+    line = report.cost_line(plan, 1e12, 4.2)
     assert f"{days:,.1f} days" in line and f"{days * 24 * 8 * 4.2:,.0f} at 4.2" in line
 
 
@@ -313,6 +326,7 @@ def test_the_plan_of_a_small_step_adds_up_and_is_kept(tmp_path) -> None:
     )
     assert parts == pytest.approx(found["step_time"])
     assert 0 < found["mfu"] < 1 and found["hbm_bytes"] < found["hbm_available_bytes"]
+    assert sum(found["memory"].values()) >= found["hbm_bytes"]
     assert math.isclose(found["hbm"], found["hbm_bytes"] / found["hbm_available_bytes"])
     assert json.loads(trace.read_text())["traceEvents"]
     again = run_plan(*arguments, *SMALL)
@@ -332,3 +346,7 @@ def test_a_step_that_does_not_fit_is_one_line_and_no_traceback(tmp_path) -> None
     assert done.returncode == 1
     assert done.stdout.startswith("does not fit on v5e:2x4 (v5litepod-8, 8 chips): it needs 20.")
     assert "Traceback" not in done.stderr
+
+
+def test_the_next_larger_slice_skips_sizes_that_do_not_exist() -> None:
+    assert [str(t) for t in larger_slices(read_topology("v5e-1"))] == ["v5e:2x2", "v5e:2x4"]
