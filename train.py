@@ -73,6 +73,7 @@ def open_session(
         *program.plan.describe(),
         *program.describe_objective(),
         *(source.summary for source in dataset.sources),
+        *dataset.repetitions(),
         *describe_parameters(program, table),
     ]
     generator = Generator(
@@ -91,14 +92,7 @@ def open_session(
     settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
     with (
         jax.set_mesh(program.tp.manager.mesh),
-        open_run(
-            program,
-            dataset,
-            settings,
-            generate=sample,
-            stop=stop,
-            group=group,
-        ) as trainer,
+        open_run(program, dataset, settings, generate=sample, stop=stop, group=group) as trainer,
     ):
         for line in announce:
             log.info("%s", line)

@@ -100,10 +100,12 @@ def split_conversations(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, 
     ends = np.asarray(ends, np.int64)
     train, held_out = _split_parts(ends, fraction, int(ends[-1]))
     if fraction and (len(ends) == 1 or held_out.length.sum() < fraction * ends[-1]):
+        what, remedy = f"all {len(ends)} conversations", "lower data.eval_fraction"
+        if len(ends) == 1:
+            what, remedy = "the only conversation", "set data.eval_fraction=0"
         raise DataError(
-            f"data.eval_fraction={fraction:g} would hold out all {len(ends)} conversation(s), "
-            "because each is held out whole or not at all; give more conversations, or lower "
-            "data.eval_fraction"
+            f"data.eval_fraction={fraction:g} would hold out {what}, because each is held out "
+            f"whole or not at all; give more conversations, or {remedy}"
         )
     return train, held_out
 

@@ -29,7 +29,7 @@ from data.mixture import Mixture
 from data.packed_store import PackedStore, open_packed_store
 from data.packing import PACK_VERSION, PackedRows, count_bytes
 from data.prepare import TokenizationProgress, prepare, store_job
-from data.store import Store
+from data.store import Store, count_of
 from data.tokenization import bind_to_parent
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 
@@ -94,9 +94,11 @@ class Source:
     def summary(self) -> str:
         """One line: size of the store, skipped documents, and rows."""
         info = self.packed.info
+        train = count_of(info.train_rows, "training row")
+        held_out = count_of(info.held_out_rows, "held-out row")
         line = (
-            f"data {self.name}: {self.store.summary()}; {info.train_rows:,} training rows "
-            f"({info.efficiency:.1%} full), {info.held_out_rows:,} held-out rows"
+            f"data {self.name}: {self.store.summary()}; {train} ({info.efficiency:.1%} full), "
+            f"{held_out}"
         )
         if info.held_out_conversations:
             line += (
@@ -104,9 +106,9 @@ class Source:
                 "conversations)"
             )
         elif self.rows_per_item > 1:
-            line += f" ({self.num_eval // self.rows_per_item:,} pairs)"
+            line += f" ({count_of(self.num_eval // self.rows_per_item, 'pair')})"
         if left_out := self.num_pairs_left_out:
-            line += f"; {left_out:,} pairs left out: longer than data.sequence_length"
+            line += f"; {count_of(left_out, 'pair')} left out: longer than data.sequence_length"
         return line
 
     @property
@@ -214,6 +216,24 @@ class Dataset:
                 last, row = long_row, self.sources[source].train_row(index)
             cut_row(row, first, out_row)
         return out
+
+    def repetitions(self) -> list[str]:
+        """Return a line for every source with fewer rows than one batch takes from it."""
+        firsts = {phase.first_step for phase in self.schedule.phases} | {*self.config.shares}
+        most = dict.fromkeys(range(len(self.sources)), 0)
+        for step in firsts:
+            first, end = (self.schedule.first_row(s) for s in (step, step + 1))
+            before, after = self.mixture.counts(first), self.mixture.counts(end)
+            for source, taken in most.items():
+                most[source] = max(taken, after[source] - before[source])
+        item = "training row" if self.config.rows_per_item == 1 else "training pair"
+        return [
+            f"data {source.name}: a batch takes {taken:,} of its "
+            f"{count_of(source.num_items, item)}, so rows repeat within a step; give more data, or "
+            "lower data.global_batch_size"
+            for source, taken in zip(self.sources, most.values(), strict=True)
+            if taken > source.num_items
+        ]
 
     def progress(self, step: int) -> dict[str, float]:
         """Return tokens and epochs of every source in the first `step` steps, by metric name."""

@@ -27,6 +27,11 @@ TOKENS, ENDS, NUM_BYTES, LOSS_MASK = "tokens.bin", "ends.bin", "num_bytes.bin", 
 BLOCK_BYTES = 2**24
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 row", "2,000 rows"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 class Skipped(BaseModel, frozen=True, extra="forbid"):
     """Documents that were left out for one reason."""
 
@@ -190,10 +195,10 @@ class Store:
     def summary(self) -> str:
         """Return one line with the size of the store and the skipped documents."""
         info, num_bytes = self.info, int(self.num_bytes.sum())
-        documents = f"{info.num_documents:,} documents"
+        documents = count_of(info.num_documents, "document")
         if info.encoding is not None and info.encoding.is_paired:
-            documents = f"{info.num_documents // 2:,} preference pairs"
-        line = f"{documents}, {info.num_tokens:,} tokens, " + (
+            documents = count_of(info.num_documents // 2, "preference pair")
+        line = f"{documents}, {count_of(info.num_tokens, 'token')}, " + (
             f"{num_bytes / info.num_tokens:.2f} bytes per token"
             if self.loss_mask is None
             else f"{num_bytes:,} bytes of text in the loss"

@@ -15,6 +15,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from parallel.sharding.devices import describe_missing_tpu
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -183,12 +185,7 @@ def absent_devices(topology: str) -> list[jax.Device]:
     Raises: ValueError without libtpu, or for a topology that libtpu does not know.
     """
     named = read_topology(topology)
-    # jax sets this when it is imported and finds no TPU. libtpu then writes a warning into each of
-    # these variables, reads it back as a value and prints an error. Which values they have changes
-    # neither the devices nor the programs of an absent slice. A TPU VM finds out its own values.
-    if os.environ.get("TPU_SKIP_MDS_QUERY") == "1":
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    describe_missing_tpu()
     # Otherwise libtpu queries the cloud's metadata server and refuses a second process.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

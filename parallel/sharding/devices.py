@@ -1,5 +1,6 @@
 """Devices of a run, attached or simulated on the CPU, and data-sheet figures of chips."""
 
+import glob
 import os
 import re
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
 
     Raises: ValueError if accelerators would stay unused, or if the backend has too few devices.
     """
+    describe_missing_tpu()
     is_alone = not jax.distributed.is_initialized()
     if is_alone and num_devices > 1:
         prevent_deadlocks()
@@ -62,6 +64,23 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
     cpus = jax.devices("cpu")[:num_devices]
     noun = "device" if num_devices == 1 else "devices"
     return cpus, f"found {found}; simulating {num_devices} {noun} on the CPU"
+
+
+def describe_missing_tpu() -> None:
+    """Give libtpu values for what it would ask a TPU, where none is attached.
+
+    libtpu may be installed for the planner, and jax tries it before the CPU. Where jax finds no TPU
+    (it then sets TPU_SKIP_MDS_QUERY), libtpu writes a warning into each of these variables, reads
+    it back as a value and prints an error. The values change neither the devices nor the programs
+    of an absent slice. Nothing changes on a TPU VM: its chips are device files. Call this before a
+    jax backend starts; values that the user has set stay.
+    """
+    if os.environ.get("TPU_SKIP_MDS_QUERY") != "1":
+        return
+    if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"):
+        return
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 
 def compute_capability(device: jax.Device) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from data.pipeline import Dataset, train_batches
 from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import train_tokenizer
+from parallel.sharding.devices import describe_missing_tpu
 
 SCRIPTS = _clone.ROOT / "scripts"
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
@@ -99,6 +100,7 @@ def _stdout_of(command: list[str]) -> str:
 
 def _bench_delivery(folder: Path, repeats: int) -> dict[str, float]:
     """Return tokens per second of batches 32 x 2048, prepared by one thread."""
+    describe_missing_tpu()
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     found, stop = {}, WARMUP + NUM_BATCHES
     for packing in get_args(Packing):

@@ -295,7 +295,8 @@ def test_every_conversation_is_held_out_whole_or_not_at_all(lengths, fraction):
     try:
         train, held_out = split_conversations(ends, fraction)
     except DataError as error:
-        assert f"would hold out all {len(lengths)} conversation(s)" in str(error)
+        assert f"would hold out all {len(lengths)} conversations, " in str(error)
+        assert "lower data.eval_fraction" in str(error)
         return
     begins = np.concatenate([train.start, held_out.start])
     order = np.argsort(begins)
@@ -308,7 +309,7 @@ def test_every_conversation_is_held_out_whole_or_not_at_all(lengths, fraction):
 
 def test_a_single_conversation_cannot_be_held_out():
     with pytest.raises(
-        DataError, match=r"=0\.01 would hold out all 1 conv.*; give more conversatio"
+        DataError, match=r"=0\.01 would hold out the only conv.*, or set data\.eval_fraction=0$"
     ):
         split_conversations(np.array([500]), 0.01)
     assert split_conversations(np.array([500]), 0)[0].length.tolist() == [500]

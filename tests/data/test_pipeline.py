@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -455,6 +456,17 @@ def test_a_run_needs_a_source_with_weight_at_every_step(folder):
         rows_in(folder, sources=sources)
 
 
+def test_sources_with_fewer_rows_than_a_batch_takes_are_named(folder):
+    digits = rows_in(folder).sources[0].num_items
+    # Until step 5, three of four rows are digits.
+    parts = digits // 3
+    assert rows_in(folder, global_batch_size={0: 4 * parts, 5: 4}).repetitions() == []
+    assert rows_in(folder, global_batch_size={0: 4 * parts + 4, 5: 4}).repetitions() == [
+        f"data digits: a batch takes {3 * parts + 3} of its {digits} training rows, so rows repeat "
+        "within a step; give more data, or lower data.global_batch_size"
+    ]
+
+
 def test_few_conversations_are_held_out_whole_and_an_earlier_split_is_not_resumed(tmp_path):
     path = tmp_path / "a.jsonl"
     answers = ("tea", "a long way home" * 9, "sea")
@@ -469,7 +481,9 @@ def test_few_conversations_are_held_out_whole_and_an_earlier_split_is_not_resume
         for part in (source.packed.train, source.packed.held_out)
     )
     assert (len(held), len(trained)) == (1, 2) and held.isdisjoint(trained)
-    assert source.summary.endswith(" held-out rows (1 of 3 conversations)")
+    assert re.search(
+        r"; \d+ training rows .* \d+ held-out rows? \(1 of 3 conv.*s\)$", source.summary
+    )
     earlier = {key: value for key, value in now.items() if key != "undivided"}
     assert explain_change(earlier, now) == (
         "conversations of source 'text' are now held out whole; an earlier version of this program "

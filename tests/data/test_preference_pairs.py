@@ -84,7 +84,7 @@ def test_what_is_no_pair_is_refused_with_its_line(tmp_path, record, detail):
     with pytest.raises(DataError, match=r"a\.jsonl:2: not a pair: .*; correct the file, or use"):
         dataset(tmp_path, on_error="raise")
     rows = dataset(tmp_path, on_error="skip", eval_fraction=0)
-    assert "1 preference pairs" in rows.sources[0].summary
+    assert "1 preference pair, " in rows.sources[0].summary
     assert "skipped: 1 not a pair" in rows.sources[0].summary
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data import store_writer as module
 from data.files import DataError
-from data.store import Encoding, InputFile, Skipped, Store, StorePlan
+from data.store import Encoding, InputFile, Skipped, Store, StorePlan, count_of
 from data.store_writer import StoreWriter, TokenizedDocuments, remove_journal
 
 PATHS = ("a.txt", "b.txt", "c.txt")
@@ -332,3 +332,10 @@ def test_ten_gigabytes_open_in_a_second(stored) -> None:
     assert time.process_time() - begin < 1
     assert opened.tokens[:3].tolist() == [1, 2, 3] and opened.tokens[tokens - 1] == 0
     assert opened.ends[-1] == tokens
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 tokens"), (1, "1 token"), (2000, "2,000 tokens")]
+)
+def test_one_of_a_thing_is_singular(number, text) -> None:
+    assert count_of(number, "token") == text

@@ -73,7 +73,7 @@ def test_the_script_trains_a_tokenizer_and_prepares_what_training_opens(folder) 
     assert training.startswith("training a tokenizer of 300 tokens on at most 256 MiB")
     assert written.startswith(f"tokenizer {folder}/tokenizer.json written after ")
     assert re.fullmatch(
-        rf"code: 1 documents, [\d,]+ tokens, \d\.\d\d bytes per token; "
+        rf"code: 1 document, [\d,]+ tokens, \d\.\d\d bytes per token; "
         rf"\d+ rows of \d+; [\d.]+ MB/s; "
         rf"{folder}/cache/code-\w{{16}}",
         code,
