@@ -44,7 +44,8 @@ check_restarts() {
 
 # Ask scripts/plan.py before anything is created, and exit with 2 if it refuses: the configuration is
 # wrong, the mesh has another number of devices, or (unless --no-plan) the step does not fit. On a
-# machine that cannot run it, say what was not checked. Reads dry and no_plan.
+# machine that cannot run it, say what was not checked. A dry run prints the command, and checks the
+# configuration and the number of devices only. Reads dry and no_plan.
 # ask_planner TOPOLOGY PYTHON... -- arguments of train.py
 ask_planner() {
   local topology=$1 planner=() words=() skip="" code=0
@@ -76,10 +77,10 @@ ask_planner() {
   [[ ! $no_plan ]] || words+=(--check-mesh)
   if [[ $dry ]]; then
     show "${planner[@]}" "${words[@]}"
-    return
+    [[ $no_plan ]] || words+=(--check-mesh)
   fi
   "${planner[@]}" -c "$can_plan" 2> /dev/null || code=$?
-  if ((code == 3)) && [[ ! $no_plan && $topology =~ ^(v|tpu) ]]; then
+  if ((code == 3)) && [[ ! $dry && ! $no_plan && $topology =~ ^(v|tpu) ]]; then
     printf '# memory is not checked: this machine has no libtpu (pip install -e ".[plan]")\n' >&2
     words+=(--check-mesh)
   elif ((code != 0 && code != 3)); then
@@ -87,7 +88,7 @@ ask_planner() {
       "${planner[-1]}" >&2
     return
   fi
-  show "${planner[@]}" "${words[@]}" >&2
+  [[ $dry ]] || show "${planner[@]}" "${words[@]}" >&2
   code=0
   "${planner[@]}" "${words[@]}" >&2 || code=$?
   ((code != 1)) || [[ $no_plan ]] || printf 'to launch all the same, give --no-plan\n' >&2

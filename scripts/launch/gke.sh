@@ -24,7 +24,8 @@ usage: gke.sh build|up|tail|delete [options] [-- arguments of train.py]
                       topology and chips; attach the volume by `xpk storage attach`
   --no-plan           do not compile the step first to see whether it fits; the configuration and the
                       number of chips are checked all the same (up)
-  --dry-run           print every command and run none
+  --dry-run           print every command and run none, except the check of the configuration and
+                      the number of chips
 EOF
 }
 

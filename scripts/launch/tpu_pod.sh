@@ -27,8 +27,9 @@ usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- argu
   --project PROJECT   project of Google Cloud (default of gcloud)
   --no-plan           do not compile the step first to see whether it fits; the configuration and the
                       number of chips are checked all the same (up)
-  --dry-run[=STATE]   print every command and run none, as if the queued resource were in STATE:
-                      NONE (default), ACTIVE, SUSPENDED, ...
+  --dry-run[=STATE]   print every command and run none, except the check of the configuration and
+                      the number of chips; as if the queued resource were in STATE: NONE (default),
+                      ACTIVE, SUSPENDED, ...
 
 Exit codes: 0 done, 2 bad input, 75 stopped and resumable, else that of the last attempt.
 EOF

