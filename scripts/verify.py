@@ -5,11 +5,12 @@ step runs on eight simulated CPU devices for every factorisation over dp, fsdp, 
 residual layout and overlap method, in float32 and bfloat16. Loss and gradients are compared with
 one device, beside a rounding bound (scripts/verification/bounds.py). Results are kept in --output,
 and the same command continues there. Exit codes: 0 all within their bounds, 1 past a bound, 2 bad
-input.
+input or no case that can run, 130 interrupted.
 """
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from verification.table import HEADER, closing_lines, line_of, lines_by_mesh, su
 
 from configs.build import open_devices
 from configs.schema import load_config
+
+INTERRUPTED = 130
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,7 +54,7 @@ def verify(options: argparse.Namespace) -> bool:
     """Run the cases, print the table, and return whether all are within their bounds.
 
     Raises:
-        ValueError: The configuration or an option is wrong.
+        ValueError: The configuration or an option is wrong, or no case can run.
     """
     if options.sample is not None and options.sample < 1:
         raise ValueError(f"--sample {options.sample}: use at least 1")
@@ -82,6 +85,11 @@ def verify(options: argparse.Namespace) -> bool:
     else:
         print(*(lines_by_mesh(done) if options.by_mesh else ()), sep="\n")
         print(*closing_lines(cases, done), sep="\n")
+    if not done:
+        raise ValueError(
+            f"{options.config}: no case ran, because every mesh is refused; change what the "
+            "refusals name"
+        )
     return all(result.comparison.is_within for _, result in done)
 
 
@@ -94,7 +102,16 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code == INTERRUPTED:
+        # At a normal exit, threads of a program that still runs would meet a closed runtime.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

@@ -91,6 +91,22 @@ def longest_sum(config: Config) -> int:
     )
 
 
+def check_finite(step: StepResult, name: str) -> None:
+    """Check that a step can be a reference.
+
+    Raises:
+        ValueError: Its loss or a gradient is not finite.
+    """
+    values = {"loss": np.array(step.loss)}
+    values |= {f"gradient of {key}": value for key, value in step.gradients.items()}
+    for what, value in values.items():
+        if not np.isfinite(value).all():
+            raise ValueError(
+                f"{name}: the {what} is not finite, so no mesh can be compared with it; look for "
+                "the cause in the model on one device"
+            )
+
+
 def compare(
     result: StepResult,
     dtype: DTypeName,
@@ -99,7 +115,7 @@ def compare(
 ) -> Comparison:
     """Compare a step with that of one device in the same dtype.
 
-    references: Steps of one device.
+    references: Steps of one device. Where one is not finite, the ratio is infinite.
     """
     terms = DEVICES if dtype == "bfloat16" else longest_sum(config)
     factor = 2 * math.sqrt(terms) * ROUNDOFF[dtype]
@@ -117,6 +133,8 @@ def compare(
 
     def ratio_of(pair: tuple[float, float]) -> float:
         error, bound = pair
+        if not (math.isfinite(error) and math.isfinite(bound)):
+            return INF
         return error / bound if bound else (INF if error else 0.0)
 
     losses = (np.array([run.loss]) for run in (result, wanted, exact, rough))

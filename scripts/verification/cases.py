@@ -10,9 +10,11 @@ from typing import get_args
 import jax
 
 from configs.build import build_plan
+from configs.reading import ConfigError
 from configs.schema import Config, make_config
 from model.attention.registry import blockwise_names
 from model.config import DTypeName, LinearKind
+from model.plan import ExecutionPlan
 from parallel.linear.collective_matmul import Overlap
 from parallel.sharding.mesh import AXIS_NAMES, MeshConfig
 from parallel.sharding.residual import RESIDUAL_LAYOUTS
@@ -21,6 +23,13 @@ from verification.scaling import BLOCK, as_tree
 DEVICES = 8
 AS_CONFIGURED = "configured"
 """Overlap: the methods that the configuration names for single kinds of linears."""
+
+
+DTYPES: tuple[DTypeName, ...] = get_args(DTypeName)
+
+
+class Refused(ValueError):
+    """The configuration cannot run a case; says why."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def configure(small: Config, full: Config, case: Case, devices: Sequence[jax.Dev
     several blocks.
 
     Raises:
-        ValueError: The configuration refuses this case.
+        ConfigError: The configuration refuses this case.
     """
     tree = as_tree(small)
     tree["mesh"] = case.mesh.model_dump()
@@ -132,7 +141,7 @@ def find_cases(small: Config, full: Config, devices: Sequence[jax.Device], meshe
     methods: list[str] = [*get_args(Overlap)]
     if any(getattr(full.parallel, f"overlap_{kind}") for kind in get_args(LinearKind)):
         methods.append(AS_CONFIGURED)
-    combinations = [*itertools.product(RESIDUAL_LAYOUTS, methods)]
+    combinations = [*itertools.product(RESIDUAL_LAYOUTS, methods, DTYPES)]
     found: list[Case] = []
     refusals: list[Refusal] = []
     repeated = 0
@@ -140,27 +149,54 @@ def find_cases(small: Config, full: Config, devices: Sequence[jax.Device], meshe
     for mesh in factorisations(DEVICES):
         if not asked <= {*name_of_mesh(mesh).split("-")}:
             continue
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, list[Case]] = {}
         programs = set()
-        for residual, overlap in combinations:
-            case = Case(mesh, residual, overlap, "float32")
+        for residual, overlap, dtype in combinations:
+            case = Case(mesh, residual, overlap, dtype)
             try:
-                plan = build_plan(configure(small, full, case, devices), devices)
-            except ValueError as error:
-                reasons.setdefault(str(error), []).append(f"{residual} {overlap}")
+                plan = _plan(small, full, case, devices)
+            except Refused as error:
+                reasons.setdefault(str(error), []).append(case)
                 continue
             # Without tp nothing distinguishes the residual layouts.
             chosen = tuple((kind, choice.overlap) for kind, choice in plan.overlap)
-            program = (residual if mesh.tp > 1 else "", chosen)
+            program = (residual if mesh.tp > 1 else "", chosen, dtype)
             if program in programs:
-                repeated += len(get_args(DTypeName))
+                repeated += 1
                 continue
             programs.add(program)
-            found += [Case(mesh, residual, overlap, dtype) for dtype in get_args(DTypeName)]
-        for reason, names in reasons.items():
-            what = "all" if len(names) == len(combinations) else ", ".join(names)
+            found.append(case)
+        for reason, refused in reasons.items():
+            what = "all" if len(refused) == len(combinations) else _words(refused)
             refusals.append(Refusal(name_of_mesh(mesh), what, reason))
     return Cases(found, refusals, repeated)
+
+
+def _plan(small: Config, full: Config, case: Case, devices: Sequence[jax.Device]) -> ExecutionPlan:
+    """Return the plan of a case.
+
+    Raises:
+        Refused: The configuration refuses the case. Any other ValueError is a mistake of ours.
+    """
+    try:
+        config = configure(small, full, case, devices)
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    try:
+        return build_plan(config, devices)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _words(cases: Sequence[Case]) -> str:
+    """Return layout and overlap of all cases, and the dtype of those with one dtype only."""
+    dtypes: dict[str, list[DTypeName]] = {}
+    for case in cases:
+        dtypes.setdefault(f"{case.residual} {case.overlap}", []).append(case.dtype)
+    return ", ".join(
+        name if len(found) == len(DTYPES) else f"{name} {found[0]}"
+        for name, found in dtypes.items()
+    )
 
 
 def spread(cases: Sequence[Case], seed: int) -> list[Case]:

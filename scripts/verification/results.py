@@ -3,9 +3,10 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.preflight import describe_program
 from configs.schema import Config, dump_config
@@ -13,6 +14,7 @@ from verification.bounds import Comparison
 from verification.cases import Case
 
 FILE = "results.jsonl"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,11 @@ class Results:
     """
 
     def __init__(self, folder: Path, config: Config):
-        """Read the results of the folder; those of another version are removed."""
+        """Read the results of the folder; those of another version are removed.
+
+        Raises:
+            ValueError: The folder cannot be used, or its file is damaged or another program's.
+        """
         self._path = folder / FILE
         self._done: dict[str, Result] = {}
         self.notice: str | None = None
@@ -42,16 +48,42 @@ class Results:
             lines = self._path.read_bytes().splitlines(True) if self._path.exists() else []
         except OSError as error:
             raise ValueError(f"--output {folder}: {error.strerror}; give a folder") from error
-        # A kill may leave half a line.
-        found = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        if len(lines) > 1 and not lines[-1].endswith(b"\n"):
+            lines.pop()  # a kill may leave half a line
+        found = self._parse(lines[:1], lambda line: {key: line[key] for key in header})
         if found and found[0] == header:
-            self._done = {result.case: result for result in map(_result, found[1:])}
-            self.notice = f"{self._path}: continuing after {len(self._done)} cases"
+            results = self._parse(lines, _result, skip=1)
+            # What did not run may have been the machine's fault, so it is tried again.
+            self._done = {r.case: r for r in results if not r.comparison.problem}
+            count = len(self._done)
+            cases = "case" if count == 1 else "cases"
+            self.notice = f"{self._path}: continuing after {count} {cases}"
         elif found:
-            changed = " and ".join(key for key in header if found[0].get(key) != header[key])
+            changed = " and ".join(key for key in header if found[0][key] != header[key])
             self.notice = f"{self._path}: the {changed} changed since; starting again"
         kept = [header, *map(dataclasses.asdict, self._done.values())]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        written = self._path.with_suffix(".new")
+        written.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        written.replace(self._path)
+
+    def _parse(
+        self, lines: Sequence[bytes], read: Callable[[dict[str, Any]], T], *, skip: int = 0
+    ) -> list[T]:
+        """Read every line after the first `skip` ones.
+
+        Raises:
+            ValueError: A line is not one that this class writes.
+        """
+        found = []
+        for number, line in enumerate(lines[skip:], skip + 1):
+            try:
+                found.append(read(json.loads(line)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{self._path} line {number}: not a line of verify.py; delete the line or the "
+                    "file, or give another --output"
+                ) from error
+        return found
 
     def get(self, case: Case) -> Result | None:
         """Return the result of a case, or None if it has not run."""

@@ -12,7 +12,7 @@ from configs.schema import Config
 from model.config import DTypeName
 from parallel.sharding.mesh import MeshConfig
 from training.step import Program, TrainState
-from verification.bounds import compare, failure
+from verification.bounds import check_finite, compare, failure
 from verification.cases import Case, configure
 from verification.inputs import initial_state, random_batch
 from verification.results import Result, Results
@@ -60,8 +60,8 @@ class Verification:
 
     def _run_case(self, case: Case, references: References) -> Result:
         begin = time.monotonic()
-        config = configure(self.small, self.full, case, self.devices)
         try:
+            config = configure(self.small, self.full, case, self.devices)
             found = run_step(program_of(config, self.devices), references.state, references.batch)
             comparison = compare(found, case.dtype, references.steps, self.small)
         except Exception as error:  # a program that does not compile or run is a finding
@@ -73,7 +73,7 @@ class Verification:
         """Run one device in both dtypes, on a batch for which they choose the same experts.
 
         Raises:
-            ValueError: There is no such batch.
+            ValueError: There is no such batch, or a result of one device is not finite.
         """
         programs: dict[DTypeName, Program] = {}
         dtypes: tuple[DTypeName, ...] = ("float32", "bfloat16")
@@ -86,6 +86,8 @@ class Verification:
             report("one device, float32 and bfloat16")
             batch = random_batch(self.small, seed)
             steps = {dtype: run_step(program, state, batch) for dtype, program in programs.items()}
+            for dtype, step in steps.items():
+                check_finite(step, f"one device, {dtype}")
             if np.array_equal(steps["float32"].load_NE, steps["bfloat16"].load_NE):
                 return References(state, batch, steps)
         raise ValueError(

@@ -58,6 +58,8 @@ def closing_lines(cases: Cases, done: Done) -> Iterator[str]:
             "residual layout and the overlap change nothing, nor the overlap where nothing is "
             "gathered"
         )
+    if not done:
+        return
     if len(done) < len(cases.cases):
         yield f"{len(cases.cases) - len(done)} of {len(cases.cases)} cases were not run"
     beyond = [case.name for case, result in done if not result.comparison.is_within]
@@ -67,13 +69,14 @@ def closing_lines(cases: Cases, done: Done) -> Iterator[str]:
             f"{'; '.join(beyond)}"
         )
     else:
-        yield f"all {len(done)} cases are within their bounds"
+        several = f"all {len(done)} cases are within their bounds"
+        yield several if len(done) > 1 else "the one case is within its bounds"
 
 
 def summary(cases: Cases, done: Done) -> dict[str, Any]:
     """Return the table as one JSON object."""
     return {
-        "ok": all(result.comparison.is_within for _, result in done),
+        "ok": bool(done) and all(result.comparison.is_within for _, result in done),
         "cases": [
             {
                 "mesh": case.mesh_name,

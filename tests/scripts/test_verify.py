@@ -1,6 +1,9 @@
 """`scripts/verify.py` compares meshes with one device, finds planted errors, and continues."""
 
 import json
+import math
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +14,13 @@ from conftest import ROOT, sample
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import verify
-from verification.bounds import compare
+from verification.bounds import check_finite, compare, failure
 from verification.cases import Case, factorisations, find_cases, spread
 from verification.results import Results
 from verification.scaling import as_tree, scale_down, shrink
 from verification.steps import StepResult
 
+from configs.build import build_plan
 from configs.schema import load_config, make_config
 from parallel.sharding.mesh import MeshConfig
 
@@ -106,6 +110,34 @@ def test_what_a_configuration_refuses_is_listed_with_its_reason() -> None:
     assert "num_key_value_heads=4 is not divisible by mesh.tp=8" in refusal.reason
 
 
+def test_a_refusal_of_one_dtype_refuses_no_other(monkeypatch) -> None:
+    def refuse(config, devices):
+        if config.model.dtype == "bfloat16" and config.parallel.residual == "hidden":
+            raise ValueError("no bfloat16 here")
+        return build_plan(config, devices)
+
+    monkeypatch.setattr("verification.cases.build_plan", refuse)
+    full, small = scaled("tp8.yaml")
+    found = find_cases(small, full, jax.devices(), "tp8")
+    (refusal,) = found.refusals
+    assert "hidden none bfloat16, hidden ring bfloat16" in refusal.what
+    assert refusal.reason == "no bfloat16 here"
+    assert {(case.residual, case.dtype) for case in found.cases} == {
+        ("sequence", "float32"), ("sequence", "bfloat16"), ("replicated", "float32"),
+        ("replicated", "bfloat16"), ("hidden", "float32"),
+    }  # fmt: skip
+
+
+def test_an_error_outside_of_the_configuration_is_no_refusal(monkeypatch) -> None:
+    def fail(tree):
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr("verification.cases.make_config", fail)
+    full, small = scaled("tp8.yaml")
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        find_cases(small, full, jax.devices(), "tp8")
+
+
 def test_every_program_is_a_case_once() -> None:
     full, small = scaled("tp8.yaml")
     # Two layouts gather, by four methods; the third gathers nothing.
@@ -131,6 +163,7 @@ def step(loss: float, gradient: float, load: int = 4) -> StepResult:
     return StepResult(loss, {"w": np.full(9, gradient, np.float32)}, np.array([[load, 8 - load]]))
 
 
+NAN = math.nan
 REFERENCES = {"float32": step(1.0, 1.0), "bfloat16": step(1.001, 1.01)}
 
 
@@ -153,6 +186,21 @@ def test_an_error_is_within_its_bound_or_not(found, dtype, is_within) -> None:
     assert compare(found, dtype, REFERENCES, small).is_within == is_within
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("broken", ["float32", "bfloat16"])
+@pytest.mark.parametrize("values", [(NAN, 1.0), (1.0, NAN), (1.0, math.inf)])
+def test_nothing_is_within_the_bounds_of_a_reference_that_is_not_finite(
+    dtype, broken, values
+) -> None:
+    _, small = scaled("tp8.yaml")
+    references = REFERENCES | {broken: step(*values)}
+    found = compare(REFERENCES[dtype], dtype, references, small)
+    assert not found.is_within and found.ratio == math.inf
+    what = "gradient of w" if values[0] == 1 else "loss"
+    with pytest.raises(ValueError, match=f"one device: the {what} is not finite"):
+        check_finite(references[broken], "one device")
+
+
 # Runs.
 
 
@@ -163,7 +211,7 @@ def test_a_verification_passes_and_continues_where_it_stopped(tiny, capsys) -> N
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert found["ok"] and len(found["cases"]) == 2 and found["not_run"] == 308
-    assert "continuing after 1 cases" in err and "[1/2" not in err
+    assert "continuing after 1 case\n" in err and "[1/2" not in err
 
 
 def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None:
@@ -175,7 +223,7 @@ def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None
         file.write('{"case": "half a li')
     again = Results(tmp_path, full)
     assert again.get(case).comparison == comparison
-    assert "continuing after 1 cases" in again.notice
+    assert again.notice.endswith("continuing after 1 case")
     other, _ = scaled("tp8.yaml", "model.qk_norm=true")
     changed = Results(tmp_path, other)
     assert changed.get(case) is None
@@ -183,6 +231,53 @@ def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None
     lines = (tmp_path / "results.jsonl").read_text()
     (tmp_path / "results.jsonl").write_text(lines.replace('"code": "', '"code": "0'))
     assert "the code changed since" in Results(tmp_path, other).notice
+
+
+@pytest.mark.parametrize("line", ["not JSON", "[1]", "{}", '{"case": "dp8"}'])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_damaged_line_of_results_is_named_and_the_file_is_kept(tmp_path, line, number) -> None:
+    full, _ = scaled("tp8.yaml")
+    Results(tmp_path, full)
+    path = tmp_path / "results.jsonl"
+    path.write_text("\n".join([*path.read_text().splitlines()[: number - 1], line, "x", ""]))
+    before = path.read_text()
+    with pytest.raises(ValueError, match=rf"results.jsonl line {number}: .*; delete the line") as e:
+        Results(tmp_path, full)
+    assert "\n" not in str(e.value) and path.read_text() == before
+
+
+def test_a_case_that_did_not_run_is_tried_again(tmp_path) -> None:
+    full, _ = scaled("tp8.yaml")
+    case = Case(MeshConfig(dp=8), "sequence", "none", "float32")
+    results = Results(tmp_path, full)
+    results.add(case, 1.0, failure(MemoryError("no memory")))
+    assert results.get(case) is not None and Results(tmp_path, full).get(case) is None
+
+
+def test_where_every_case_is_refused_nothing_is_verified(tiny, capsys, monkeypatch) -> None:
+    def refuse(*_):
+        raise ValueError("not on this mesh")
+
+    monkeypatch.setattr("verification.cases.build_plan", refuse)
+    assert verify.main([*tiny, "--mesh", "tp8"]) == 2
+    out, err = capsys.readouterr()
+    assert "tp8            refused (all): not on this mesh" in out and "within" not in out
+    assert err.startswith("error: ") and err.count("\n") == 1 and "no case ran" in err
+
+
+def test_an_interrupted_verification_says_in_one_line_that_it_continues(tiny, tmp_path) -> None:
+    command = [sys.executable, ROOT / "scripts" / "verify.py", *tiny, "--mesh", "dp8"]
+    # Children of a background job would ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    with process:
+        lines = iter(process.stderr.readline, "")
+        assert any("one device" in line for line in lines)  # it compiles now
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert (process.returncode, rest) == (130, "interrupted; the same command continues\n")
+    assert (tmp_path / "results" / "results.jsonl").exists()
 
 
 def test_a_planted_error_is_found_and_named(tiny, capsys, monkeypatch) -> None:
