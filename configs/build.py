@@ -16,7 +16,7 @@ from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
 from model.int8_base import without_scales
 from model.plan import ExecutionPlan, make_plan
-from parallel.linear.choice import Choice, choose_overlap
+from parallel.linear.choice import Choice, choose_fsdp_overlap, choose_overlap
 from parallel.linear.config import TensorParallelConfig
 from parallel.planning.sharding_table import (
     Row,
@@ -25,12 +25,12 @@ from parallel.planning.sharding_table import (
     tensors_of_model,
     tensors_of_state,
 )
-from parallel.sharding.axes import KV_HEAD, TP
+from parallel.sharding.axes import FSDP, KV_HEAD, SP, TP, ColumnWise
 from parallel.sharding.devices import CHIPS, find_devices
-from parallel.sharding.mesh import build_mesh
+from parallel.sharding.mesh import build_mesh, ring_of_axes
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
-from parallel.sharding.specs import FEATURES
+from parallel.sharding.specs import FEATURES, mesh_axes_of
 from training.optimizers import make_optimizer
 from training.preference_step import PreferenceProgram
 from training.schedules import make_schedule
@@ -64,10 +64,22 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
         overlap="none" if config.parallel.overlap == "auto" else config.parallel.overlap,
     )
     overlap = _choose_overlaps(config, tp.manager)
-    tp = tp.replace(kind_overlaps={kind: choice.overlap for kind, choice in overlap.items()})
+    fsdp = _choose_fsdp_overlap(config, tp.manager)
+    # It is worth a line of the plan where kernels are gathered, or if it was asked for.
+    gathers = tp.manager.axis_size([FSDP, SP]) > 1 and tp.manager.axis_size(TP) == 1
+    lines = {"fsdp": fsdp} if gathers or config.parallel.overlap_fsdp is not None else {}
+    tp = tp.replace(
+        kind_overlaps={kind: choice.overlap for kind, choice in overlap.items()},
+        fsdp_overlap=fsdp.overlap,
+    )
     lengths = {config.data.row_length, *values_by_step(config.data.sequence_length).values()}
     return make_plan(
-        config.model, tp, lengths=sorted(lengths), overlap=overlap.items(), lora=config.lora
+        config.model,
+        tp,
+        lengths=sorted(lengths),
+        overlap=[*overlap.items(), *lines.items()],
+        lora=config.lora,
+        attend_across_documents=config.data.attend_across_documents,
     )
 
 
@@ -146,6 +158,32 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         else:
             choices[kind] = choose_overlap(shapes[kind], n, chip)
     return choices
+
+
+def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
+    """Choose how kernels are gathered over fsdp and sp, and how their gradients are summed."""
+    named, mla = config.parallel.overlap_fsdp or config.parallel.overlap, config.model.mla
+    stored = mesh_axes_of(manager.resolve(ColumnWise)[0])
+    axes = [name for name in stored if manager.mesh.shape[name] > 1]
+    n = manager.axis_size([FSDP, SP])
+    widths = [config.model.hidden_size]
+    if mla is not None:
+        widths += [width for width in (mla.kv_lora_rank, mla.q_lora_rank) if width]
+    obstacles = {
+        "tp has several devices": manager.axis_size(TP) > 1,
+        "one device on fsdp and sp gathers nothing": not axes,
+        "frozen kernels have no gradients (lora.rank)": config.lora.rank > 0,
+        "these chips form no ring of neighbours": bool(axes)
+        and ring_of_axes(manager.mesh, axes) is None,
+        f"blocks of {widths} features over {n} devices have no halves": named == "split"
+        and any(width // n % 2 for width in widths),
+    }
+    if why := next((text for text, holds in obstacles.items() if holds), None):
+        return Choice("none", f"{named} was asked for, but {why}")
+    if named != "auto":
+        return Choice(named, "as configured")
+    chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
+    return choose_fsdp_overlap(min(widths) // n, chip)
 
 
 def _kinds_of(config: Config) -> set[LinearKind]:

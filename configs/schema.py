@@ -56,6 +56,10 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """Overlap method of the output head and its loss; null: as overlap."""
     overlap_experts: OverlapChoice | None = None
     """Overlap method of the experts' projections, except split; null: as overlap."""
+    overlap_fsdp: OverlapChoice | None = None
+    """How kernels of linears are gathered over fsdp and sp, and how their gradients are summed,
+    where tp is 1; auto: chosen by width and chip; null: as overlap. Experts, embedding, head, and
+    linears with adapters use plain collectives."""
     replicate_kv: bool = False
     """Allow more tp devices than kv heads: every device all-gathers keys and values and takes the
     heads it needs."""

@@ -97,6 +97,9 @@ class DataConfig(
     """split: concatenate documents and cut at row ends; best_fit: keep documents whole if they
     fit; pairs: documents are preference pairs (fields prompt, chosen, rejected), and each pair is
     two consecutive rows, for training.objective=dpo."""
+    attend_across_documents: bool = False
+    """Let tokens attend to earlier documents of their row, and count positions from the start of
+    the row. On GPUs, cuDNN's attention needs it."""
     on_error: OnError = "raise"
     """raise: stop at an unreadable document and report its place; skip: leave it out and count it.
     Empty documents are always skipped."""

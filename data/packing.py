@@ -2,8 +2,8 @@
 
 The split of a store is the same in every run. In an epoch every token is an input exactly once, and
 every token that has a successor in its document predicts it exactly once, also across rows.
-Documents of one row do not see each other: they differ in `segment_ids`, and `positions` start at 0
-in each.
+Documents of one row differ in `segment_ids`, and `positions` start at 0 in each. The model keeps
+them apart, unless `data.attend_across_documents` is set.
 """
 
 import math

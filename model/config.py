@@ -272,11 +272,16 @@ class ModelConfig(
     moe: MoEConfig = MoEConfig()
     """Mixture of experts."""
     remat: str = "dots"
-    """Rematerialisation policy. none: keep all activations; dots: keep projections and blockwise
-    attention, recompute the rest; offload: as dots, but what is kept waits in the memory of the
-    host; full: recompute whole layers."""
-    loss_chunk: PositiveInt = 2048
-    """Tokens per device in one chunk of the loss; only the logits of a chunk exist at a time."""
+    """Rematerialisation policy. none: keep all activations; dots: keep projections, q, k and v
+    after rope, blockwise attention and the residual stream after it; recompute the rest; offload:
+    as dots, but what is kept waits in the memory of the host; attention: keep q, k and v (after
+    rope, or before norms of q and k), the result of attention and the residual stream after it,
+    recompute the MLP or experts (latent attention keeps its latents instead of q, k and v); full:
+    recompute whole layers."""
+    loss_chunk: PositiveInt | None = None
+    """Tokens in one chunk of the loss on the devices of tp together; only the logits of a chunk
+    exist at a time. null: as many as keep the logits within a sixteenth of the device memory; 2048
+    where it is unknown."""
 
     @property
     def padded_vocab_size(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from model.config import LinearKind, ModelConfig
+from model.loss_chunk import tokens_per_chunk
 from parallel.linear.choice import RingShape
 from parallel.planning.sharding_table import Tensor
 from parallel.sharding.axes import (
@@ -44,7 +45,7 @@ def activation_tensors(
     dtype, rows = jnp.dtype(config.dtype), (batch, length)
     heads = config.num_attention_heads
     parts = manager.axis_size([BATCH, QUERY_LENGTH])
-    chunk = parts * min(config.loss_chunk, batch * length // parts)
+    chunk = parts * min(tokens_per_chunk(config, manager), batch * length // parts)
     mlp_axes = [BATCH, QUERY_LENGTH, MLP_INTERMEDIATE]
     logit_axes = [[BATCH, QUERY_LENGTH], VOCAB]
     mlp_size = _dense_mlp_size(config)
@@ -117,7 +118,7 @@ def ring_shapes(
         "o": dense(scatter_columns=config.num_attention_heads * config.value_size // n),
         # The loss sends its tokens in chunks.
         "head": ring(
-            max(min(config.loss_chunk // n, rows), 1),
+            max(min(tokens_per_chunk(config, manager) // n, rows), 1),
             halves=dim == ROWS or halved % 2 == 0,
             gather_columns=config.padded_vocab_size // n,
         ),

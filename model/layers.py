@@ -6,7 +6,7 @@ except in decoding, B over (dp, fsdp, ep), and the residual stream x_BLD by the 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from model.activations import gated_activation
@@ -21,9 +22,9 @@ from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
 from model.attention.mask import AttentionInputs, AttentionSpec, chunk_ids
 from model.attention.metadata import OperationMetadata
-from model.attention.registry import AttentionChoice, layer_spec
+from model.attention.registry import INPUTS_NAME, AttentionChoice, layer_spec
 from model.config import LayerType, LinearKind, ModelConfig
-from model.rope import Rescaled, RopeScaling, partial_rope, rope_frequencies
+from model.rotation import Rotation, rotate
 from parallel.linear.chain import chain
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import (
@@ -34,7 +35,8 @@ from parallel.linear.linear import (
     named_rngs,
 )
 from parallel.linear.ring import pcast_varying, reduce_scatter
-from parallel.linear.sharded_matmul import gather_kernel, params_for_shard_map
+from parallel.linear.sharded_matmul import params_for_shard_map
+from parallel.linear.stored_kernel import gather_kernel
 from parallel.sharding.axes import (
     MODE_PREFILL,
     MODE_TRAIN,
@@ -107,12 +109,14 @@ class RMSNorm(nnx.Module):
 class TokenInfo:
     """Inputs of attention and experts that are equal for all layers.
 
-    positions_BL: positions for rope. segment_ids_BL: document of every token; None: one document
-    per row. index_L: index in the row of every token, None: natural order. dropout_key: None: no
-    dropout. valid_BL: False for padding; None: no padding.
+    positions_BL: positions for rope. rotations: cosines and sines of rope, by type of layer.
+    segment_ids_BL: document of every token; None: every token sees all earlier tokens of its row.
+    index_L: index in the row of every token, None: natural order. dropout_key: None: no dropout.
+    valid_BL: False for padding; None: no padding.
     """
 
     positions_BL: jax.Array
+    rotations: Mapping[LayerType, Rotation] = field(default_factory=dict)
     segment_ids_BL: jax.Array | None = None
     index_L: jax.Array | None = None
     dropout_key: jax.Array | None = None
@@ -248,7 +252,10 @@ class Attention(nnx.Module):
         with jax.named_scope("qkv"):
             q, k, v = self._project_qkv(x_BLD)
             if has_rope:
-                q, k = self._rotate(q, k, info.positions_BL, layer_type)
+                q, k = (rotate(y, info.rotations[layer_type]) for y in (q, k))
+            if not self.config.qk_norm:
+                q, k = (checkpoint_name(y, INPUTS_NAME) for y in (q, k))
+            v = checkpoint_name(v, INPUTS_NAME)
         if cache is not None:
             cache = cache.write(k, v)
         with jax.named_scope("attention"):
@@ -272,25 +279,15 @@ class Attention(nnx.Module):
         """Return q, k and v `B L heads h`, with norms applied to q and k."""
         config = self.config
         qkv = self.qkv(x_BLD)
+        if config.qk_norm:
+            # The derivative of the norms needs their input; norms and rope are cheap to repeat.
+            qkv |= {name: checkpoint_name(qkv[name], INPUTS_NAME) for name in "qk"}
         if config.qk_norm_across_heads:
             qkv |= {"q": self.q_norm(qkv["q"]), "k": self.k_norm(qkv["k"])}
         q, k, v = (split_heads(qkv[name], config.head_size, self.tp) for name in "qkv")
         if config.qk_norm and not config.qk_norm_across_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
-
-    def _rotate(
-        self, q: jax.Array, k: jax.Array, positions_BL: jax.Array, layer_type: LayerType
-    ) -> tuple[jax.Array, jax.Array]:
-        """Apply rope to the first `rotary_size` dimensions of every head."""
-        frequency_h, factor = layer_frequencies(self.config, layer_type)
-        rotate = partial(
-            partial_rope,
-            positions_BL=positions_BL,
-            frequency_h=frequency_h,
-            attention_factor=factor,
-        )
-        return rotate(q), rotate(k)
 
 
 def attention_inputs(
@@ -308,14 +305,6 @@ def attention_inputs(
         dropout_seed=info.dropout_key,
         sinks_H=sinks_H,
     )
-
-
-def layer_frequencies(config: ModelConfig, layer_type: LayerType) -> Rescaled:
-    """Return the rotary frequencies and the attention factor of such a layer."""
-    theta, scaling = config.rope_theta, config.rope_scaling
-    if layer_type != "full_attention" and config.rope_local_theta is not None:
-        theta, scaling = config.rope_local_theta, RopeScaling()
-    return rope_frequencies(config.rotary_size, theta, scaling)
 
 
 def split_heads(y_BLF: jax.Array, head_dim: int, tp: TensorParallelConfig) -> jax.Array:

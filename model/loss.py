@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
+from model.loss_chunk import tokens_per_chunk
 from parallel.linear.collective_matmul import Overlap, gather_matmul_blocks
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.ring import all_gather, pcast_varying
-from parallel.linear.sharded_matmul import gather_kernel
+from parallel.linear.stored_kernel import gather_kernel
 from parallel.sharding.axes import DEFAULT_MASK_VALUE, ColumnWise
 from parallel.sharding.specs import ROWS, SplitDim, split_dim
 
@@ -43,8 +44,8 @@ def cross_entropy_sum(
 
     The loss of a token is mask * (logsumexp(logits) - logit of its target), over the first
     `config.vocab_size` columns: the others are padding. The logits are x @ kernel, capped if
-    `config.final_logit_softcapping` says so. At most `config.loss_chunk` tokens per
-    device have logits at a time, so they take loss_chunk * V / tp floats instead of B * L * V.
+    `config.final_logit_softcapping` says so. The logits of `tokens_per_chunk`
+    tokens exist at a time, so they take this number * V / tp floats instead of B * L * V.
     Gradients are computed in the forward pass, while the logits of a chunk exist, and scaled in the
     backward pass: three matmuls per chunk in all.
 
@@ -193,7 +194,7 @@ def _uncapped_gradient(gradient: jax.Array, capped: jax.Array, cap: float | None
 
 def _rows_per_chunk(config: ModelConfig, tp: TensorParallelConfig, rows: int, n: int) -> int:
     """Return the rows that one device adds to a chunk; even if an overlap method halves them."""
-    most = min(max(config.loss_chunk // n, 1), rows)
+    most = min(max(tokens_per_chunk(config, tp.manager) // n, 1), rows)
     return most + most % 2 if tp.overlap == "split" else most
 
 

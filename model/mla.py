@@ -18,23 +18,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from model.attention.api import attend
 from model.attention.cached import LayerCache, attend_cached
 from model.attention.metadata import OperationMetadata
-from model.attention.registry import AttentionChoice, layer_spec
+from model.attention.registry import INPUTS_NAME, AttentionChoice, layer_spec
 from model.config import LayerType, ModelConfig
 from model.layers import (
     RMSNorm,
     TokenInfo,
     attention_inputs,
-    layer_frequencies,
     make_linear,
     merge_heads,
     split_heads,
 )
-from model.rope import rope
+from model.rotation import Rotation, rotate
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import (
     ColumnParallelLinear,
@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("qkv"):
             q_n, q_r, latent_BLR, k_r = self._project(x_BLD)
             if has_rope:
-                q_r, k_r = (self._rotate(y, info.positions_BL, layer_type) for y in (q_r, k_r))
+                q_r, k_r = (self._rotate(y, info.rotations[layer_type]) for y in (q_r, k_r))
             if cache is not None:
                 kept = P(*jax.typeof(k_r).sharding.spec[:2], None)
                 whole_BLR = jax.sharding.reshard(latent_BLR, kept)
@@ -137,8 +137,13 @@ class LatentAttention(nnx.Module):
         split over tp.
         Communication: an all-gather over tp of the keys with rope, and that of the linears.
         """
-        mla, down = self.mla, self.down(x_BLD)
-        q_BLF = self.q_b(self.q_a_norm(down["q_a"])) if "q_a" in down else self.q(x_BLD)
+        mla = self.mla
+        # Remat keeps the latents: keys and values of all heads are many times as large.
+        down = checkpoint_name(self.down(x_BLD), INPUTS_NAME)
+        if "q_a" in down:
+            q_BLF = self.q_b(self.q_a_norm(down["q_a"]))
+        else:
+            q_BLF = checkpoint_name(self.q(x_BLD), INPUTS_NAME)
         q = split_heads(q_BLF, mla.qk_head_dim, self.tp)
         kv_a = down["kv_a"]
         latent_BLR = self.kv_a_norm(kv_a[..., : mla.kv_lora_rank])
@@ -146,13 +151,11 @@ class LatentAttention(nnx.Module):
         k_r = jax.sharding.reshard(kv_a[..., mla.kv_lora_rank :], rows)[:, :, None]
         return q[..., : mla.qk_nope_head_dim], q[..., mla.qk_nope_head_dim :], latent_BLR, k_r
 
-    def _rotate(
-        self, x_BLHr: jax.Array, positions_BL: jax.Array, layer_type: LayerType
-    ) -> jax.Array:
+    def _rotate(self, x_BLHr: jax.Array, by: Rotation) -> jax.Array:
         """Apply rope. Interleaved pairs come out as (i, i + r/2), which changes no score."""
         if self.mla.rope_interleave:
             x_BLHr = jnp.concatenate([x_BLHr[..., 0::2], x_BLHr[..., 1::2]], -1)
-        return rope(x_BLHr, positions_BL, *layer_frequencies(self.config, layer_type))
+        return rotate(x_BLHr, by)
 
     def _keys_and_values(
         self, latent_BLR: jax.Array, k_r: jax.Array

@@ -1,21 +1,34 @@
 """Choice of the exchange method and the grouped matmul of sparse layers, with its reason."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from jax.sharding import Mesh
+
 from model.config import ModelConfig
+from parallel.experts.exchange import target_of
 from parallel.experts.expert import EXPERT_AXES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS, choose_grouped_matmul
 from parallel.experts.names import ExchangeMethod
+from parallel.planning.links import chip_coords, order_by_links
+from parallel.sharding.devices import CHIPS
 from parallel.sharding.partition import PartitionManager
+from parallel.sharding.specs import mesh_axes_of
 
 
 @dataclass(frozen=True)
 class MoEBackend:
-    """Exchange method and grouped matmul of the sparse layers; reason is one line."""
+    """Exchange method and grouped matmul of the sparse layers; reason is one line.
+
+    distances: order in which the exchange sends its blocks, see `PermuteAllToAll`.
+    """
 
     exchange: ExchangeMethod
     grouped_matmul: str
     reason: str
+    distances: tuple[int, ...] = ()
 
 
 def choose_experts(
@@ -28,9 +41,11 @@ def choose_experts(
     exchange, or this platform.
     """
     moe, platform = config.moe, str(manager.mesh.devices.flat[0].platform)
+    # The layer sends in one chunk when it ignores a capacity, in evaluation and generation.
+    in_chunks = moe.exchange_chunks > 1 and not dropless
     dropless |= moe.capacity_factor is None
     devices = manager.axis_size(EXPERT_AXES[moe.expert_rule][0].axes[0])
-    exchange, why = _choose_exchange(config, platform, devices, dropless)
+    exchange, why = _choose_exchange(config, platform, devices, dropless, in_chunks)
     if exchange == "dense":
         return MoEBackend("dense", "einsum", f"{why}; every expert computes every token")
     if exchange == "alltoall" and dropless and devices > 1:
@@ -51,11 +66,15 @@ def choose_experts(
             f"model.moe.grouped_matmul={name} runs on {', '.join(impl.platforms)} only, these "
             f"devices are {platform}; use auto"
         )
-    return MoEBackend(exchange, name, f"{why}; {name}: {reason}")
+    distances: tuple[int, ...] = ()
+    if exchange == "alltoall" and in_chunks:
+        axes = mesh_axes_of(manager.resolve(EXPERT_AXES[moe.expert_rule][0])[0])
+        distances = sending_order(manager.mesh, axes)
+    return MoEBackend(exchange, name, f"{why}; {name}: {reason}", distances)
 
 
 def _choose_exchange(
-    config: ModelConfig, platform: str, devices: int, dropless: bool
+    config: ModelConfig, platform: str, devices: int, dropless: bool, in_chunks: bool
 ) -> tuple[ExchangeMethod, str]:
     """Choose the exchange between `devices` devices that share the experts, and give the reason."""
     moe = config.moe
@@ -72,5 +91,28 @@ def _choose_exchange(
     uniform = moe.grouped_matmul != "auto" and GROUPED_MATMULS[moe.grouped_matmul].is_uniform
     if dropless and moe.exchange_chunks == 1 and not uniform:
         return "ragged", "no token is dropped, and only assigned rows are sent"
-    how = "collective permutes during the matmuls" if moe.exchange_chunks > 1 else "one collective"
+    how = "collective permutes during the matmuls" if in_chunks else "one collective"
     return "alltoall", f"buffers of equal size are sent by {how}"
+
+
+def sending_order(mesh: Mesh, axes: Sequence[str]) -> tuple[int, ...]:
+    """Return the distances of an exchange over these axes, in an order that keeps all links busy.
+
+    Empty for devices whose links are not known. See `PermuteAllToAll`.
+    """
+    chip = CHIPS.get(mesh.devices.flat[0].device_kind)
+    if chip is None or not chip.ici_bandwidth:
+        return ()
+    coords = chip_coords(mesh.devices.flat)
+    sides = [max(axis) + 1 for axis in zip(*coords, strict=True)]
+    own = [mesh.axis_names.index(name) for name in axes]
+    n = math.prod(mesh.devices.shape[axis] for axis in own)
+    # Numbers of the devices by rank in the exchange, and by group of devices that exchange.
+    grid = np.arange(len(coords)).reshape(mesh.devices.shape)
+    devices = np.moveaxis(grid, own, range(len(own))).reshape(n, -1)
+    routes = []
+    for distance in range(1, n):
+        targets = devices[target_of(np.arange(n), distance, n)]
+        pairs = zip(devices.flat, targets.flat, strict=True)
+        routes.append([(coords[source], coords[target]) for source, target in pairs])
+    return tuple(1 + index for index in order_by_links(routes, sides, chip.wrap))

@@ -14,8 +14,9 @@ import numpy as np
 
 from model.attention.registry import AttentionChoice, choose_for_layer
 from model.attention.ring import row_order
-from model.config import LayerType, LinearKind, ModelConfig
+from model.config import LayerType, ModelConfig
 from model.lora import LoRAConfig
+from model.loss_chunk import tokens_per_chunk
 from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
 from parallel.linear.config import TensorParallelConfig
@@ -24,6 +25,8 @@ from parallel.sharding.residual import residual_name
 from parallel.sharding.specs import FEATURES, ROWS, split_dim
 
 AttentionByType = dict[LayerType, AttentionChoice]
+_LANES = 128
+"""Lanes of a vector register of a TPU."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class ExecutionPlan:
     """Dimensions and numerics."""
     tp: TensorParallelConfig
     """Mesh, sharding rules, and the overlap method of every kind of linear."""
-    overlap: tuple[tuple[LinearKind, Choice], ...]
-    """Overlap method and reason, by kind of linear."""
+    overlap: tuple[tuple[str, Choice], ...]
+    """Overlap method and reason, by kind of linear; "fsdp": of kernels that fsdp and sp store."""
     attention: tuple[tuple[LayerType, int, AttentionChoice], ...]
     """Attention operation in training, by type of layer and tokens per row."""
     experts: MoEBackend | None
@@ -47,6 +50,22 @@ class ExecutionPlan:
     """The same where no token may be dropped: evaluation and generation."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """Low-rank adapters, and the storage of the parameters that they freeze."""
+    attend_across_documents: bool = False
+    """Whether tokens attend to earlier documents of their row."""
+    tpu_forms: bool = False
+    """Whether rope, the linears of attention and the residual stream have the forms that are fast
+    on TPU, and slow or without effect on other platforms."""
+
+    @property
+    def attention_tp(self) -> TensorParallelConfig:
+        """Configuration of the linears of attention, with `head_width` if they work by head."""
+        model, tp = self.model, self.tp
+        # Attention on TPU reads `B H L h`. On other platforms one product of plain matrices is
+        # faster.
+        by_head = self.tpu_forms and model.mla is None and model.head_size % _LANES == 0
+        if not by_head or tp.manager.mesh.shape[tp.axis_name] > 1:
+            return tp
+        return tp.replace(head_width=model.head_size)
 
     def attention_of(self, layer_type: LayerType, length: int) -> AttentionChoice:
         """Return the operation for training rows of `length` tokens.
@@ -105,6 +124,7 @@ class ExecutionPlan:
         for choice in dict.fromkeys(choice for _, choice in self.overlap):
             kinds = ", ".join(kind for kind, other in self.overlap if other == choice)
             yield f"overlap {choice.overlap} for {kinds}: {choice.reason}"
+        yield self._loss_line()
         if sizes[self.tp.axis_name] > 1:
             yield self._embedding_line()
         same: dict[tuple[LayerType, str, str], list[tuple[int, AttentionChoice]]] = {}
@@ -114,6 +134,10 @@ class ExecutionPlan:
         for (kind, name, _), found in same.items():
             rows = self._of_lengths([length for length, _ in found])
             yield f"attention {name} for {kind}{rows and f', rows{rows}'}: {found[0][1].reason}"
+        if self.attend_across_documents:
+            yield "tokens attend to earlier documents of their row (data.attend_across_documents)"
+        if self.tpu_forms:
+            yield self._tpu_line()
         if model.mla is not None:
             yield self._latent_line()
         lengths = dict.fromkeys(length for _, length, _ in self.attention)
@@ -146,6 +170,15 @@ class ExecutionPlan:
             return ""
         return f" of {', '.join(map(str, sorted(lengths)))} tokens"
 
+    def _tpu_line(self) -> str:
+        """Name the forms for TPU that this model uses."""
+        forms = ["rope by matmul"]
+        if self.attention_tp.head_width is not None:
+            without = " without adapters" if self.lora.rank else ""
+            forms.append(f"attention linears{without} by head")
+        forms.append("residual stream stored with features innermost")
+        return f"TPU forms: {', '.join(forms)}"
+
     def _latent_line(self) -> str:
         """Describe the two forms of latent attention, each with its reason."""
         model, mla = self.model, self.model.mla
@@ -159,6 +192,14 @@ class ExecutionPlan:
             f"a cache by latents, {mla.kv_width * size:,} bytes per token and layer instead of "
             f"{model.num_attention_heads * wide * size:,}"
         )
+
+    def _loss_line(self) -> str:
+        """Describe the chunks of the loss, with the memory of their logits."""
+        model, n = self.model, self.tp.manager.mesh.shape[self.tp.axis_name]
+        chunk = tokens_per_chunk(model, self.tp.manager)
+        why = "the default on this device" if model.loss_chunk is None else "as configured"
+        size = 4 * chunk * model.padded_vocab_size // n
+        return f"loss in chunks of {chunk:,} tokens, at most {size:,} bytes of logits: {why}"
 
     def _embedding_line(self) -> str:
         """Describe how the embedding is split over tp, and its communication per token."""
@@ -183,8 +224,10 @@ def make_plan(
     tp: TensorParallelConfig,
     *,
     lengths: Iterable[int],
-    overlap: Iterable[tuple[LinearKind, Choice]] = (),
+    overlap: Iterable[tuple[str, Choice]] = (),
     lora: LoRAConfig | None = None,
+    attend_across_documents: bool = False,
+    tpu_forms: bool | None = None,
 ) -> ExecutionPlan:
     """Choose implementations for a model on a mesh.
 
@@ -194,6 +237,8 @@ def make_plan(
         lengths: Tokens per row of all training and evaluation batches.
         overlap: The reasons for the overlap methods in `tp`.
         lora: Low-rank adapters; None: all parameters are trained.
+        attend_across_documents: Whether tokens attend to earlier documents of their row.
+        tpu_forms: Whether to use the forms that are fast on TPU; None: if the mesh has TPUs.
 
     Raises:
         ValueError: A configured implementation cannot serve this model on this mesh.
@@ -202,17 +247,29 @@ def make_plan(
         attention = tuple(
             (layer_type, length, choice)
             for length in dict.fromkeys(lengths)
-            for layer_type, choice in _attention_choices(model, tp, length).items()
+            for layer_type, choice in _attention_choices(
+                model, tp, length, documents=not attend_across_documents
+            ).items()
         )
     except ValueError as error:
         raise ValueError(f"model.attention: {error}") from error
+    if tpu_forms is None:
+        tpu_forms = tp.manager.mesh.devices.flat[0].platform == "tpu"
     is_sparse = True in model.sparse_layers
     experts, dropless = (
         choose_experts(model, tp.manager, dropless=dropless) if is_sparse else None
         for dropless in (False, True)
     )
     return ExecutionPlan(
-        model, tp, tuple(overlap), attention, experts, dropless, lora or LoRAConfig()
+        model,
+        tp,
+        tuple(overlap),
+        attention,
+        experts,
+        dropless,
+        lora or LoRAConfig(),
+        attend_across_documents,
+        tpu_forms,
     )
 
 
@@ -223,10 +280,17 @@ def _attention_choices(
     *,
     mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
     paged: bool = False,
+    documents: bool = True,
 ) -> AttentionByType:
     return {
         layer_type: choose_for_layer(
-            model, layer_type, tp.manager, length=length, mode=mode, paged=paged
+            model,
+            layer_type,
+            tp.manager,
+            length=length,
+            mode=mode,
+            paged=paged,
+            documents=documents,
         )
         for layer_type in dict.fromkeys(model.layer_kinds)
     }

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from model.attention.registry import RESULT_NAME
+from model.attention.registry import INPUTS_NAME, OUTPUT_NAME, RESULT_NAME
 from parallel.experts.expert_mlp import SAVED_NAMES
 from parallel.linear import low_rank
 from registry import Registry
@@ -20,17 +20,22 @@ RematPolicy = Callable[..., Any]
 REMAT_POLICIES: Registry[RematPolicy | None] = Registry("remat policy")
 """None stores everything."""
 REMAT_POLICIES["none"] = None
+_ATTENTION = (INPUTS_NAME, RESULT_NAME, OUTPUT_NAME)
+# Without SAVED_NAMES of experts: these arrays are several times as large.
+REMAT_POLICIES["attention"] = jax.checkpoint_policies.save_only_these_names(
+    *_ATTENTION, *low_rank.SAVED_NAMES
+)
 # The products of experts have a batch dimension and blockwise attention is a loop, so both are
 # saved by name.
 REMAT_POLICIES["dots"] = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *low_rank.SAVED_NAMES, RESULT_NAME),
+    jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *low_rank.SAVED_NAMES, *_ATTENTION),
 )
 _OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
 _OFFLOADED_DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_OFFLOAD)
 _OFFLOADED_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[*low_rank.SAVED_NAMES],
-    names_which_can_be_offloaded=[*SAVED_NAMES, RESULT_NAME],
+    names_which_can_be_offloaded=[*SAVED_NAMES, *_ATTENTION],
     **_OFFLOAD,
 )
 

@@ -8,10 +8,8 @@ Letters: B batch, L length, H heads, h head dim. frequency_h has h / 2 entries, 
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from pydantic import (
     BaseModel,
@@ -274,37 +272,3 @@ def _longrope(frequency_h: np.ndarray, theta: float, scaling: RopeScaling) -> Re
     if factor is None:
         factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     return frequency_h / divisor_h, factor
-
-
-def rope(
-    x_BLHh: jax.Array, positions_BL: jax.Array, frequency_h: Any, attention_factor: float = 1.0
-) -> jax.Array:
-    """Rotate the pairs (i, i + h/2) of every head by position * frequency, in float32.
-
-    frequency_h and attention_factor come from `rope_frequencies`. The half-split pairing is that of
-    the Hugging Face models. Raises: ValueError unless there is one frequency per pair.
-    """
-    frequency_h = jnp.asarray(frequency_h, jnp.float32)
-    if frequency_h.shape != (x_BLHh.shape[-1] / 2,):
-        raise ValueError(
-            f"{frequency_h.shape} frequencies for heads of {x_BLHh.shape[-1]}: give one per pair, "
-            "as rope_frequencies(head_dim, ...) does"
-        )
-    angle_BLh = positions_BL[..., None].astype(jnp.float32) * frequency_h
-    cos, sin = jnp.cos(angle_BLh)[:, :, None], jnp.sin(angle_BLh)[:, :, None]
-    if attention_factor != 1.0:
-        cos, sin = cos * attention_factor, sin * attention_factor
-    first, second = jnp.split(x_BLHh.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BLHh.dtype)
-
-
-def partial_rope(
-    x_BLHh: jax.Array, positions_BL: jax.Array, frequency_h: Any, attention_factor: float = 1.0
-) -> jax.Array:
-    """Apply `rope` to the first dimensions of every head, two per frequency; keep the others."""
-    width = 2 * len(frequency_h)
-    if width == x_BLHh.shape[-1]:
-        return rope(x_BLHh, positions_BL, frequency_h, attention_factor)
-    rotated = rope(x_BLHh[..., :width], positions_BL, frequency_h, attention_factor)
-    return jnp.concatenate([rotated, x_BLHh[..., width:]], axis=-1)

@@ -5,7 +5,7 @@ scanned, so compile time does not grow with depth.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from model.attention.cached import Cache, LayerCache, write_index
-from model.attention.registry import AttentionChoice
+from model.attention.registry import OUTPUT_NAME, AttentionChoice
 from model.generation.cache import DenseCache
 from model.head import Head
 from model.layers import Attention, Embedding, GatedMLP, RMSNorm, TokenInfo
@@ -24,9 +25,11 @@ from model.mla import LatentAttention
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
-from model.segments import LayerKind, Segment
+from model.rotation import Rotation, layer_rotations
+from model.segments import LayerKind, LayerType, Segment
 from parallel.linear.linear import named_rngs
 from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
+from parallel.sharding.memory_layout import features_innermost
 
 _STACKS = {False: "layers", True: "sparse_layers"}
 
@@ -42,13 +45,14 @@ class Block(nnx.Module):
         before, after = config.norm_placement != "post", config.norm_placement != "pre"
         self.attention_norm = RMSNorm(config, tp) if before else None
         layer = Attention if config.mla is None else LatentAttention
-        self.attention = layer(config, tp, rngs=named_rngs(rngs, "attention"))
+        self.attention = layer(config, plan.attention_tp, rngs=named_rngs(rngs, "attention"))
         self.attention_post_norm = RMSNorm(config, tp) if after else None
         self.mlp_norm = RMSNorm(config, tp) if before else None
         self.mlp_post_norm = RMSNorm(config, tp) if after else None
         mlp_rngs = named_rngs(rngs, "mlp")
         self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else GatedMLP(config, tp, rngs=mlp_rngs)
         add_adapters(self, plan.lora, rngs)
+        self.tp, self.tpu_forms = tp, plan.tpu_forms
 
     def __call__(
         self,
@@ -71,13 +75,20 @@ class Block(nnx.Module):
             mode=mode,
             cache=cache,
         )
-        x_BLD += _normed(self.attention_post_norm, out_BLD)
+        if self.attention_post_norm is not None:
+            out_BLD = self.attention_post_norm(checkpoint_name(out_BLD, OUTPUT_NAME))
+        x_BLD = checkpoint_name(self._stored(x_BLD + out_BLD), OUTPUT_NAME)
         normed_BLD, report = _normed(self.mlp_norm, x_BLD), None
         if isinstance(self.mlp, MoE):
             out_BLD, report = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
         else:
             out_BLD = self.mlp(normed_BLD)
-        return x_BLD + _normed(self.mlp_post_norm, out_BLD), cache, report
+        x_BLD = self._stored(x_BLD + _normed(self.mlp_post_norm, out_BLD))
+        return x_BLD, cache, report
+
+    def _stored(self, x_BLD: jax.Array) -> jax.Array:
+        """Return the residual stream in the memory layout of the plan."""
+        return features_innermost(x_BLD, self.tp.manager.mesh) if self.tpu_forms else x_BLD
 
 
 def _normed(norm: RMSNorm | None, x_BLD: jax.Array) -> jax.Array:
@@ -115,23 +126,16 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, MoEReport | None]:
         """Return hidden states after the final norm, and the reports of sparse layers `N ...`.
 
-        tokens_BL: token ids. The hidden states x_BLD have the residual layout.
+        tokens_BL: token ids. The hidden states x_BLD have the residual layout. positions_BL:
+        position of every token in its document; not read if the plan attends across documents.
         segment_ids_BL: document of every token; negative: padding, which no expert receives.
         index_L: index in the row of every token (`ExecutionPlan.row_order`); None: natural order.
         dropout_key: key of this batch; None: no dropout. dropless: give experts room for all tokens
         instead of their capacity, for losses that must not depend on drops.
         """
-        rows = (tokens_BL, positions_BL, segment_ids_BL)
-        constrain = self.tp.manager.constrain
-        tokens_BL, positions_BL, segment_ids_BL = (constrain(y, TokenSharding) for y in rows)
+        tokens_BL = self.tp.manager.constrain(tokens_BL, TokenSharding)
+        info = self._token_info(positions_BL, segment_ids_BL, index_L)
         definitions, stacks = self._layers()
-        sparse = True in stacks
-        info = TokenInfo(
-            positions_BL=positions_BL,
-            segment_ids_BL=segment_ids_BL,
-            index_L=index_L,
-            valid_BL=segment_ids_BL >= 0 if sparse else None,
-        )
 
         def body(x_BLD: jax.Array, layer: Any, number: jax.Array, kind: LayerKind) -> Any:
             block, key = nnx.merge(definitions[kind.is_sparse], layer), dropout_key
@@ -179,8 +183,10 @@ class Transformer(nnx.Module):
             cache = write_index(cache, positions_BL, slots_BL, self.config, self.tp)
         definitions, stacks = self._layers()
         valid_BL = offset_L < counts_B[:, None]
+        positions_BL = manager.constrain(positions_BL, TokenSharding, mode)
         info = TokenInfo(
-            positions_BL=manager.constrain(positions_BL, TokenSharding, mode),
+            positions_BL=positions_BL,
+            rotations=self._rotations(positions_BL),
             valid_BL=manager.constrain(valid_BL, TokenSharding, mode) if True in stacks else None,
         )
 
@@ -213,6 +219,29 @@ class Transformer(nnx.Module):
         x_BLD = self.embed(tokens_BL, mode)
         (x_BLD, cache), _ = _scan_layers(body, (x_BLD, cache), stacks, self.config.segments)
         return self.norm(x_BLD), cache.advance(counts_B)
+
+    def _token_info(
+        self, positions_BL: jax.Array, segment_ids_BL: jax.Array, index_L: jax.Array | None
+    ) -> TokenInfo:
+        """Return what attention and experts need in training; arguments as of `__call__`."""
+        constrain, across = self.tp.manager.constrain, self.plan.attend_across_documents
+        segment_ids_BL = constrain(segment_ids_BL, TokenSharding)
+        if across:
+            B, L = segment_ids_BL.shape
+            order_L = jnp.arange(L, dtype=jnp.int32) if index_L is None else index_L
+            positions_BL = jnp.broadcast_to(order_L, (B, L))
+        positions_BL = constrain(positions_BL, TokenSharding)
+        return TokenInfo(
+            positions_BL=positions_BL,
+            rotations=self._rotations(positions_BL),
+            # Padding comes last in a row, so causal attention never reads it.
+            segment_ids_BL=None if across else segment_ids_BL,
+            index_L=index_L,
+            valid_BL=segment_ids_BL >= 0 if True in self.config.sparse_layers else None,
+        )
+
+    def _rotations(self, positions_BL: jax.Array) -> Mapping[LayerType, Rotation]:
+        return layer_rotations(self.config, positions_BL, by_matmul=self.plan.tpu_forms)
 
     def _layers(self) -> tuple[dict[bool, Any], dict[bool, Any]]:
         """Return definitions and stacked parameters of dense (False) and sparse (True) blocks."""

@@ -4,7 +4,7 @@
 
 Compiles the step of train.py with libtpu (`pip install -e ".[plan]"`) and prints whether it fits,
 its memory, its predicted time and its communication. A step that does not fit gets a proposal: the
-change that fits and costs the least time. docs/planning.md explains the figures.
+change that fits and costs the least time. docs/plan.md explains the figures.
 
 Exit codes: 0 it fits, 1 it does not fit or --fail-if holds, 2 invalid input.
 """
@@ -31,7 +31,6 @@ from rich.console import Console
 from rich.status import Status
 
 from configs.schema import Config, load_config
-from parallel.planning.refusals import OutOfKernelMemory
 from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import read_topology
 from parallel.planning.trace import write_trace
@@ -252,7 +251,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
                 if not console.is_terminal:
                     print(text, file=sys.stderr, flush=True)
                 plan = plan_step(config, topology, ResultCache(Path(cache)))
-        except (OutOfKernelMemory, ValueError) as error:
+        except ValueError as error:
             if not skip:
                 raise
             print(f"  skipped: {error}", file=sys.stderr)

@@ -61,10 +61,13 @@ def abstract_model(config: ModelConfig, tp: TensorParallelConfig, *lengths: int)
         return nnx.eval_shape(lambda: Transformer(plan, rngs=nnx.Rngs(0)))
 
 
-def model_loss(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_seed=None):
-    """(loss as a function of parameters, initial parameters, row order); on the mesh of tp."""
+def model_loss(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_seed=None, **planned):
+    """(loss as a function of parameters, initial parameters, row order); on the mesh of tp.
+
+    planned: further arguments of `make_plan`.
+    """
     length = fields["tokens"].shape[1]
-    plan = make_plan(config, tp, lengths=[length])
+    plan = make_plan(config, tp, lengths=[length], **planned)
 
     def build() -> Transformer:
         return Transformer(plan, rngs=nnx.Rngs(params=jax.random.key(3)))
@@ -92,10 +95,11 @@ def run_model(
     fields,
     dropout_seed=None,
     alter=lambda params: params,
+    **planned,
 ) -> ModelRun:
-    """alter: changes the initial parameters."""
+    """alter: changes the initial parameters. planned: further arguments of `make_plan`."""
     with jax.set_mesh(tp.mesh):
-        loss, params, order = model_loss(config, tp, fields, dropout_seed)
+        loss, params, order = model_loss(config, tp, fields, dropout_seed, **planned)
         params = alter(params)
         value, grads = jax.jit(jax.value_and_grad(loss))(params)
     return ModelRun(float(value), *jax.tree.map(np.asarray, (grads, params)), order)

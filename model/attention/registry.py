@@ -35,6 +35,11 @@ AUTO = "auto"
 _TPU_LANES = 128
 RESULT_NAME = "attention_result"
 """`checkpoint_name` of results and logsumexps, for remat policies that keep them."""
+INPUTS_NAME = "attention_inputs"
+"""`checkpoint_name` of v, and of q and k after rope, or before their norms if they have some; with
+latent attention, of the latents instead."""
+OUTPUT_NAME = "attention_output"
+"""`checkpoint_name` of the residual stream after attention, and of what its post-norm reads."""
 
 Feature = Literal[
     "bidirectional",
@@ -369,17 +374,19 @@ def choose_for_layer(
     length: int,
     mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
     paged: bool = False,
+    documents: bool = True,
 ) -> AttentionChoice:
     """Return the operation of a layer of this model on this mesh, for rows of `length` tokens.
 
-    paged: the keys are in pages. While generating, the configured operation is not asked for: it
-    need not support a cache.
+    paged: the keys are in pages. documents: rows of a batch have several documents, which do not
+    see each other. While generating, the configured operation is not asked for: it need not
+    support a cache.
     Raises: ValueError if the configured one cannot do what the layer needs.
     """
     generating = mode in GENERATION_MODES
     sp = manager.axis_size(QUERY_LENGTH, mode)
     spec = layer_spec(config, layer_type, mode)
-    segmented = mode == MODE_TRAIN or (spec.chunk is not None and not paged)
+    segmented = (documents and mode == MODE_TRAIN) or (spec.chunk is not None and not paged)
     given = ["q_segment_ids_BL"] if segmented else []
     given += ["sinks_H"] if config.attention_sinks else []
     kv_heads = config.num_cache_heads if generating else config.num_key_value_heads

@@ -8,17 +8,15 @@ Letters: A rows to send, R rows of the receiving buffer, E groups, M rows of a b
 share the experts, D features.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import get_abstract_mesh
 
 from parallel.experts.permutation import take_or_zero
+from parallel.linear.async_collectives import ppermute
 from parallel.linear.ring import all_gather
 
 
@@ -37,46 +35,45 @@ def all_to_all(x_nMD: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.all_to_all(x_nMD, axes, split_axis=0, concat_axis=0, tiled=True)
 
 
+def target_of(rank: Any, distance: Any, n: int) -> Any:
+    """Return the one of n devices that is this distance from `rank`.
+
+    For a power of two, pairs swap blocks (rank XOR distance): neighbours on a torus stay
+    neighbours, and both directions of a link are busy. Otherwise blocks go round a ring.
+    """
+    return rank ^ distance if n & (n - 1) == 0 else (rank + distance) % n
+
+
 @dataclass(frozen=True)
 class PermuteAllToAll:
     """An all-to-all as n - 1 collective permutes, which overlap with computation.
 
     Blocks are numbered by position: 0 is this device's own block, the others follow in the order in
     which they travel.
+    distances: how far each of them travels (`target_of`), in this order; empty: 1 .. n - 1.
     """
 
     axes: tuple[str, ...]
+    distances: tuple[int, ...] = ()
 
     def _distances(self) -> list[int]:
-        """Return how far the block of each position travels, in ranks, in the order of sending.
-
-        If n is a power of two, the target is rank XOR distance, and each distance is followed by
-        n - 1 - distance: the two blocks travel at the same time, over different links of a torus.
-        """
-        n = num_devices(self.axes)
-        if n & (n - 1):
-            return list(range(n))
-        pairs = [hop for low in range(1, n // 2) for hop in (low, n - 1 - low)]
-        return [0, *pairs, *([n - 1] if n > 1 else [])]
-
-    def _target(self, rank: Any, distance: Any) -> Any:
-        """Return the device that `rank` sends to.
-
-        For a power of two, pairs swap blocks (rank XOR distance): neighbours on a torus stay
-        neighbours, and both directions of a link are busy. Otherwise blocks go round a ring.
-        """
-        n = num_devices(self.axes)
-        return rank ^ distance if n & (n - 1) == 0 else (rank + distance) % n
+        """Return how far the block of each position travels."""
+        every = range(1, num_devices(self.axes))
+        distances = self.distances or every
+        assert sorted(distances) == list(every), (self.distances, self.axes)
+        return [0, *distances]
 
     def targets(self) -> jax.Array:
         """Return the device that receives the block of each position, `n`."""
-        return self._target(lax.axis_index(self.axes), jnp.asarray(self._distances()))
+        n, me = num_devices(self.axes), lax.axis_index(self.axes)
+        return target_of(me, jnp.asarray(self._distances()), n)
 
     def sources(self) -> jax.Array:
         """Return the device whose block arrives at each position, `n`."""
         n, me = num_devices(self.axes), lax.axis_index(self.axes)
         distances = jnp.asarray(self._distances())
-        return me ^ distances if n & (n - 1) == 0 else (me - distances) % n
+        # XOR is its own inverse.
+        return target_of(me, distances if n & (n - 1) == 0 else -distances, n)
 
     def send(self, block: jax.Array, position: int, *, back: bool = False) -> jax.Array:
         """Send a block to the target of its position and return the one that arrives there.
@@ -85,18 +82,11 @@ class PermuteAllToAll:
         """
         if position == 0:
             return block
-        distance = self._distances()[position]
-        pairs = [(rank, self._target(rank, distance)) for rank in range(num_devices(self.axes))]
+        n, distance = num_devices(self.axes), self._distances()[position]
+        pairs = [(rank, target_of(rank, distance, n)) for rank in range(n)]
         if back:
             pairs = [(target, source) for source, target in pairs]
-        # ppermute counts devices in the order of the mesh, whatever the order of its axes.
-        names = [name for name in get_abstract_mesh().axis_names if name in self.axes]
-        sizes = [lax.axis_size(name) for name in self.axes]
-        order = np.arange(math.prod(sizes)).reshape(sizes)
-        order = order.transpose([self.axes.index(name) for name in names]).ravel()
-        number = {int(rank): index for index, rank in enumerate(order)}
-        pairs = [(number[source], number[target]) for source, target in pairs]
-        return lax.ppermute(block, tuple(names), pairs)
+        return ppermute(block, self.axes, pairs)
 
     def chunks(self, count: int) -> list[list[int]]:
         """Return all positions in order, in at most `count` >= 2 chunks; the own block comes first.

@@ -28,9 +28,9 @@ from parallel.linear.ring import pcast_varying
 from parallel.linear.sharded_matmul import (
     adapter_for_shard_map,
     gather_factor,
-    gather_kernel,
     params_for_shard_map,
 )
+from parallel.linear.stored_kernel import gather_kernel
 from parallel.sharding.axes import (
     ExpertColumnBias,
     ExpertColumnWise,

@@ -18,7 +18,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallel.experts.exchange import PermuteAllToAll, RaggedAllToAll, all_to_all, num_devices
 from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec, expert_mlp
-from parallel.experts.permutation import Permutation, permute, sort_by_group, unpermute
+from parallel.experts.permutation import (
+    permute,
+    permute_blocks,
+    permute_weights,
+    sort_by_group,
+    unpermute,
+)
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.ring import all_gather, pcast_varying, reduce_scatter
 from parallel.sharding.specs import FEATURES, ROWS
@@ -68,11 +74,6 @@ def apply_experts(
     return y_TD, dropped.astype(jnp.float32)
 
 
-def _combine(y_RD: jax.Array, tokens: RoutedTokens, permutation: Permutation) -> jax.Array:
-    # Saved by remat: the gradient of the weights reads the rows once more.
-    return unpermute(checkpoint_name(y_RD, "expert_results"), tokens.weights_TK, permutation)
-
-
 def _local(
     tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
 ) -> tuple[jax.Array, jax.Array]:
@@ -83,16 +84,17 @@ def _local(
     else:
         layout = spec.layout(tokens.assignment_bound, spec.num_experts)
     permutation, groups = sort_by_group(tokens.experts_TK.reshape(-1), layout, capacity)
-    y_RD = expert_mlp(permute(tokens.x_TD, permutation), groups, kernels, spec)
-    return _combine(y_RD, tokens, permutation), jnp.sum(groups.sizes_E)
+    weights_R = permute_weights(tokens.weights_TK.reshape(-1), permutation)
+    y_RD = expert_mlp(permute(tokens.x_TD, permutation), weights_R, groups, kernels, spec)
+    return unpermute([y_RD], permutation, len(tokens.x_TD)), jnp.sum(groups.sizes_E)
 
 
 def _all_to_all(
     tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Send a buffer of C rows for every expert to its owner."""
-    n, E, D = num_devices(spec.axes), spec.num_experts, tokens.x_TD.shape[1]
-    e, C, permutes = E // n, spec.capacity(tokens.x_TD.shape[0]), PermuteAllToAll(spec.axes)
+    n, E, (T, D) = num_devices(spec.axes), spec.num_experts, tokens.x_TD.shape
+    e, C, permutes = E // n, spec.capacity(T), PermuteAllToAll(spec.axes, spec.distances)
     chunked = spec.chunks > 1
     # Position of every owner among the blocks that are sent.
     position_n = jnp.argsort(permutes.targets()) if chunked else jnp.arange(n)
@@ -100,82 +102,89 @@ def _all_to_all(
     groups_TK = jnp.where(experts_TK >= 0, position_n[experts_TK // e] * e + experts_TK % e, -1)
     uniform = RowLayout("uniform", 1, E * C, E)
     permutation, groups = sort_by_group(groups_TK.reshape(-1), uniform)
-    blocks_nMD = permute(tokens.x_TD, permutation).reshape(n, e * C, D)
+    weights_nM = permute_weights(tokens.weights_TK.reshape(-1), permutation).reshape(n, e * C)
     sizes_ne = groups.sizes_E.reshape(n, e)
     mlp = partial(_block_mlp, bound=tokens.assignment_bound, kernels=kernels, spec=spec)
     if chunked:
         sizes_ne = all_to_all(sizes_ne[position_n], spec.axes)[permutes.sources()]
-        # Split, not indexed: the gradient of an index is a sum of arrays as large as all blocks.
-        sent, results = jnp.split(blocks_nMD, n), []
+        blocks, results = permute_blocks(tokens.x_TD, permutation, n), []
         for chunk in permutes.chunks(spec.chunks):
             with jax.named_scope("dispatch"):
-                received = [permutes.send(sent[i], i) for i in chunk]
-            done = mlp(received, sizes_ne[chunk[0] : chunk[-1] + 1])
+                received = [permutes.send(blocks[i], i) for i in chunk]
+                weights = jnp.stack([permutes.send(weights_nM[i], i) for i in chunk])
+            done = mlp(received, weights, sizes_ne[chunk[0] : chunk[-1] + 1])
             with jax.named_scope("combine"):
                 results += [
                     permutes.send(y, i, back=True) for i, y in zip(chunk, done, strict=True)
                 ]
-        y_nMD = jnp.concatenate(results)
     else:
-        sizes_ne = all_to_all(sizes_ne, spec.axes)
+        sizes_ne, weights_nM = (all_to_all(x, spec.axes) for x in (sizes_ne, weights_nM))
+        rows_nMD = permute(tokens.x_TD, permutation).reshape(n, -1, D)
         with jax.named_scope("dispatch"):
-            received = jnp.split(all_to_all(blocks_nMD, spec.axes), n)
-        y_nMD = jnp.concatenate(mlp(received, sizes_ne))
+            parts = jnp.split(all_to_all(rows_nMD, spec.axes), n)
+            received = [part.reshape(-1, D) for part in parts]
+        y_nMD = jnp.stack(mlp(received, weights_nM, sizes_ne))
         with jax.named_scope("combine"):
-            y_nMD = all_to_all(y_nMD, spec.axes)
-    return _combine(y_nMD.reshape(-1, D), tokens, permutation), jnp.sum(groups.sizes_E)
+            results = [all_to_all(y_nMD, spec.axes).reshape(-1, D)]
+    return unpermute(results, permutation, T), jnp.sum(groups.sizes_E)
 
 
 def _block_mlp(
     blocks: list[jax.Array],
+    weights_gM: jax.Array,
     sizes_ge: jax.Array,
     *,
     bound: int,
     kernels: ExpertKernels,
     spec: ExpertLayerSpec,
 ) -> list[jax.Array]:
-    """Apply the MLP to g blocks `1 M D` of one source device each, with at most `bound` used rows.
+    """Apply the MLP to g blocks `M D` of one source device each, with at most `bound` used rows.
 
     sizes_ge: used rows by source and expert.
     """
-    (_, M, D), (g, e) = blocks[0].shape, sizes_ge.shape
+    (M, D), (g, e) = blocks[0].shape, sizes_ge.shape
     C = M // e
     # Sorted by expert in the same copy that concatenates the blocks.
     rows_eMD = jnp.concatenate([block.reshape(e, C, D) for block in blocks], axis=1)
     rows_RD = checkpoint_name(rows_eMD.reshape(g * M, D), "expert_rows")
+    weights_R = weights_gM.reshape(g, e, C).swapaxes(0, 1).reshape(-1)
+    weights_R = checkpoint_name(weights_R, "expert_rows")
     if spec.is_uniform:
         full = RowGroups(RowLayout("uniform", 1, g * M, e), jnp.full_like(sizes_ge[0], g * C))
-        y = expert_mlp(rows_RD, full, kernels, spec)
+        y = expert_mlp(rows_RD, weights_R, full, kernels, spec)
     else:
         used_egC = jnp.arange(C) < sizes_ge.T[..., None]
         group = jnp.where(used_egC, jnp.arange(e)[:, None, None], -1)
         layout = spec.layout(g * min(bound, M), e)
-        y = _sorted_mlp(rows_RD, group.reshape(-1), layout, kernels, spec)
-    return [part.reshape(1, M, D) for part in jnp.split(y.reshape(e, g * C, D), g, axis=1)]
+        y = _sorted_mlp(rows_RD, weights_R, group.reshape(-1), layout, kernels, spec)
+    return [part.reshape(M, D) for part in jnp.split(y.reshape(e, g * C, D), g, axis=1)]
 
 
 def _ragged(
     tokens: RoutedTokens, kernels: ExpertKernels, spec: ExpertLayerSpec
 ) -> tuple[jax.Array, jax.Array]:
     """Send exactly the assigned rows to their owners, which sort them by expert."""
-    bound = tokens.assignment_bound
+    bound, T = tokens.assignment_bound, len(tokens.x_TD)
     packed = RowLayout("packed", 1, bound, spec.num_experts)
     permutation, groups = sort_by_group(tokens.experts_TK.reshape(-1), packed)
-    rows = spec.receive_rows(tokens.x_TD.shape[0], bound)
+    weights_A = permute_weights(tokens.weights_TK.reshape(-1), permutation)
+    rows = spec.receive_rows(T, bound)
     exchange = RaggedAllToAll.create(groups.sizes_E, spec.axes, rows=rows, native=spec.native)
     with jax.named_scope("dispatch"):
         received = exchange.send(permute(tokens.x_TD, permutation))
         received = checkpoint_name(received, "expert_rows")
+        weights_R = checkpoint_name(exchange.send(weights_A[:, None])[:, 0], "expert_rows")
     layout = spec.layout(rows, spec.num_experts // num_devices(spec.axes))
-    y_RD = _sorted_mlp(received, exchange.groups_R(), layout, kernels, spec)
+    y_RD = _sorted_mlp(received, weights_R, exchange.groups_R(), layout, kernels, spec)
     with jax.named_scope("combine"):
         y_RD = exchange.send_back(y_RD, bound)
     num_kept = jnp.sum(exchange.kept_nnE[lax.axis_index(spec.axes)])
-    return _combine(y_RD, tokens, permutation), num_kept
+    return unpermute([y_RD], permutation, T), num_kept
 
 
 def _sorted_mlp(
     rows_RD: jax.Array,
+    weights_R: jax.Array,
     groups_R: jax.Array,
     layout: RowLayout,
     kernels: ExpertKernels,
@@ -183,7 +192,8 @@ def _sorted_mlp(
 ) -> jax.Array:
     """Sort rows by group into `layout`, apply the MLP, and return the results in the old order."""
     permutation, groups = sort_by_group(groups_R, layout)
-    y = expert_mlp(permute(rows_RD, permutation), groups, kernels, spec)
+    weights_r = permute_weights(weights_R, permutation)
+    y = expert_mlp(permute(rows_RD, permutation), weights_r, groups, kernels, spec)
     return permute(y, permutation.inverse)
 
 

@@ -27,7 +27,7 @@ from parallel.linear.low_rank import LowRank
 from parallel.linear.ring import Ring, all_gather, reduce_scatter
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim
 
-SAVED_NAMES = ("expert_rows", "expert_product", "expert_results")
+SAVED_NAMES = ("expert_rows", "expert_product")
 """`checkpoint_name`s of arrays that remat should save: recomputing them repeats a matmul or an
 exchange."""
 
@@ -71,6 +71,8 @@ class ExpertLayerSpec(ExpertLinearSpec):
     chunks: int = 1
     """Chunks of `alltoall` that travel as collective permutes during the matmuls of other chunks;
     1: one collective."""
+    distances: tuple[int, ...] = ()
+    """Order of these permutes, see `PermuteAllToAll`."""
     native: bool = False
     """Use `lax.ragged_all_to_all`."""
     block: int = 128
@@ -128,38 +130,44 @@ class ExpertKernels:
 
 
 def expert_mlp(
-    rows: jax.Array, groups: RowGroups, kernels: ExpertKernels, spec: ExpertLinearSpec
+    rows: jax.Array,
+    weights: jax.Array,
+    groups: RowGroups,
+    kernels: ExpertKernels,
+    spec: ExpertLinearSpec,
 ) -> jax.Array:
-    """Return row(activation(column(rows))) with the kernels of each row's group.
+    """Return weight * row(activation(column(rows))) with the kernels of each row's group.
 
     rows: `R/tp D`, `R D/tp` or `R D`, by `spec.split_dim`; the result has the same layout, `R D`
-    without the sum over tp. If rows are split, every device of the ring has its own group sizes.
-    Communication: over tp, what `gather_matmul_scatter` sends for these rows.
+    without the sum over tp. weights: float32, one per row of the argument. They multiply the hidden
+    features, so that no gradient needs the result. If rows are split, every device of the ring has
+    its own group sizes.
+    Communication: over tp, what `gather_matmul_scatter` sends for these rows, and their weights.
     """
     ring = spec.ring()
+    biases, adapter = kernels.row_biases, kernels.row_adapter
     if ring is None or spec.split_dim != ROWS:
         rest = kernels.column_biases, kernels.column_adapter
         hidden = _activated(column_products(rows, groups, kernels.column, spec, *rest), kernels)
-        rest = kernels.row_biases, kernels.row_adapter
-        return row_product(hidden, groups, kernels.row, spec, *rest)
+        whole = all_gather(weights, spec.axis_name, 0) if spec.split_dim == ROWS else weights
+        hidden = _weighted(hidden, whole)
+        return row_product(hidden, groups, kernels.row, spec, biases, adapter, weights)
     # Blocks stay in the order of arrival, and both rings run at the same time.
-    groups_n = _groups_of_blocks(groups, ring, spec)
+    groups_n, weights_n = _groups_of_blocks(groups, ring, spec), _by_block(weights, ring, spec)
 
     def work(position: int, block: jax.Array) -> tuple[jax.Array, RowGroups]:
         own = groups_n[position]
         products = _products(block, own, column, spec)
-        biases = kernels.column_biases
-        products = _add_rest(products, biases, kernels.column_adapter, own, spec)
-        return _activated(products, kernels), own
+        products = _add_rest(products, kernels.column_biases, kernels.column_adapter, own, spec)
+        return _weighted(_activated(products, kernels), weights_n[position]), own
 
     def term(hidden: tuple[jax.Array, RowGroups]) -> jax.Array:
         return concat_columns(_products(hidden[0], hidden[1], row, spec))
 
     column = _with_columns(kernels.column, kernels.column_adapter)
-    row = _with_columns([kernels.row], kernels.row_adapter)
+    row = _with_columns([kernels.row], adapter)
     y = ring.gather_scatter(rows, work, term, dim=0)[2]
-    parts = split_columns(y, row)
-    return _add_rest(parts, kernels.row_biases, kernels.row_adapter, groups, spec)[0]
+    return _add_rest(split_columns(y, row), biases, adapter, groups, spec, weights)[0]
 
 
 def column_products(
@@ -209,11 +217,12 @@ def row_product(
     spec: ExpertLinearSpec,
     biases: Sequence[jax.Array] = (),
     adapter: LowRank | None = None,
+    weights: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply `R F/tp` and reduce-scatter over tp: `R/tp D` or `R D/tp`; or `R D`, not summed.
 
     biases: one `e D`, or empty. If the result is not summed, only the first device of tp adds it.
-    adapter: see `ExpertKernels`.
+    adapter: see `ExpertKernels`. weights: factors of the biases, one per row of the result.
     """
     kernels = _with_columns([kernel], adapter)
     if adapter is not None and spec.split_dim == FEATURES:
@@ -231,7 +240,7 @@ def row_product(
             adapter = replace(adapter, b=(b,))
     elif spec.split_dim is None:
         biases = [jnp.where(rank == 0, b, 0) for b in biases]
-    return _add_rest(parts, biases, adapter, groups, spec)[0]
+    return _add_rest(parts, biases, adapter, groups, spec, weights)[0]
 
 
 def _row_sums(
@@ -276,13 +285,17 @@ def _add_rest(
     adapter: LowRank | None,
     groups: RowGroups,
     spec: ExpertLinearSpec,
+    weights: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Add biases and adapters to products; the last product is x @ columns() of the adapters."""
+    """Add biases, times weights, and adapters to products.
+
+    With adapters, the last product is x @ columns() of them.
+    """
     if adapter is not None:
         *products, u = products
         add = partial(_add_product, groups=groups, impl=spec.grouped_matmul)
         products = adapter.update_by(add, products, u)
-    return _add_biases(products, biases, groups)
+    return _add_biases(products, biases, groups, weights)
 
 
 def _add_product(
@@ -299,12 +312,23 @@ def _products(
 
 
 def _add_biases(
-    products: Sequence[jax.Array], biases: Sequence[jax.Array], groups: RowGroups
+    products: Sequence[jax.Array],
+    biases: Sequence[jax.Array],
+    groups: RowGroups,
+    weights: jax.Array | None,
 ) -> list[jax.Array]:
     """Add to each row of each product the bias of the row's group; empty `biases` add none."""
     if not biases:
         return list(products)
-    return [y + _bias_of_rows(b, groups, y.dtype) for y, b in zip(products, biases, strict=True)]
+    added = [_bias_of_rows(b, groups, y.dtype) for y, b in zip(products, biases, strict=True)]
+    if weights is not None:
+        added = [_weighted(b, weights) for b in added]
+    return [y + b for y, b in zip(products, added, strict=True)]
+
+
+def _weighted(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Multiply each row by its weight in float32, and round once."""
+    return (x.astype(jnp.float32) * weights[:, None]).astype(x.dtype)
 
 
 @partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
@@ -321,16 +345,21 @@ def _bias_of_rows(bias_EF: jax.Array, groups: RowGroups, dtype: jnp.dtype) -> ja
 def _groups_of_blocks(
     groups: RowGroups, ring: Ring | None, spec: ExpertLinearSpec
 ) -> list[RowGroups]:
-    """Return the groups of the block of every tp device, by position in the ring if there is one.
+    """Return the groups of the block of every tp device, in the order of `_by_block`."""
+    return [RowGroups(groups.layout, sizes) for sizes in _by_block(groups.sizes_E, ring, spec)]
 
-    Communication: an all-gather of the group sizes.
+
+def _by_block(x: jax.Array, ring: Ring | None, spec: ExpertLinearSpec) -> list[jax.Array]:
+    """Return x of every tp device, by position in the ring if there is one.
+
+    Communication: an all-gather of x, which is small.
     """
     axis, n = spec.axis_name, lax.axis_size(spec.axis_name)
-    sizes_nE = all_gather(groups.sizes_E[None], axis, 0)
+    gathered = all_gather(x[None], axis, 0)
     sources: Sequence[Any] = range(n)
     if ring is not None:
         sources = [(lax.axis_index(axis) - offset) % n for offset, _ in ring.positions()]
-    return [RowGroups(groups.layout, sizes_nE[source]) for source in sources]
+    return [gathered[source] for source in sources]
 
 
 def _activated(products: Sequence[jax.Array], kernels: ExpertKernels) -> jax.Array:

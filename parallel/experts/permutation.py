@@ -1,4 +1,4 @@
-"""Permutation of token assignments into rows sorted by group, and the weighted sum back.
+"""Permutation of token assignments into rows sorted by group, and the sum back.
 
 An assignment is a (token, expert) pair: assignment a belongs to token a // K. It has one row of a
 buffer, or none if it is dropped. A missing row or assignment is an index one past the end, which
@@ -70,79 +70,86 @@ def sort_by_group(
     return permutation, RowGroups(layout, sizes_E.astype(jnp.int32))
 
 
-@jax.custom_vjp
-def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
-    """Copy each token to the rows of its assignments: `T D` -> `R D`.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def permute_blocks(x_TD: jax.Array, permutation: Permutation, count: int) -> list[jax.Array]:
+    """Copy each token to the rows of its assignments: `T D` -> `count` blocks `R/count D`.
 
-    An empty row holds an arbitrary token, and its cotangent is ignored.
+    An empty row holds an arbitrary token, and its cotangent is ignored. Blocks that travel one by
+    one are gathered one by one: cut out of one array, they would be copied again.
     """
-    last = x_TD.shape[0] - 1
-    return x_TD[jnp.minimum(permutation.assignment_R // _per_token(permutation, x_TD), last)]
+    per_token = max(permutation.row_A.shape[0] // x_TD.shape[0], 1)
+    token_R = jnp.minimum(permutation.assignment_R // per_token, x_TD.shape[0] - 1)
+    return [x_TD[token_r] for token_r in jnp.split(token_R, count)]
 
 
-def _per_token(permutation: Permutation, x_TD: jax.Array) -> int:
-    return max(permutation.row_A.shape[0] // x_TD.shape[0], 1)
-
-
-def _permute_forward(x_TD: jax.Array, permutation: Permutation) -> tuple[jax.Array, Any]:
+def _permute_forward(
+    x_TD: jax.Array, permutation: Permutation, count: int
+) -> tuple[list[jax.Array], Any]:
     like_T0 = jnp.zeros((x_TD.shape[0], 0), x_TD.dtype)
-    return permute(x_TD, permutation), (permutation, like_T0)
+    return permute_blocks(x_TD, permutation, count), (permutation, like_T0)
 
 
-def _permute_backward(residuals: Any, g_RD: jax.Array) -> tuple[jax.Array, None]:
+def _permute_backward(count: int, residuals: Any, blocks: list[jax.Array]) -> Any:
     permutation, like_T0 = residuals
-    ones_TK = jnp.ones((like_T0.shape[0], _per_token(permutation, like_T0)), jnp.float32)
-    return _weighted_sum(g_RD, ones_TK, permutation, like_T0.dtype), None
+    return unpermute(blocks, permutation, like_T0.shape[0]), None
 
 
-permute.defvjp(_permute_forward, _permute_backward)
+permute_blocks.defvjp(_permute_forward, _permute_backward)
 
 
-def _weighted_sum(
-    y_RD: jax.Array, weights_TK: jax.Array, permutation: Permutation, dtype: Any
-) -> jax.Array:
-    """Sum weight * row over the assignments of each token in float32; dropped ones add nothing."""
-    T, K = weights_TK.shape
+def permute(x_TD: jax.Array, permutation: Permutation) -> jax.Array:
+    """Copy each token to the rows of its assignments, in one block: `T D` -> `R D`."""
+    return permute_blocks(x_TD, permutation, 1)[0]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def unpermute(blocks: list[jax.Array], permutation: Permutation, num_tokens: int) -> jax.Array:
+    """Sum the rows of each token's assignments: blocks of rows -> `T D`.
+
+    The transpose of `permute_blocks`. Sums are accumulated in float32 and rounded once. A dropped
+    assignment adds nothing. The cotangent of an empty row is that of an arbitrary token.
+    """
     # Without the barriers libtpu moves reshapes between the casts and the sum, and then writes
     # float32 copies of all rows.
-    y_RD = lax.optimization_barrier(y_RD)
-    row_TK, total = permutation.row_A.reshape(T, K), jnp.zeros((), jnp.float32)
-    # One k at a time: all at once would write T K D numbers to memory.
-    for k in range(K):
-        kept_T = row_TK[:, k] < y_RD.shape[0]
-        rows_TD = y_RD[jnp.where(kept_T, row_TK[:, k], 0)].astype(jnp.float32)
-        total += rows_TD * jnp.where(kept_T, weights_TK[:, k], 0.0)[:, None]
-    return lax.optimization_barrier(total.astype(dtype))
-
-
-@jax.custom_vjp
-def unpermute(y_RD: jax.Array, weights_TK: jax.Array, permutation: Permutation) -> jax.Array:
-    """Sum weight * row over the assignments of each token: `R D` -> `T D` in y's dtype.
-
-    The sum is accumulated in float32. Dropped assignments add nothing, whatever their weight.
-    """
-    return _weighted_sum(y_RD, weights_TK, permutation, y_RD.dtype)
+    y_RD = lax.optimization_barrier(jnp.concatenate(blocks))
+    row_KT = permutation.row_A.reshape(num_tokens, -1).T
+    kept_KT = row_KT < y_RD.shape[0]
+    rows_KTD, total_TD = y_RD[jnp.where(kept_KT, row_KT, 0)], jnp.zeros((), jnp.float32)
+    # A sum of K terms: libtpu estimates less time for it than for a sum over a dimension.
+    for rows_TD, kept_T in zip(rows_KTD, kept_KT, strict=True):
+        total_TD += jnp.where(kept_T[:, None], rows_TD.astype(jnp.float32), 0.0)
+    return lax.optimization_barrier(total_TD.astype(y_RD.dtype))
 
 
 def _unpermute_forward(
-    y_RD: jax.Array, weights_TK: jax.Array, permutation: Permutation
+    blocks: list[jax.Array], permutation: Permutation, num_tokens: int
 ) -> tuple[jax.Array, Any]:
-    return unpermute(y_RD, weights_TK, permutation), (y_RD, weights_TK, permutation)
+    return unpermute(blocks, permutation, num_tokens), (permutation, len(blocks))
 
 
-def _unpermute_backward(residuals: Any, g_TD: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    y_RD, weights_TK, permutation = residuals
-    y_RD, g_RD = lax.optimization_barrier((y_RD, permute(g_TD, permutation)))
-    # Row by row first: a dropped assignment has no row to gather.
-    dweight_R = jnp.sum(y_RD.astype(jnp.float32) * g_RD.astype(jnp.float32), axis=-1)
-    dweights_TK = take_or_zero(dweight_R, permutation.row_A).reshape(weights_TK.shape)
-    weight_R = take_or_zero(weights_TK.reshape(-1), permutation.assignment_R)
-    dy_RD = g_RD.astype(jnp.float32) * weight_R[:, None]
-    dy_RD = lax.optimization_barrier(dy_RD.astype(y_RD.dtype))
-    return dy_RD, dweights_TK.astype(weights_TK.dtype), None
+def _unpermute_backward(num_tokens: int, residuals: Any, g_TD: jax.Array) -> Any:
+    permutation, count = residuals
+    return permute_blocks(g_TD, permutation, count), None
 
 
 unpermute.defvjp(_unpermute_forward, _unpermute_backward)
+
+
+@jax.custom_vjp
+def permute_weights(weights_A: jax.Array, permutation: Permutation) -> jax.Array:
+    """Return the weight of each row's assignment, `A` -> `R`; 0 for an empty row."""
+    return take_or_zero(weights_A, permutation.assignment_R)
+
+
+def _weights_forward(weights_A: jax.Array, permutation: Permutation) -> tuple[jax.Array, Any]:
+    return permute_weights(weights_A, permutation), permutation
+
+
+def _weights_backward(permutation: Any, g_R: jax.Array) -> tuple[jax.Array, None]:
+    return take_or_zero(g_R, permutation.row_A), None
+
+
+permute_weights.defvjp(_weights_forward, _weights_backward)
 
 
 def take_or_zero(values: jax.Array, index: jax.Array) -> jax.Array:

@@ -20,9 +20,9 @@ from parallel.linear.sharded_matmul import (
     add_row_update,
     check_features,
     gather_column_adapter,
-    gather_kernel,
     params_for_shard_map,
 )
+from parallel.linear.stored_kernel import gather_kernel
 from parallel.sharding.axes import ColumnWise, RowWise
 from parallel.sharding.mesh import mesh_context
 from parallel.sharding.specs import ROWS, split_dim

@@ -70,6 +70,25 @@ def choose_overlap(shape: RingShape, n: int, chip: Chip | None) -> Choice:
     return Choice(best, f"estimated ms forward: {estimates}")
 
 
+def choose_fsdp_overlap(width: int, chip: Chip | None) -> Choice:
+    """Return the overlap method of the gather of stored kernels and of the sum of their gradients.
+
+    A ring moves half of the bytes of the all-reduce to which libtpu compiles a reduce-scatter, and
+    its hops are asynchronous. But every partial matmul of a gradient reads all of dy again: it is
+    bound by memory if its block has fewer rows than the chip has FLOPs per byte (at two bytes per
+    number).
+
+    Args:
+        width: Rows (or columns) of the kernel that one device stores.
+        chip: Figures of the chip, if known.
+    """
+    if chip is None or not chip.ici_bandwidth:
+        return Choice("none", "no link figures for this device, so no overlap is assumed")
+    if width < (least := round(chip.peak_flops / chip.hbm_bandwidth)):
+        return Choice("none", f"partial matmuls of {width} rows are bound by memory below {least}")
+    return Choice("bidirectional", "blocks of kernels and gradients travel under matmuls")
+
+
 def _seconds(overlap: Overlap, shape: RingShape, n: int, chip: Chip) -> float:
     """Estimate the forward time: matmuls, and the communication that they do not hide."""
     hop = shape.block_bytes / chip.ici_bandwidth

@@ -8,8 +8,8 @@ autodiff. The other methods use a `Ring` and have derivative rules: the derivati
 is the mirrored scatter ring, and the reverse. Each kernel gradient multiplies several blocks
 at a time, which fills the time in which that ring communicates.
 
-Numerics: matmuls accumulate in float32, and a sum that arrives is added in float32. Sums have the
-dtype of x while they travel, and so do the partial sums of a kernel gradient.
+Numerics: matmuls accumulate in float32. Sums have the dtype of x while they travel, and so do the
+partial sums of a kernel gradient; a sum that arrives is added in this dtype, rounded once.
 
 Blocks gathered in the forward pass are residuals of the backward pass. A remat policy that does not
 save them makes the backward pass gather them again. There is no forward-mode derivative.

@@ -78,6 +78,13 @@ class TensorParallelConfig:
         default_factory=lambda: MappingProxyType({}), kw_only=True, hash=False
     )
     """Exceptions from `overlap` by kind of linear, such as {"qkv": "split"}."""
+    fsdp_overlap: Overlap = field(default="none", kw_only=True)
+    """How gathers of kernels over the axes that only store them (fsdp, sp), and the sums of their
+    gradients, are hidden, where tp has one device; see stored_kernel.py."""
+    head_width: int | None = field(default=None, kw_only=True)
+    """Width of the heads into which column-parallel outputs are split, and from which row-parallel
+    inputs are merged, if they should lie head by head in memory (see head_matmul.py). With several
+    devices on tp, or adapters, it changes nothing."""
 
     def __post_init__(self) -> None:
         if self.mesh is None:
@@ -96,7 +103,8 @@ class TensorParallelConfig:
             raise ValueError(
                 f"kind_overlaps={self.kind_overlaps!r} is not a mapping; give one overlap per kind"
             )
-        for key, overlap in (("overlap", self.overlap), *self.kind_overlaps.items()):
+        named = {"overlap": self.overlap, "fsdp_overlap": self.fsdp_overlap}
+        for key, overlap in (*named.items(), *self.kind_overlaps.items()):
             if overlap not in get_args(Overlap):
                 legal = ", ".join(get_args(Overlap))
                 raise ValueError(f"{key}={overlap!r} is not an overlap; use one of {legal}")

@@ -2,10 +2,8 @@
 
 All functions run inside `jax.shard_map` on local blocks. `axis_name` is the mesh axis of the ring,
 n its size, s the index of this device. `all_gather` and `reduce_scatter` are single collectives;
-`async_gather*` and `async_scatter*` do the same as a list of hops, each a `ppermute` to a
-neighbour; `Ring` runs computation under the hops and is the engine of the collective matmuls. This
-file knows no matmul. Names and list orders of the async functions are those of the published
-reference `xlstm_jax.distributed.tensor_parallel`.
+`Ring` runs computation under the hops and is the engine of the collective matmuls. This file knows
+no matmul. The async functions of `async_collectives.py` can be imported from here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +15,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from parallel.linear.async_collectives import (
+    async_gather,
+    async_gather_bidirectional,
+    async_gather_split,
+    async_scatter,
+    async_scatter_split,
+    shift,
+)
+
+__all__ = [
+    "Compute",
+    "Direction",
+    "Ring",
+    "add_arriving",
+    "all_gather",
+    "async_gather",
+    "async_gather_bidirectional",
+    "async_gather_split",
+    "async_scatter",
+    "async_scatter_split",
+    "pcast_varying",
+    "reduce_scatter",
+]
 
 
 def pcast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -51,104 +73,11 @@ def reduce_scatter(x: jax.Array, axis_name: str, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axis_name, scatter_dimension=dim % x.ndim, tiled=True)
 
 
-def _check_blocks(shape: Sequence[int], dim: int, axis_name: str) -> None:
+def _check_blocks(shape: Sequence[int], dim: int, axis_name: str | tuple[str, ...]) -> None:
     if shape[dim] % lax.axis_size(axis_name):
         raise ValueError(
             f"dim {dim % len(shape)} of {tuple(shape)} is not divisible by "
             f"{axis_name}={lax.axis_size(axis_name)}; use a size that is"
-        )
-
-
-def _shift(x: Any, axis_name: str, up: bool = True) -> Any:
-    """Send every leaf of `x` from device j to j + 1 if `up`, else to j - 1."""
-    n = lax.axis_size(axis_name)
-    pairs = [(j, (j + (1 if up else -1)) % n) for j in range(n)]
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, axis_name, pairs), x)
-
-
-def async_gather(x: Any, axis_name: str, shift_up: bool = True) -> list[Any]:
-    """All-gather an array or pytree over a one-way ring, as a list of n shards.
-
-    Entry 0 is `x` itself. With `shift_up`, device j sends to j + 1, and entry i at device s is the
-    shard of device s - i; otherwise that of s + i. Communication: n - 1 hops of `x`, each of which
-    waits for the previous one only.
-    """
-    shards = [x]
-    for _ in range(lax.axis_size(axis_name) - 1):
-        shards.append(_shift(shards[-1], axis_name, shift_up))
-    return shards
-
-
-def async_gather_bidirectional(x: Any, axis_name: str, shift_up: bool = True) -> list[Any]:
-    """Return the list of `async_gather`, with half of the hops in each direction.
-
-    Communication: n - 1 hops of `x`; at most n // 2 of them wait for one another.
-    """
-    n = lax.axis_size(axis_name)
-    forth, back = [x], [x]
-    for _ in range(n // 2):
-        forth.append(_shift(forth[-1], axis_name, shift_up))
-    for _ in range((n - 1) // 2):
-        back.append(_shift(back[-1], axis_name, not shift_up))
-    return forth + back[:0:-1]
-
-
-def async_gather_split(x: Any, axis_name: str) -> list[Any]:
-    """All-gather with the features of every leaf (last dim, even) split between two rings.
-
-    Returns 2 n - 1 entries, as documented: `x` whole; then, for i in 1 .. n - 1, the lower half of
-    the shard of device s - i; then, for i in 1 .. n - 1, the upper half of the shard of s + i. (The
-    reference's source returns 2 n entries, its own shard in halves too.)
-    Communication: n - 1 hops of half of `x` in each direction at once.
-    """
-    lower, upper = (jax.tree.map(lambda leaf, h=h: _half(leaf, h), x) for h in (0, 1))
-    ups = async_gather(lower, axis_name, shift_up=True)
-    downs = async_gather(upper, axis_name, shift_up=False)
-    return [x, *ups[1:], *downs[1:]]
-
-
-def async_scatter(xs: Sequence[Any], axis_name: str, shift_up: bool = True) -> Any:
-    """Reduce-scatter over a one-way ring: each partial sum travels and is added to on every device.
-
-    xs: n arrays or pytrees. Entry k at device s is its term of the sum that ends at device
-        s - 1 - k with `shift_up`, else at s + 1 + k.
-
-    Returns the sum that ends here. Communication: n - 1 hops of one entry.
-
-    Raises: ValueError if there are not n entries.
-    """
-    _check_shards(xs, axis_name)
-    total = xs[0]
-    for x in xs[1:]:
-        total = jax.tree.map(jnp.add, _shift(total, axis_name, shift_up), x)
-    return total
-
-
-def async_scatter_split(xs: Sequence[Any], axis_name: str) -> Any:
-    """Reduce-scatter like `async_scatter`, the two halves of the features in opposite directions.
-
-    The lower half of entry k belongs to the sum that ends at device s - 1 - k, its upper half to
-    that of s + 1 + k. The two halves that end here are concatenated. Communication: n - 1 hops of
-    half an entry in each direction at once.
-    """
-    _check_shards(xs, axis_name)
-    halves = [[jax.tree.map(lambda leaf, h=h: _half(leaf, h), x) for x in xs] for h in (0, 1)]
-    lower = async_scatter(halves[0], axis_name, shift_up=True)
-    upper = async_scatter(halves[1], axis_name, shift_up=False)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=-1), lower, upper)
-
-
-def _half(x: jax.Array, which: int) -> jax.Array:
-    if x.shape[-1] % 2:
-        raise ValueError(f"features of {x.shape} cannot be split in two: use an even width")
-    return jnp.split(x, 2, axis=-1)[which]
-
-
-def _check_shards(xs: Sequence[Any], axis_name: str) -> None:
-    n = lax.axis_size(axis_name)
-    if len(xs) != n:
-        raise ValueError(
-            f"Number of shards needs to match axis size: got {len(xs)} for {axis_name} of size {n}"
         )
 
 
@@ -172,14 +101,17 @@ class Ring:
     (`ring`), n // 2 (`bidirectional`), or n - 1 halves (`split`).
     """
 
-    axis_name: str
-    """Mesh axis; consecutive devices should be physical neighbours."""
+    axis_name: str | tuple[str, ...]
+    """Mesh axis, or axes; consecutive devices should be physical neighbours."""
     direction: Direction
     halve_batch: bool = False
     """Let `split` halve the first dim of a block instead of `dim`."""
     fuse_halves: bool = False
     """Let `split` compute on the two halves that are here at the same time as on one block: larger
     matmuls, for two more copies."""
+    order: tuple[int, ...] | None = None
+    """Devices in the order of the ring, where that is not the order of the axis. Device s - k is
+    then the one k places before device s."""
 
     @property
     def num_pieces(self) -> int:
@@ -202,8 +134,22 @@ class Ring:
             r for _, results in hops for r in results
         ]
 
+    def all_gather(self, x: jax.Array, dim: int) -> jax.Array:
+        """Return the blocks of all devices along `dim`, in natural order.
+
+        The hops are tied to no computation: the compiler schedules them under any other work.
+        """
+        hops = self._hops(x, lambda *_: (), dim, pinned=False)
+        shape = list(x.shape)
+        shape[dim] *= lax.axis_size(self.axis_name)
+        # Not empty: jax moves what depends on no input out of the scan over layers, and XLA then
+        # copies it in every layer.
+        first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
+        filled = jnp.broadcast_to(first, shape)
+        return self.unshard([piece for pieces, _ in hops for piece in pieces], dim, filled)
+
     def _hops(
-        self, x: jax.Array, compute: Compute, dim: int
+        self, x: jax.Array, compute: Compute, dim: int, pinned: bool = True
     ) -> Iterator[tuple[list[jax.Array], list[Any]]]:
         """Yield, hop by hop, the pieces that have arrived and the results on them."""
         n, position, hop = lax.axis_size(self.axis_name), 0, 0
@@ -214,14 +160,16 @@ class Ring:
         while arrived:
             hop += 1
             ahead = [
-                _shift(block, self.axis_name, up)
+                self._send(block, up)
                 for block, up, hops in zip(moving, (True, False), last, strict=False)
                 if hop <= hops
             ]
             results = self._compute_on(arrived, partial(_at, compute, position), dim)
             # The barrier makes the next pieces wait for this hop's results. Without it libtpu
             # issues all hops first, and then computes while nothing travels.
-            moving, results = lax.optimization_barrier((ahead, results))
+            moving = ahead
+            if pinned:
+                moving, results = lax.optimization_barrier((ahead, results))
             yield arrived, results
             position, arrived = position + len(arrived), moving
 
@@ -246,24 +194,44 @@ class Ring:
     ) -> jax.Array:
         """Return the sum over devices of term(piece(position)) that belongs to this device.
 
+        The arguments are those of `scatter_before`.
+        """
+        return self.scatter_before(None, piece, term, dim=dim, hide_last_hop=hide_last_hop)[1]
+
+    def scatter_before(
+        self,
+        operand: jax.Array | None,
+        piece: Callable[[int], Any],
+        term: Callable[[Any], jax.Array],
+        *,
+        dim: int,
+        hide_last_hop: bool = False,
+    ) -> tuple[jax.Array | None, jax.Array]:
+        """Return `operand`, and the sum over devices of term(piece(position)) that ends here.
+
         The sum of a position ends at the device that owns the position's piece. Positions are taken
         last to first, so every sum travels against its blocks.
 
+        operand: An operand of work that has to follow all terms but the last.
         hide_last_hop: Other work that does not need the result follows and hides the last hop.
             Otherwise `bidirectional` sends that hop under its last term.
         """
         if self.direction == "bidirectional":
-            return self._scatter_both_ways(lambda position: term(piece(position)), hide_last_hop)
+            return self._scatter_both_ways(
+                operand, lambda position: term(piece(position)), hide_last_hop
+            )
         sums: list[jax.Array] = []
         for hop in range(lax.axis_size(self.axis_name) - 1, -1, -1):
+            if hop == 0:
+                operand, sums = _wait(operand, sums)
             here = [piece(hop * self.num_pieces + index) for index in range(self.num_pieces)]
             terms = self._compute_on(here, lambda it, _: term(it), dim)
             sums = self._shift_and_add(sums, terms, (False, True))
-        return self.concat_pieces(sums, dim)
+        return operand, self.concat_pieces(sums, dim)
 
     def _scatter_both_ways(
-        self, term: Callable[[int], jax.Array], hide_last_hop: bool
-    ) -> jax.Array:
+        self, operand: jax.Array | None, term: Callable[[int], jax.Array], hide_last_hop: bool
+    ) -> tuple[jax.Array | None, jax.Array]:
         n = lax.axis_size(self.axis_name)
         sums: dict[bool, jax.Array] = {}
         for late in range(n // 2):
@@ -271,14 +239,15 @@ class Ring:
                 if hops > 0:
                     total = term(2 * hops if up else 2 * hops - 1)
                     if up in sums:
-                        total = add_arriving(_shift(sums[up], self.axis_name, up), total)
+                        total = add_arriving(self._send(sums[up], up), total)
                     sums[up] = total
-        arriving = [_shift(total, self.axis_name, up) for up, total in sums.items()]
+        operand, sums = _wait(operand, sums)
+        arriving = [self._send(total, up) for up, total in sums.items()]
         own = term(0)
         if hide_last_hop or not arriving:
-            return reduce(lambda y, r: add_arriving(r, y), arriving, own)
+            return operand, reduce(lambda y, r: add_arriving(r, y), arriving, own)
         # The sum that was sent last arrives last: add it by itself, after the last term.
-        return reduce(lambda y, r: add_arriving(r, y), arriving[1:], own) + arriving[0]
+        return operand, reduce(lambda y, r: add_arriving(r, y), arriving[1:], own) + arriving[0]
 
     def gather_scatter(
         self,
@@ -315,7 +284,7 @@ class Ring:
         if not sums:
             return terms
         return [
-            add_arriving(_shift(total, self.axis_name, up), term)
+            add_arriving(self._send(total, up), term)
             for total, term, up in zip(sums, terms, ups, strict=False)
         ]
 
@@ -353,14 +322,20 @@ class Ring:
 
         return piece
 
-    def unshard(self, pieces: Sequence[jax.Array], dim: int) -> jax.Array:
-        """Return the array in natural order along `dim` from its pieces by position."""
+    def unshard(
+        self, pieces: Sequence[jax.Array], dim: int, whole: jax.Array | None = None
+    ) -> jax.Array:
+        """Return the array in natural order along `dim` from its pieces by position.
+
+        whole: An array of the shape of the result, to be overwritten; None: an empty one.
+        """
         first, dim = pieces[0], dim % pieces[0].ndim
-        shape = list(first.shape)
-        shape[dim] *= lax.axis_size(self.axis_name)
-        shape[0 if self.halve_batch else dim] *= self.num_pieces
-        varying = tuple(jax.typeof(first).manual_axis_type.varying)
-        whole = pcast_varying(lax.empty(tuple(shape), first.dtype), varying)
+        if whole is None:
+            shape = list(first.shape)
+            shape[dim] *= lax.axis_size(self.axis_name)
+            shape[0 if self.halve_batch else dim] *= self.num_pieces
+            varying = tuple(jax.typeof(first).manual_axis_type.varying)
+            whole = pcast_varying(lax.empty(tuple(shape), first.dtype), varying)
         for position, piece in enumerate(pieces):
             start = self._start(first.shape, dim, position)
             whole = lax.dynamic_update_slice(whole, piece, start)
@@ -368,15 +343,31 @@ class Ring:
 
     def _start(self, sizes: Sequence[int], dim: int, position: int) -> list[Any]:
         """Return the start indices of a piece of these sizes in the array in natural order."""
-        n, s = lax.axis_size(self.axis_name), lax.axis_index(self.axis_name)
         offset, piece = self.positions()[position]
         start: list[Any] = [np.int32(0)] * len(sizes)  # the dtype of axis_index, under x64 too
-        start[dim] = (s - offset) % n * sizes[dim]
+        start[dim] = self._owner(offset) * sizes[dim]
         if self.halve_batch:
             start[0] = np.int32(piece * sizes[0])
         else:
             start[dim] = start[dim] * self.num_pieces + piece * sizes[dim]
         return start
+
+    def _owner(self, offset: int) -> jax.Array:
+        """Return the number of the device that is `offset` places before this one."""
+        n, s = lax.axis_size(self.axis_name), lax.axis_index(self.axis_name)
+        if self.order is None or self.order == tuple(range(n)):
+            return (s - offset) % n
+        owners = [self.order[(self.order.index(device) - offset) % n] for device in range(n)]
+        return lax.dynamic_index_in_dim(jnp.array(owners, s.dtype), s, keepdims=False)
+
+    def _send(self, x: Any, up: bool) -> Any:
+        """Send `x` to the next device of the ring if `up`, else to the one before."""
+        return shift(x, self.axis_name, up, self.order)
+
+
+def _wait(operand: jax.Array | None, sums: Any) -> tuple[jax.Array | None, Any]:
+    """Make `operand`, if there is one, wait for the sums."""
+    return (operand, sums) if operand is None else lax.optimization_barrier((operand, sums))
 
 
 def _at(compute: Compute, first: int, piece: jax.Array, index: int) -> Any:
@@ -384,10 +375,10 @@ def _at(compute: Compute, first: int, piece: jax.Array, index: int) -> Any:
 
 
 def add_arriving(arriving: jax.Array, term: jax.Array) -> jax.Array:
-    """Return arriving + term, added in float32 and rounded to their dtype.
+    """Return arriving + term in their dtype, rounded once.
 
     Written as y - (-r): libtpu fuses this form into the matmul that computes `term`, but not the
-    plain sum.
+    plain sum. Casts to float32 and back would give the same value (the sum of two bfloat16 numbers
+    is rounded once either way) and prevent the fusion.
     """
-    wide = jnp.promote_types(term.dtype, jnp.float32)
-    return (term.astype(wide) - (-arriving.astype(wide))).astype(term.dtype)
+    return term - (-arriving)

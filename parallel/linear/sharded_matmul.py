@@ -10,7 +10,7 @@ Shape letters: L rows (tokens), D in features, F out features; local along the a
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,50 +24,14 @@ from parallel.linear.collective_matmul import (
     matmul_scatter,
 )
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.head_matmul import PLAIN, HeadMatmul
 from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values_spec
 from parallel.linear.local_matmul import split_columns
 from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
-from parallel.linear.ring import all_gather, pcast_varying
+from parallel.linear.ring import pcast_varying
+from parallel.linear.stored_kernel import gather_kernel, storage_ring, stored_block
 from parallel.sharding.axes import ColumnWise, RowWise, TokenWise
 from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, split_dim, without_axis
-
-
-def gather_kernel(
-    kernel: Kernel,
-    spec: Any,
-    *,
-    keep: str | tuple[str, ...],
-    dtype: jax.typing.DTypeLike | None,
-    like: jax.Array,
-) -> jax.Array:
-    """Inside shard_map, gather a parameter's block over all mesh axes except `keep`.
-
-    Communication: one all-gather in `dtype` over the axes that shard the parameter. In the backward
-    pass one reduce-scatter in `dtype`; then an all-reduce of this device's shard, in the
-    parameter's own dtype, over the axes that hold copies of it (dp and ep). A quantized kernel is
-    gathered as int8, and has no gradient.
-
-    Args:
-        kernel: Block of the parameter.
-        spec: Layout of the parameter, or of the two arrays of a quantized one.
-        keep: Mesh axes over which it stays split.
-        dtype: Dtype to cast to before the gather; None: no cast.
-        like: Activations that the kernel is multiplied with.
-    """
-    if isinstance(kernel, Int8Kernel):
-        (specs,) = kernel_specs([kernel], values_spec(spec))
-        gather = partial(gather_kernel, keep=keep, dtype=None, like=like)
-        return jax.tree.map(gather, kernel, specs).floats(dtype or like.dtype)
-    kept = mesh_axes_of(keep)
-    sharding = {name for entry in spec for name in mesh_axes_of(entry)}
-    copies = jax.typeof(like).manual_axis_type.varying - sharding - {*kept}
-    kernel = pcast_varying(kernel, tuple(sorted(copies)))
-    kernel = kernel if dtype is None else kernel.astype(dtype)
-    for dim, entry in enumerate(spec):
-        names = without_axis(entry, *kept)
-        if names is not None:
-            kernel = all_gather(kernel, names, dim)
-    return kernel
 
 
 def params_for_shard_map(
@@ -117,13 +81,25 @@ def _shard_map(
     axes: type,
     out_spec: P,
     config: TensorParallelConfig,
+    precision: lax.PrecisionLike,
     adapter: LowRank | None,
 ) -> tuple[jax.Array, ...]:
-    """Call `body` on local blocks of `x` and of kernels laid out as `axes`, one output each."""
+    """Call `body` on local blocks of `x` and of kernels laid out as `axes`, one output each.
+
+    With one device on tp, all bodies are plain matmuls. If kernels are gathered around a ring, or
+    products lie by head, `stored_block` replaces `body`. Linears with adapters keep `body`.
+    """
     manager, axis = config.manager, config.axis_name
     kernel_spec, kernels = params_for_shard_map(kernels, manager.resolve(axes), x, axis)
     adapter_spec, adapter = adapter_for_shard_map(adapter, axes, x, config)
-    body = partial(body, kernel_spec=kernel_spec, axis_name=axis, overlap=config.overlap)
+    storage, heads = storage_ring(kernel_spec, config), _head_matmul(x, kernels, axes, config)
+    is_plain = storage is None and heads is PLAIN
+    if is_plain or adapter is not None or manager.mesh.shape[axis] > 1:
+        body = partial(body, overlap=config.overlap)
+    else:
+        varies = any(axis in mesh_axes_of(entry) for entry in out_spec)
+        body = partial(stored_block, storage=storage, heads=heads, varies=varies)
+    body = partial(body, kernel_spec=kernel_spec, axis_name=axis, precision=precision)
     island = jax.shard_map(
         partial(_local, body=body, adapter_spec=adapter_spec),
         mesh=manager.mesh,
@@ -133,6 +109,28 @@ def _shard_map(
     return island(x, adapter, *kernels)
 
 
+def _head_matmul(
+    x: jax.Array, kernels: Sequence[Kernel], axes: type, config: TensorParallelConfig
+) -> HeadMatmul:
+    """Return the matmul to or from heads that the config asks for, or the plain one.
+
+    Raises: ValueError if the width of a head does not divide the features that are heads.
+    """
+    width = config.head_width
+    if width is None or x.ndim != 3 or axes not in (ColumnWise, RowWise):
+        return PLAIN
+    side: Literal["out", "in"] = "out" if axes is ColumnWise else "in"
+    for kernel in kernels:
+        values = kernel.values if isinstance(kernel, Int8Kernel) else kernel
+        num_features = values.shape[-1 if side == "out" else -2]
+        if num_features % width:
+            raise ValueError(
+                f"head_width={width} does not divide the F={num_features} features that are split "
+                "into heads; use a head_width that divides F, or None"
+            )
+    return HeadMatmul(width, side)
+
+
 def _local(
     x: jax.Array,
     adapter: LowRank | None,
@@ -140,6 +138,8 @@ def _local(
     body: Callable[..., tuple[jax.Array, ...]],
     adapter_spec: Any,
 ) -> tuple[jax.Array, ...]:
+    if adapter is None:
+        return body(x, *kernels)
     return body(x, *kernels, adapter=adapter, adapter_spec=adapter_spec)
 
 
@@ -184,9 +184,9 @@ def column_parallel(
     """
     axis, spec = config.axis_name, jax.typeof(x).sharding.spec
     check_features(spec, config)
-    body = partial(column_block, dim=split_dim(spec, axis), precision=precision)
+    body = partial(column_block, dim=split_dim(spec, axis))
     out_spec = P(*(without_axis(entry, axis) for entry in spec[:-1]), axis)
-    return _shard_map(body, x, kernels, ColumnWise, out_spec, config, adapter)
+    return _shard_map(body, x, kernels, ColumnWise, out_spec, config, precision, adapter)
 
 
 def column_block(
@@ -270,8 +270,8 @@ def row_parallel(
             f"a row-parallel linear cannot turn rows of type {spec} into {out_spec}; only {axis} "
             "may differ, so reshard before or after it"
         )
-    body = partial(row_block, dim=split_dim(out_spec, axis, rank=x.ndim), precision=precision)
-    return _shard_map(body, x, kernels, RowWise, out_spec, config, adapter)
+    body = partial(row_block, dim=split_dim(out_spec, axis, rank=x.ndim))
+    return _shard_map(body, x, kernels, RowWise, out_spec, config, precision, adapter)
 
 
 def row_block(
@@ -352,8 +352,9 @@ def token_parallel(
     """
     axis, spec = config.axis_name, jax.typeof(x).sharding.spec
     check_features(spec, config)
-    body = partial(token_block, dim=split_dim(spec, axis), precision=precision)
-    return _shard_map(body, x, kernels, TokenWise, P(*spec[:-1], None), config, adapter)
+    body = partial(token_block, dim=split_dim(spec, axis))
+    out_spec = P(*spec[:-1], None)
+    return _shard_map(body, x, kernels, TokenWise, out_spec, config, precision, adapter)
 
 
 def token_block(

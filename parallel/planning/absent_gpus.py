@@ -32,22 +32,24 @@ gpu_device_info {{
 }}
 platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 1 }} device_description_str: "{kind}"
 """
-_HOPPER: dict[str, float] = {
-    "major": 9,
-    "shared": 233472,
-    "largest": 232448,
-    "cores": 132,
-    "units": 128,
-}
-_HOPPER |= {"cache": 52428800, "clock": 1.98}
 _AMPERE: dict[str, float] = {
     "major": 8,
-    "shared": 167936,
-    "largest": 166912,
     "cores": 108,
     "units": 64,
+    "clock": 1.41,
+    "shared": 167936,
+    "largest": 166912,
+    "cache": 41943040,
 }
-_AMPERE |= {"cache": 41943040, "clock": 1.41}
+_HOPPER: dict[str, float] = {
+    "major": 9,
+    "cores": 132,
+    "units": 128,
+    "clock": 1.98,
+    "shared": 233472,
+    "largest": 232448,
+    "cache": 52428800,
+}
 _KINDS = {
     "NVIDIA A100-SXM4-80GB": {**_AMPERE, "bandwidth": 2039 * 10**9, "memory": 80 * 10**9},
     "NVIDIA H100 80GB HBM3": {**_HOPPER, "bandwidth": 3350 * 10**9, "memory": 80 * 10**9},

@@ -43,13 +43,13 @@ class Value:
 
 @dataclass(frozen=True)
 class BufferAssignment:
-    """What a program has in HBM.
+    """The buffers of a compiled program in HBM.
 
     Attributes:
-        arguments: Bytes of its arguments.
-        others: Bytes of its results that are not in donated arguments, and of constants.
+        arguments: Bytes of the arguments.
+        others: Bytes of the results that are not in donated arguments, and of constants.
         temporaries: Bytes of the memory that all temporary buffers share, with gaps.
-        values: Everything that is stored among the temporaries at some time.
+        values: All values that are stored among the temporaries at some time.
         order: Names of all instructions, in the order of the schedule; bodies of loops count once.
     """
 

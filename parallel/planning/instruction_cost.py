@@ -52,7 +52,25 @@ class InstructionCost:
             return self._ragged_dot_seconds(x, x.ragged_tiling, computation)
         if x.opcode == "custom-call":
             return self._kernel_seconds(x, computation)
-        return _hbm_traffic(x, computation) / self._chip.hbm_bandwidth
+        traffic = _hbm_traffic(x, computation) - self._unread_bytes(x, computation)
+        return traffic / self._chip.hbm_bandwidth
+
+    def _unread_bytes(self, x: Instruction, computation: Computation) -> float:
+        """Return the bytes of operands that gathers in this instruction do not read.
+
+        A gather reads as many bytes as it returns, though its operand may be larger.
+        """
+        if x.is_in_vmem:
+            return 0.0
+        inner = self._module.computations.get(x.calls() or "")
+        if x.opcode == "gather":
+            operands, pairs = computation.operands(x), [(0, x)]
+        elif x.opcode == "fusion" and inner is not None:
+            operands, pairs = computation.operands(x), _gathered_parameters(inner)
+        else:
+            return 0.0
+        sizes = ((operands[n].bytes, found.bytes) for n, found in pairs if n < len(operands))
+        return sum(max(size - read, 0.0) for size, read in sizes)
 
     def _kernel_seconds(self, x: Instruction, computation: Computation) -> float:
         """Return the time of a custom call: its HBM traffic, or its FLOPs if they take longer.
@@ -90,6 +108,20 @@ class InstructionCost:
             (traffic + _hbm_bytes(x)) / self._chip.hbm_bandwidth,
             flops / (self._chip.peak_flops * _MATMUL_EFFICIENCY),
         )
+
+
+def _gathered_parameters(computation: Computation) -> list[tuple[int, Instruction]]:
+    """Return (number of a parameter, gather that reads it) of those that only one gather reads."""
+    found = []
+    for x in computation.instructions:
+        operands = computation.operands(x) if x.opcode == "gather" else ()
+        if (
+            operands
+            and operands[0].opcode == "parameter"
+            and len(computation.users(operands[0])) == 1
+        ):
+            found.append((int(operands[0].arguments.strip("()")), x))
+    return found
 
 
 def _hbm_traffic(x: Instruction, computation: Computation) -> float:

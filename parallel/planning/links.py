@@ -1,4 +1,7 @@
-"""Physical links of a TPU slice: where its chips are, and how many messages pass each link."""
+"""Physical links of a TPU slice: positions of its chips, messages on each link, order of permutes.
+
+The order keeps links busy.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -62,6 +65,35 @@ def link_loads(
             distance += abs(ways[0])
         longest = max(longest, distance)
     return dict(loads), longest
+
+
+def order_by_links(
+    routes: Sequence[Sequence[tuple[Coords, Coords]]], sides: Sequence[int], wrap: int
+) -> list[int]:
+    """Order permutes so that those that follow one another travel over different links.
+
+    Greedy: of those left, the ones that occupy most links go first, each followed by all that share
+    no link with it and with each other.
+
+    Args:
+        routes: Source and target of each message, by permute.
+        sides: Sides of the slice, as for `link_loads`.
+        wrap: As for `link_loads`.
+
+    Returns:
+        The indices of the permutes in this order.
+    """
+    loads = [link_loads(pairs, sides, wrap)[0] for pairs in routes]
+    left = sorted(range(len(routes)), key=lambda i: -sum(loads[i].values()))
+    order: list[int] = []
+    while left:
+        busy: set[Link] = set()
+        for i in list(left):
+            if busy.isdisjoint(loads[i]):
+                busy.update(loads[i])
+                left.remove(i)
+                order.append(i)
+    return order
 
 
 def _walk(here: Coords, axis: int, way: int, side: int) -> Iterator[Link]:

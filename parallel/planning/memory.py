@@ -67,11 +67,11 @@ class MemoryUse:
     total = arguments + outputs + temporary + program = the sum of `classes`.
 
     Attributes:
-        arguments: Of its arguments.
-        outputs: Of its results that are not written into donated arguments.
-        temporary: Of everything in between.
-        program: Of its code; 0 if the program does not fit, because then there is none.
-        assigned: What libtpu compares with the memory of the chip; None if it did not say.
+        arguments: Bytes of the arguments.
+        outputs: Bytes of the results that are not written into donated arguments.
+        temporary: Bytes of all intermediate values.
+        program: Bytes of the code; 0 if the program does not fit, because then there is none.
+        assigned: Bytes that libtpu compares with the memory of the chip; None if it did not say.
         classes: Bytes by class: those of the arguments as the caller named them, "padding" (of
             arguments, by tiles), "outputs", "gradients", "kept activations", "temporaries",
             "fragmentation", "unassigned" and "program".
@@ -237,11 +237,11 @@ def _buffers(
 
 
 class _Origins:
-    """Where the values of a program come from."""
+    """Named scopes and operations that the values of a program come from."""
 
     def __init__(self, module: HloModule):
         self.op_names: dict[str, str] = {}
-        """Of the instructions that have one."""
+        """The op_name of every instruction that has one."""
         self._operands: dict[str, tuple[str, ...]] = {}
         self._loops: set[str] = set()
         for computation in module.computations.values():

@@ -20,14 +20,14 @@ from parallel.sharding.devices import describe_missing_tpu
 
 @dataclass(frozen=True)
 class Generation:
-    """How the slices of one generation of TPUs are named and built.
+    """Naming and shape of the slices of one TPU generation.
 
     Attributes:
         dims: Dimensions of the torus.
         cores: TensorCores per chip if gcloud counts TensorCores, 1 if it counts chips.
         largest: Chips of the largest slice.
         gke: Values of the node selector `cloud.google.com/gke-tpu-accelerator`.
-        gcloud: What an accelerator type of gcloud starts with.
+        gcloud: Prefix of an accelerator type in gcloud.
         options: Arguments of `get_topology_desc`.
     """
 

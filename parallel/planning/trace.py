@@ -38,10 +38,10 @@ def trace_events(prediction: Prediction, title: str = "predicted program") -> li
     tracks = {_COMPUTE: list(_nested(x for x in prediction.spans if x.kind != "transfer"))}
     tracks |= dict(sorted(_transfers(prediction.spans).items()))
     events: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": title}}
+        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}
     ]
     for number, (track, spans) in enumerate(tracks.items(), 1):
-        common = {"pid": 1, "tid": number}
+        common = {"pid": 0, "tid": number}
         events.append({**common, "ph": "M", "name": "thread_name", "args": {"name": track}})
         order = {"sort_index": number}
         events.append({**common, "ph": "M", "name": "thread_sort_index", "args": order})
@@ -67,10 +67,13 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _short(name: str) -> str:
-    """Return the name of an operation, with the steps of its path that tell it from others."""
+    """Return the name of an operation with the last two named scopes of its path.
+
+    Loops around it on the same track show the others.
+    """
     kind, _, path = name.rpartition(" ")
     steps = [step for step in path.split("/") if step not in _COMMON_STEPS]
-    text = " ".join(filter(None, [kind, "/".join(steps) or path]))
+    text = " ".join(filter(None, [kind, "/".join(steps[-2:]) or path]))
     return text if len(text) <= _WIDTH else f"..{text[2 - _WIDTH :]}"
 
 

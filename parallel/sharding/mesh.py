@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -117,9 +117,31 @@ def _arrange_slice(devices: Sequence[jax.Device], shape: tuple[int, ...]) -> np.
     return grid.reshape(shape)
 
 
+def ring_of_axes(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[int, ...] | None:
+    """Return the devices along these axes, numbered with the first axis outermost, as a ring.
+
+    Consecutive ones are neighbours in the first group of devices along the axes; `build_mesh` lays
+    out the other groups alike. Devices that are not TPUs keep their order. None if the chips form
+    no ring.
+
+    `build_mesh` orders tp and sp along such a ring, but not fsdp: libtpu gathers over all sides of
+    the torus at once only if devices are in the order of their coordinates.
+    """
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "tpu":
+        return tuple(range(math.prod(mesh.shape[name] for name in axes)))
+    names = [name for name in mesh.axis_names if name in axes]
+    group = mesh.devices[tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)]
+    order = ring_order(_coords(group.transpose([names.index(name) for name in axes]).flat))
+    return None if order is None else tuple(order)
+
+
+def _coords(devices: Iterable[jax.Device]) -> list[tuple[int, ...]]:
+    return [(*device.coords, device.core_on_chip) for device in devices]
+
+
 def _ring_order_of(axis: str, group: Sequence[jax.Device]) -> list[int]:
     """Return the indices of a group's devices along a ring of links; warn if there is none."""
-    order = ring_order([(*device.coords, device.core_on_chip) for device in group])
+    order = ring_order(_coords(group))
     if order is None:
         _LOG.warning(
             "%s %d: these chips form no ring of neighbours, so some hops take several links",

@@ -15,13 +15,15 @@ from parallel.sharding.devices import find_devices
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.partition import PartitionAxis, PartitionManager
 
-_HEADS, _HEAD_DIM = 8, 64
+_NUM_TOKENS, _HEADS, _HEAD_DIM = 4096, 8, 64
 
 
 def bench_attention(
     names: Sequence[str], lengths: Sequence[int], *, dtype: str, repeats: int
 ) -> dict[str, Any]:
-    """Compare operations with `vanilla` on one causal row of 8 heads of width 64.
+    """Compare operations with `vanilla` on causal rows of 8 heads of width 64.
+
+    There are 4096 tokens, in as many rows as that makes, or one longer row.
 
     Raises:
         ValueError: An operation does not support the case.
@@ -33,7 +35,7 @@ def bench_attention(
     rows = []
     for length in lengths:
         keys = jax.random.split(jax.random.key(length), 3)
-        shape = (1, length, _HEADS, _HEAD_DIM)
+        shape = (max(_NUM_TOKENS // length, 1), length, _HEADS, _HEAD_DIM)
         with jax.set_mesh(manager.mesh):
             qkv = [jax.random.normal(key, shape, jnp.dtype(dtype)) for key in keys]
             compiled = {

@@ -60,13 +60,14 @@ def bench_exchange(
 def _counted_bytes(program: Program, shape: tuple[int, int, int]) -> int:
     """Return the bytes that each device has to send in a forward pass.
 
-    tokens * top_k * hidden_size * 2 directions * itemsize, less the share that stays.
+    tokens * top_k * (hidden_size * 2 directions * itemsize + a float32 weight), less the share that
+    stays.
     """
     manager, model = program.tp.manager, program.config
     tokens = shape[0] * shape[1] // manager.axis_size([BATCH, QUERY_LENGTH])
-    values = tokens * model.moe.num_experts_per_tok * model.hidden_size
+    row = 2 * model.hidden_size * jnp.dtype(model.dtype).itemsize + 4
     ep = manager.mesh.shape["ep"]
-    return 2 * values * jnp.dtype(model.dtype).itemsize * (ep - 1) // ep
+    return tokens * model.moe.num_experts_per_tok * row * (ep - 1) // ep
 
 
 def _sparse_layer(program: Program, shape: tuple[int, int, int]) -> tuple[Any, list[Any]]:

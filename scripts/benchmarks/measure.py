@@ -18,15 +18,16 @@ MODEL: dict[str, Any] = {
     "intermediate_size": 1408,
     "dtype": "float32",
 }
+NUM_ROWS, ROW_LENGTH = 8, 512
 
 
 def random_batch() -> dict[str, np.ndarray]:
-    """Return one microbatch of 8 rows of 512 random tokens, every field `1 B L`."""
-    rng, shape = np.random.default_rng(0), (1, 8, 512)
+    """Return one microbatch of `NUM_ROWS` rows of random tokens, every field `1 B L`."""
+    rng, shape = np.random.default_rng(0), (1, NUM_ROWS, ROW_LENGTH)
     return {
         "tokens": rng.integers(0, MODEL["vocab_size"], shape, np.int32),
         "targets": rng.integers(0, MODEL["vocab_size"], shape, np.int32),
-        "positions": np.broadcast_to(np.arange(512, dtype=np.int32), shape),
+        "positions": np.broadcast_to(np.arange(ROW_LENGTH, dtype=np.int32), shape),
         "segment_ids": np.zeros(shape, np.int32),
         "loss_mask": np.ones(shape, np.float32),
     }

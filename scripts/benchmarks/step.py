@@ -10,7 +10,15 @@ import numpy as np
 import optax
 
 from benchmarks import plain
-from benchmarks.measure import MODEL, medians, random_batch, ratios, time_in_turns
+from benchmarks.measure import (
+    MODEL,
+    NUM_ROWS,
+    ROW_LENGTH,
+    medians,
+    random_batch,
+    ratios,
+    time_in_turns,
+)
 from configs.build import build_program, open_devices
 from configs.schema import Config
 from training.step import Program
@@ -96,7 +104,8 @@ def bench_moe_step(
 
 def _open(model: dict[str, Any]) -> tuple[Program, str]:
     """Return the program of the benchmark's model with these changes, and the device's name."""
-    config = Config.model_validate({"model": MODEL | model})
+    data = {"sequence_length": ROW_LENGTH, "global_batch_size": NUM_ROWS}
+    config = Config.model_validate({"model": MODEL | model, "data": data})
     devices, notice = open_devices(config)
     return build_program(config, devices), notice or devices[0].device_kind
 

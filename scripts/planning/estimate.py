@@ -2,7 +2,7 @@
 
 Estimates rank meshes before the best are compiled, and stand in for a compiler where there is none:
 for GPUs, and for more chips than the compiled slice has. They are labelled as estimates wherever
-they are printed. docs/planning.md compares them with compiled programs.
+they are printed. tests/scripts/test_plan.py compares them with compiled programs.
 
 Letters: T tokens of a microbatch on one device, D hidden size, b bytes of an activation.
 """
@@ -14,6 +14,7 @@ from types import MappingProxyType
 import jax.numpy as jnp
 
 from configs.schema import Config
+from model.loss_chunk import tokens_per_chunk_on
 from parallel.planning.slices import Topology
 from parallel.sharding.devices import Chip
 from parallel.sharding.residual import RESIDUAL_LAYOUTS
@@ -36,7 +37,8 @@ class Machine:
         node: Devices of one slice or node.
         matmul: Share of peak that matmuls reach.
         attention: Share of peak that attention kernels reach.
-        fsdp: Share of the communication over fsdp that nothing hides.
+        fsdp: Share of the communication over fsdp that nothing hides, in plain collectives.
+        fsdp_rings: The same in rings (`parallel.overlap_fsdp`).
     """
 
     chip: Chip
@@ -46,6 +48,7 @@ class Machine:
     matmul: float
     attention: float
     fsdp: float
+    fsdp_rings: float
 
     def bandwidth(self, size: int) -> float:
         """Return the bandwidth of a ring over `size` neighbouring devices, both ways together."""
@@ -58,7 +61,7 @@ def slice_machine(chip: Chip, topology: Topology) -> Machine:
     The shares are those of compiled steps of Llama-3-8B on v5p and v5e (docs/predicted.md).
     """
     node = topology.num_chips // topology.num_slices
-    return Machine(chip, chip.ici_bandwidth, chip.dcn_bandwidth, node, 0.85, 0.5, 0.8)
+    return Machine(chip, chip.ici_bandwidth, chip.dcn_bandwidth, node, 0.85, 0.5, 0.8, 0.5)
 
 
 @dataclass(frozen=True)
@@ -91,16 +94,25 @@ class Estimate:
 def estimate(config: Config, machine: Machine) -> Estimate:
     """Estimate one training step of a configuration."""
     shape = _Shape.of(config)
-    memory = _memory(config, shape)
+    memory = _memory(config, shape, machine)
     compute = _compute(config, shape, machine)
     communication = _communication(config, shape, machine)
     exposed = {}
     for axis, seconds in communication.items():
-        share = machine.fsdp if axis == "fsdp" else _EXPOSED[axis]
-        if axis == "tp" and config.parallel.overlap == "none":
-            share = _EXPOSED_WITHOUT_OVERLAP
-        exposed[axis] = share * seconds
+        exposed[axis] = _exposed_share(axis, config, machine) * seconds
     return Estimate(*map(MappingProxyType, (memory, compute, communication, exposed)))
+
+
+def _exposed_share(axis: str, config: Config, machine: Machine) -> float:
+    """Return the share of the communication over an axis that no compute hides."""
+    parallel = config.parallel
+    if axis == "fsdp":
+        named = parallel.overlap_fsdp or parallel.overlap
+        is_ring = config.mesh.tp == 1 and not config.lora.rank and named != "none"
+        return machine.fsdp_rings if is_ring else machine.fsdp
+    if axis == "tp" and parallel.overlap == "none":
+        return _EXPOSED_WITHOUT_OVERLAP
+    return _EXPOSED[axis]
 
 
 @dataclass(frozen=True)
@@ -147,17 +159,22 @@ class _Shape:
         return self.layer + self.experts + self.table
 
 
-def _memory(config: Config, shape: _Shape) -> dict[str, float]:
+def _memory(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
     """Return bytes by class. Adapters of LoRA are left out, as small."""
     model, mesh, tp = config.model, config.mesh, config.mesh.tp
     size = jnp.dtype(model.param_dtype).itemsize
     trained = 0.0 if config.lora.rank else shape.parameters
     frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
     copies = 2 + (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
-    layers, (stream, products) = model.num_hidden_layers, _kept_per_token(config)
-    kept = {"full": stream, "offload": stream, "dots": stream + products}
+    layers, (stream, attention, products) = model.num_hidden_layers, _kept_per_token(config)
+    kept = {
+        "full": stream,
+        "offload": stream,
+        "attention": stream + attention,
+        "dots": stream + products,
+    }
     per_token = kept.get(model.remat, stream + 1.6 * products)
-    chunk = min(model.loss_chunk, shape.tokens) * model.padded_vocab_size / tp
+    chunk = min(tokens_per_chunk_on(model, machine.chip, tp), shape.tokens)
     gathered = (shape.layer + shape.experts) / layers * mesh.fsdp * mesh.sp
     accumulated = 4 * trained if shape.microbatches > 1 else 0.0
     return {
@@ -166,21 +183,29 @@ def _memory(config: Config, shape: _Shape) -> dict[str, float]:
         "gradients": size * trained + accumulated,
         "kept activations": shape.tokens * per_token * layers * shape.b,
         "temporaries": 2 * shape.b * gathered
-        + 4 * chunk
+        + 4 * chunk * model.padded_vocab_size / tp
         + shape.tokens * shape.b * (4 * products + 8 * stream),
     }
 
 
-def _kept_per_token(config: Config) -> tuple[float, float]:
-    """Return values per token and layer: of the residual stream, and of the products of matmuls."""
+def _kept_per_token(config: Config) -> tuple[float, float, float]:
+    """Return values per token and layer: residual stream, attention, and products of all matmuls.
+
+    Those of attention are what the remat policy `attention` keeps, and a part of the products.
+    """
     model, tp = config.model, config.mesh.tp
     split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1
     width, heads = model.hidden_size, model.num_attention_heads * model.head_size
     kv = 2 * model.num_key_value_heads * model.head_size
+    attention = (2 * heads + kv) / tp
+    if model.mla is not None:
+        latents = model.mla.kv_width + (model.mla.q_lora_rank or heads / tp)
+        attention = latents + model.num_attention_heads * model.value_size / tp
     active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
     mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
     mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
-    return width / split, (2 * heads + kv + mlp) / tp + 2 * width / split
+    products = (2 * heads + kv + mlp) / tp + 2 * width / split
+    return width / split, attention + width / split, products
 
 
 def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
@@ -194,6 +219,12 @@ def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float
         matmul *= 2 / 3
     if model.remat == "full":
         matmul += 2.0 * model.num_matmul_parameters
+    elif model.remat == "attention":
+        # The MLP or the experts, without their last product.
+        active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
+        sparse = sum(model.sparse_layers)
+        widths = (layers - sparse) * model.intermediate_size + sparse * active * model.expert_size
+        matmul += 2.0 * model.hidden_size * 2 * widths
     # Kernels compute the scores again for dk and dv and for dq: 4 + 14 FLOPs instead of 4 + 8.
     attention *= (8 + 14 if model.remat == "full" else 4 + 14) / 12
     seconds = {
@@ -225,7 +256,7 @@ def _communication(config: Config, shape: _Shape, machine: Machine) -> dict[str,
 
     found: dict[str, float] = {}
     if model.remat == "offload":
-        kept = parts * shape.tokens * _kept_per_token(config)[1] * layers * shape.b
+        kept = parts * shape.tokens * _kept_per_token(config)[2] * layers * shape.b
         found["host"] = 2 * kept / machine.chip.host_bandwidth
     if mesh.tp > 1:
         # Two gathers and two scatters forward, the same and two more gathers backward.

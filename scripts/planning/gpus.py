@@ -33,11 +33,13 @@ class GpuNodes:
 
     Attributes:
         name: As given: "h100-8*4".
+        kind: Name of the GPU as jax reports it (`device_kind`).
         machine: Their figures.
         num_nodes: Number of nodes.
     """
 
     name: str
+    kind: str
     machine: Machine
     num_nodes: int
 
@@ -75,8 +77,9 @@ def read_gpus(text: str) -> GpuNodes | None:
             f"topology {text}: write the GPUs of a node such as h100-8, and h100-8*4 for four nodes"
         )
     kind, near, far = _LINKS[found[1]]
-    machine = Machine(CHIPS[kind], near, far, int(found[2]), _MATMUL, _ATTENTION, _EXPOSED_FSDP)
-    return GpuNodes(text, machine, int(found[3] or 1))
+    shares = (_MATMUL, _ATTENTION, _EXPOSED_FSDP, _EXPOSED_FSDP)
+    machine = Machine(CHIPS[kind], near, far, int(found[2]), *shares)
+    return GpuNodes(text, kind, machine, int(found[3] or 1))
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,7 @@ def plan_gpus(config: Config, nodes: GpuNodes) -> GpuPlan:
 
 def _compile(config: Config, nodes: GpuNodes) -> tuple[Program, dict[str, float], tuple[Sent, ...]]:
     """Compile the step, and return its memory by class and its collectives."""
-    kind = _LINKS[nodes.name.partition("-")[0]][0]
-    program = build_program(config, absent_gpus(kind, nodes.num_nodes, nodes.machine.node))
+    program = build_program(config, absent_gpus(nodes.kind, nodes.num_nodes, nodes.machine.node))
     batch = abstract_batch(config, program)
     mesh = program.tp.manager.mesh
     with jax.set_mesh(mesh):

@@ -13,18 +13,16 @@ from planning.gpus import GpuPlan
 from planning.search import Ranked
 from planning.step import StepPlan
 
+Plan = StepPlan | GpuPlan
+
 _GIB = 2**30
 _KINDS = ("matmul", "other", "kernels", "exposed", "dma_wait")
 _SHOWN = ("matmul", "vector", "kernels", "exposed", "HBM wait")
-
+_COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
 
 FIGURES = ("hbm", "step_time", "tokens_per_second", "mfu", "exposed")
 """Figures of a plan that fits: memory as a share of the chip's, seconds, tokens/s over all chips,
 MFU, and exposed communication as a share of the step."""
-_COMPARISONS = {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}
-
-
-Plan = StepPlan | GpuPlan
 
 
 def holds(plan: Plan, condition: tuple[str, str, float]) -> bool:

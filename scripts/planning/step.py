@@ -1,7 +1,6 @@
 """Compile the training step of a configuration for absent devices, and read the answer."""
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,7 +34,6 @@ class StepPlan:
         num_tokens: Tokens of a step, over all devices.
         flops: FLOPs of a step over all devices, without recomputation.
         answer: The compiled program, or why it does not fit.
-        seconds: Time that planning took.
     """
 
     config: Config
@@ -45,7 +43,6 @@ class StepPlan:
     num_tokens: int
     flops: float
     answer: CompiledProgram | OutOfMemory
-    seconds: float
 
     @property
     def fits(self) -> bool:
@@ -155,7 +152,6 @@ def plan_step(config: Config, topology: str, cache: ResultCache | None = None) -
     Raises:
         ValueError: The configuration cannot run on this slice, or the slice is not known.
     """
-    begin = time.monotonic()
     named = read_topology(topology)
     check_mesh(config, named)
     program = build_program(config, absent_devices(topology))
@@ -185,5 +181,4 @@ def plan_step(config: Config, topology: str, cache: ResultCache | None = None) -
         num_tokens,
         program.flops_per_token(config.data.row_length) * num_tokens,
         answer,
-        time.monotonic() - begin,
     )

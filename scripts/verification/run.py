@@ -32,7 +32,7 @@ class References:
 
 @dataclass(frozen=True)
 class Verification:
-    """What the cases of a configuration need.
+    """The inputs, devices and stored results of the cases of one configuration.
 
     full, small: the configuration as it is, and scaled down.
     """

@@ -19,7 +19,7 @@ from verification.inputs import name_of
 
 
 class StepResult(NamedTuple):
-    """What a step computes, in numpy."""
+    """Results of one training step, in numpy."""
 
     loss: float
     gradients: dict[str, np.ndarray]

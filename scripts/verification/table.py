@@ -32,7 +32,7 @@ def line_of(case: Case, result: Result) -> str:
     return COLUMNS.format(
         case.mesh_name,
         case.residual if case.mesh.tp > 1 else "any",
-        case.overlap if case.mesh.tp > 1 else "any",
+        case.overlap if case.mesh.tp * case.mesh.fsdp * case.mesh.sp > 1 else "any",
         case.dtype,
         *(f"{value:.1e}" for value in (found.loss_error, found.loss_bound, *gradient)),
         f"{found.ratio:.2f}",
@@ -55,7 +55,7 @@ def closing_lines(cases: Cases, done: Done) -> Iterator[str]:
     if cases.repeated:
         yield (
             f"{cases.repeated} more combinations have the program of one above: without tp the "
-            "residual layout and the overlap change nothing, nor the overlap where nothing is "
+            "residual layout changes nothing, nor does the overlap where nothing is "
             "gathered"
         )
     if not done:

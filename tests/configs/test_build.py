@@ -112,9 +112,57 @@ def test_blocks_that_cannot_be_halved_are_refused() -> None:
 )
 def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
     _, program = build(mesh, override)
-    choices = dict(program.plan.overlap).values()
+    choices = [choice for kind, choice in program.plan.overlap if kind != "fsdp"]
     assert {choice.overlap for choice in choices} == {"none"}
     assert all(why in choice.reason for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "named", "want"),
+    [
+        (MeshConfig(fsdp=4), "auto", ("none", "no link figures for this device")),
+        (MeshConfig(fsdp=4), "none", ("none", "as configured")),
+        (MeshConfig(fsdp=4), "ring", ("ring", "as configured")),
+        (MeshConfig(sp=4), "split", ("split", "as configured")),
+        (MeshConfig(dp=4), "ring", ("none", "one device on fsdp and sp gathers nothing")),
+        (MeshConfig(fsdp=2, tp=2), "ring", ("none", "tp has several devices")),
+    ],
+)
+def test_the_overlap_of_fsdp_is_as_configured_or_has_a_reason(mesh, named, want) -> None:
+    _, program = build(mesh, f"parallel.overlap_fsdp={named}")
+    choice = dict(program.plan.overlap)["fsdp"]
+    assert program.tp.fsdp_overlap == choice.overlap == want[0]
+    assert want[1] in choice.reason
+
+
+def test_fsdp_overlaps_as_the_linears_do_unless_it_is_named() -> None:
+    mesh = MeshConfig(fsdp=4)
+    _, program = build(mesh, "parallel.overlap=ring")
+    assert program.tp.fsdp_overlap == "ring"
+    _, program = build(mesh, "parallel.overlap=ring", "parallel.overlap_fsdp=none")
+    assert program.tp.fsdp_overlap == "none"
+    _, program = build(MeshConfig(dp=4))
+    assert "fsdp" not in dict(program.plan.overlap)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (("lora.rank=2", "training.init_from=x"), "frozen kernels have no gradients"),
+        (("model.hidden_size=36", "model.head_dim=8"), "have no halves"),
+    ],
+)
+def test_kernels_that_no_ring_can_gather_have_a_reason(overrides, why) -> None:
+    _, program = build(MeshConfig(fsdp=4), "parallel.overlap_fsdp=split", *overrides)
+    choice = dict(program.plan.overlap)["fsdp"]
+    assert choice.overlap == program.tp.fsdp_overlap == "none" and why in choice.reason
+
+
+def test_attention_across_documents_reaches_the_plan() -> None:
+    for across in (True, False):
+        _, program = build(MeshConfig(), f"data.attend_across_documents={str(across).lower()}")
+        assert program.plan.attend_across_documents is across
+        assert any("earlier documents" in line for line in program.plan.describe()) is across
 
 
 @pytest.mark.parametrize(

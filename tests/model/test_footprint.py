@@ -12,6 +12,7 @@ from model.config import MLAConfig, ModelConfig
 from model.footprint import activation_tensors, ring_shapes
 from model.layers import Attention, TokenInfo, split_heads
 from model.plan import make_plan
+from model.rotation import layer_rotations
 from model.segments import LayerKind
 from model.transformer import Block, Transformer
 from parallel.planning.sharding_table import sharding_table
@@ -57,7 +58,8 @@ def activations_of_the_model(config, tp) -> dict[str, jax.Array]:
         spec = tp.manager.resolve(TokenSharding)
         tokens = jnp.zeros((BATCH, LENGTH), jnp.int32, out_sharding=spec)
         x = model.embed(tokens)
-        rows = TokenInfo(positions_BL=tokens, segment_ids_BL=tokens)
+        rotations = layer_rotations(config, tokens, by_matmul=False)
+        rows = TokenInfo(positions_BL=tokens, rotations=rotations, segment_ids_BL=tokens)
         return {
             "tokens_BL": tokens,
             "x_BLD": block(

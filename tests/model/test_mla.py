@@ -98,6 +98,11 @@ def test_rows_that_are_split_over_sp_equal_one_device(on_one_device, attention) 
     assert_equal_runs(run_model(config, tp, batch(4, 16)), on_one_device)
 
 
+def test_forms_for_tpu_equal_the_others(on_one_device) -> None:
+    tp = tensor_parallel(ONE_DEVICE)
+    assert_equal_runs(run_model(CONFIG, tp, batch(4, 16), tpu_forms=True), on_one_device)
+
+
 def random_b(path, x):
     """Return the matrix B of an adapter with random numbers, and other parameters as they are."""
     if "lora_b" not in jax.tree_util.keystr(path):

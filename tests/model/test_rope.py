@@ -1,27 +1,19 @@
-"""Frequencies and rotations equal the papers' formulas; dot products depend on distances only."""
+"""Rotary frequencies equal the papers' formulas."""
 
 import math
-from functools import lru_cache, partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
 from model.rope import (
     _RULES,
     RopeScaling,
-    partial_rope,
     register_scaling,
-    rope,
     rope_frequencies,
 )
-from parallel.sharding.mesh import MeshConfig, build_mesh
 
 # Llama-3.1-8B and -70B; Qwen2.5 for 128k tokens; linear as in LongChat.
 LLAMA = RopeScaling(
@@ -171,85 +163,6 @@ def test_longrope_divides_by_the_list_for_the_length_of_the_rows(row_length, cho
         rope_frequencies(16, 1e4, scaling)
 
 
-def test_partial_rope_keeps_the_end_of_a_head() -> None:
-    x = np.random.default_rng(0).standard_normal((2, 5, 3, 12)).astype(np.float32)
-    positions_BL, frequency_h = np.tile(np.arange(5), (2, 1)), rope_frequencies(8, 1e4)[0]
-    got = partial_rope(jnp.asarray(x), positions_BL, frequency_h, 2.0)
-    np.testing.assert_array_equal(got[..., 8:], x[..., 8:])
-    want = rope(jnp.asarray(x[..., :8]), positions_BL, frequency_h, 2.0)
-    np.testing.assert_array_equal(got[..., :8], want)
-    whole = partial_rope(jnp.asarray(x[..., :8]), positions_BL, frequency_h, 2.0)
-    np.testing.assert_array_equal(whole, want)
-
-
-def test_rotation_is_bit_equal_to_frequencies_computed_on_the_device() -> None:
-    def on_device(x_BLHh, positions_BL, theta):
-        half = x_BLHh.shape[-1] // 2
-        frequency_h = theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
-        angle = positions_BL[..., None].astype(jnp.float32) * frequency_h
-        cos, sin = jnp.cos(angle)[:, :, None], jnp.sin(angle)[:, :, None]
-        first, second = jnp.split(x_BLHh.astype(jnp.float32), 2, axis=-1)
-        out = [first * cos - second * sin, second * cos + first * sin]
-        return jnp.concatenate(out, axis=-1).astype(x_BLHh.dtype)
-
-    positions_BL = jnp.array([[0, 1, 2, 3], [7, 100, 4095, 131071]])
-    for head_dim, theta in ((16, 1e4), (128, 5e5)):
-        frequency_h, factor = rope_frequencies(head_dim, theta)
-        for dtype in (jnp.float32, jnp.bfloat16):
-            x_BLHh = jax.random.normal(jax.random.key(0), (2, 4, 2, head_dim), dtype)
-            ours = jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))
-            theirs = jax.jit(partial(on_device, theta=theta))
-            out = ours(x_BLHh, positions_BL)
-            assert out.dtype == dtype
-            np.testing.assert_array_equal(out, theirs(x_BLHh, positions_BL))
-
-
-@lru_cache
-def rotation(family: str):
-    """The jitted rotation, compiled once per family."""
-    frequency_h, factor = rope_frequencies(*FAMILIES[family])
-    return jax.jit(partial(rope, frequency_h=frequency_h, attention_factor=factor))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pairs_rotate_like_complex_numbers(family: str) -> None:
-    head_dim, theta, scaling = FAMILIES[family]
-    frequency_h, factor = rope_frequencies(head_dim, theta, scaling)
-    x = np.random.default_rng(0).standard_normal((2, 3, 2, head_dim)).astype(np.float32)
-    positions = np.array([[0, 5, 9], [2, 3, 100]])
-    half = head_dim // 2
-    turned = (x[..., :half] + 1j * x[..., half:]) * factor
-    turned = turned * np.exp(1j * positions[..., None, None] * frequency_h)
-    out = rotation(family)(x, positions)
-    expected = np.concatenate([turned.real, turned.imag], axis=-1)
-    np.testing.assert_allclose(out, expected, atol=1e-4)
-    np.testing.assert_allclose(out[0, 0], factor * x[0, 0], rtol=1e-6)  # position 0: no rotation
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    family=st.sampled_from(list(FAMILIES)),
-    distance=st.integers(0, 500),
-    starts=st.lists(st.integers(0, 500), min_size=3, max_size=3),
-    seed=st.integers(0, 2**31),
-)
-def test_dot_products_depend_on_distance_and_norms_are_kept(family, distance, starts, seed) -> None:
-    head_dim, theta, scaling = FAMILIES[family]
-    frequency_h, factor = rope_frequencies(head_dim, theta, scaling)
-    q, k = np.random.default_rng(seed).standard_normal((2, 1, 1, 1, head_dim), dtype=np.float32)
-    queries_BL = np.array([starts]) + distance
-    q_BLHh, k_BLHh = (np.repeat(y, 3, axis=1) for y in (q, k))
-    rotate = rotation(family)
-    q_rotated, k_rotated = rotate(q_BLHh, queries_BL), rotate(k_BLHh, np.array([starts]))
-    products_L = np.sum(q_rotated * k_rotated, axis=-1)[0, :, 0]
-    half = head_dim // 2
-    pairs = (q[..., :half] + 1j * q[..., half:]) * (k[..., :half] - 1j * k[..., half:])
-    expected = np.sum(pairs * np.exp(1j * distance * frequency_h)).real * factor**2
-    np.testing.assert_allclose(products_L, expected, atol=5e-3)
-    norms = np.linalg.norm(q_rotated, axis=-1)
-    np.testing.assert_allclose(norms, factor * np.linalg.norm(q), rtol=1e-5)
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     half=st.integers(1, 64),
@@ -268,22 +181,6 @@ def test_scaled_frequencies_lie_between_unscaled_and_divided_ones(
         ratio = rope_frequencies(2 * half, theta, scaling)[0] / unscaled
         assert (ratio <= 1 + 1e-12).all() and (ratio >= (1 - 1e-12) / factor).all()
         assert (np.diff(ratio) <= 1e-12).all()
-
-
-def test_rope_keeps_the_sharding_of_rows_and_heads() -> None:
-    config = MeshConfig(dp=2, sp=2, tp=2)
-    on = build_mesh(config, jax.devices()[:8])
-    frequency_h, _ = rope_frequencies(8, 1e4)
-    x_BLHh = jax.random.normal(jax.random.key(2), (2, 4, 2, 8))
-    positions_BL = jnp.arange(8).reshape(2, 4)
-    whole = jax.jit(partial(rope, frequency_h=frequency_h))(x_BLHh, positions_BL)
-    with jax.set_mesh(on):
-        spec = P("dp", "sp", "tp", None)
-        x = jax.device_put(x_BLHh, NamedSharding(on, spec))
-        positions = jax.device_put(positions_BL, NamedSharding(on, P("dp", "sp")))
-        out = jax.jit(partial(rope, frequency_h=frequency_h))(x, positions)
-    assert out.sharding.spec == spec
-    np.testing.assert_array_equal(out, whole)
 
 
 @pytest.mark.parametrize(
@@ -354,16 +251,13 @@ def test_scaling_round_trips_through_its_dump(family: str) -> None:
     assert hash(scaling) == hash(RopeScaling(**scaling.model_dump()))
 
 
-def test_odd_heads_and_wrong_frequencies_are_refused() -> None:
+def test_odd_heads_and_wrong_bases_are_refused() -> None:
     for head_dim in (0, 7):
         with pytest.raises(ValueError, match=rf"head_dim={head_dim}: rope rotates pairs"):
             rope_frequencies(head_dim, 1e4)
     for theta in (1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match=r"rope_theta=.*use more than 1"):
             rope_frequencies(8, theta)
-    for frequencies in (rope_frequencies(16, 1e4)[0], np.float64(1.0)):
-        with pytest.raises(ValueError, match=r"frequencies for heads of 8: give one per pair"):
-            rope(jnp.zeros((1, 2, 1, 8)), jnp.zeros((1, 2)), frequencies)
 
 
 def test_a_rule_is_registered_by_name() -> None:

@@ -19,9 +19,11 @@ from model_runs import (
     run_model,
 )
 
-from model.config import ModelConfig, MoEConfig
+from model.config import MLAConfig, ModelConfig, MoEConfig
 from model.head import Head
+from model.lora import LoRAConfig
 from model.moe import Router, SharedExpertGate
+from model.plan import make_plan
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from training.optimizers import decays
@@ -81,7 +83,97 @@ def test_layouts_and_overlaps_equal_one_device(one_device, mesh, layout, overlap
     assert_equal_runs(run(CONFIG, parallel(mesh, layout, overlap)), one_device)
 
 
-@pytest.mark.parametrize("remat", ["none", "offload", "full"])
+LOCAL = {
+    "layer_types": ("sliding_attention", "chunked_attention"),
+    "sliding_window": 5,
+    "attention_chunk_size": 7,
+}
+# With this capacity, an expert that received padding would drop other tokens.
+SPARSE = {"moe": MoEConfig(num_experts=4, moe_intermediate_size=16, capacity_factor=1.0)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "attention", "changes"),
+    [
+        (None, "vanilla", {}),
+        ("dp2-fsdp2-tp2", "flash_attn2", {}),
+        ("tp4-sp2", "ring", {}),
+        (None, "vanilla", SPARSE),
+        (None, "vanilla", LOCAL),
+        ("dp2-fsdp2-tp2", "flash_attn2", LOCAL),
+        ("tp4-sp2", "ring", LOCAL),
+    ],
+    ids=str,
+)
+def test_attention_across_documents_sees_rows_of_one_document(mesh, attention, changes) -> None:
+    config, fields = CONFIG.model_copy(update=changes), batch(B, L)
+    fields["segment_ids"][::2, 12:], fields["loss_mask"][::2, 12:] = -1, 0  # padding
+    whole = {
+        "positions": np.tile(np.arange(L, dtype=np.int32), (B, 1)),
+        "segment_ids": np.minimum(fields["segment_ids"], 0),
+    }
+    want = run_model(config, tensor_parallel(ONE_DEVICE), {**fields, **whole})
+    apart = run_model(config, tensor_parallel(ONE_DEVICE), fields)
+    assert abs(want.loss - apart.loss) > 1e-3
+    config = config.model_copy(update={"attention": attention})
+    tp = tensor_parallel(ONE_DEVICE if mesh is None else MESHES[mesh])
+    assert_equal_runs(run_model(config, tp, fields, attend_across_documents=True), want)
+
+
+WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+ADAPTERS = LoRAConfig(rank=4, targets=("o",))
+
+
+@pytest.mark.parametrize("mesh", [None, "fsdp8", "dp2-fsdp2-tp2"])
+def test_forms_for_tpu_equal_one_device_without_them(mesh) -> None:
+    config = CONFIG.model_copy(update=WIDE_HEADS)
+    want = run(config, tensor_parallel(ONE_DEVICE))
+    tp = tensor_parallel(ONE_DEVICE if mesh is None else MESHES[mesh])
+    assert_equal_runs(run_model(config, tp, batch(B, L), tpu_forms=True), want)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes", "lora", "linears"),
+    [
+        (ONE_DEVICE, WIDE_HEADS, None, "attention linears by head, "),
+        (ONE_DEVICE, WIDE_HEADS, ADAPTERS, "attention linears without adapters by head, "),
+        (MESHES["dp2-fsdp2-tp2"], WIDE_HEADS, None, ""),
+        (ONE_DEVICE, {}, None, ""),
+        (ONE_DEVICE, {"mla": MLAConfig()}, None, ""),
+    ],
+    ids=str,
+)
+def test_the_plan_names_the_forms_for_tpu_that_the_model_has(mesh, changes, lora, linears) -> None:
+    config, tp = CONFIG.model_copy(update=changes), tensor_parallel(mesh)
+    works = ("_rotate_by_matmul", "layout_constraint", "optimization_barrier")
+    found = {}
+    for tpu_forms in (None, True):
+        planned = {"lora": lora, "tpu_forms": tpu_forms}
+        lines = make_plan(config, tp, lengths=[L], **planned).describe()
+        with jax.set_mesh(tp.mesh):
+            loss, params, _ = model_loss(config, tp, batch(B, L), **planned)
+            text = str(jax.make_jaxpr(loss)(params))
+        named = [line for line in lines if line.startswith("TPU forms")]
+        found[tpu_forms] = named, [work in text for work in works]
+    want = f"TPU forms: rope by matmul, {linears}residual stream stored with features innermost"
+    assert found[None] == ([], [False, False, False])
+    assert found[True] == ([want], [True, True, bool(linears)])
+
+
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"mla": MLAConfig()}], ids=str)
+@pytest.mark.parametrize("remat", ["dots", "offload"])
+def test_remat_repeats_the_matmuls_of_rope(remat, changes) -> None:
+    """Each of q and k has one forward, one repeated and one for the gradient."""
+    config = CONFIG.model_copy(update={**changes, "remat": remat})
+    tp, counts = tensor_parallel(ONE_DEVICE), []
+    for tpu_forms in (False, True):
+        with jax.set_mesh(tp.mesh):
+            loss, params, _ = model_loss(config, tp, batch(B, L), tpu_forms=tpu_forms)
+            counts.append(str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general["))
+    assert counts[1] - counts[0] == 2 * 3
+
+
+@pytest.mark.parametrize("remat", ["none", "offload", "attention", "full"])
 def test_remat_does_not_change_results(one_device, remat) -> None:
     config = CONFIG.model_copy(update={"remat": remat})
     assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)
@@ -101,7 +193,7 @@ def test_only_full_remat_recomputes_attention(attention, mesh, work) -> None:
             loss, params, _ = model_loss(config, tp, batch(B, L))
             return str(jax.make_jaxpr(jax.grad(loss))(params)).count(work)
 
-    assert 0 < count("none") == count("dots") < count("full")
+    assert 0 < count("none") == count("dots") == count("attention") < count("full")
 
 
 @pytest.mark.parametrize("kv_heads", [2])

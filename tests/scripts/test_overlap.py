@@ -71,24 +71,15 @@ def test_every_hop_of_a_chain_has_a_matmul_above_it_and_sums_are_fused(tmp_path)
     assert len(unfused_adds(compiled, FULL_CHUNK)) <= 1
 
 
-def test_a_training_step_of_llama_3_8b_is_faster_than_the_one_of_maxtext() -> None:
-    # The same predictor gives 2715 ms for MaxText's step of this shape on this slice.
-    step = bench("model")
-    assert step["total_ms"] <= 2340
-    # Linears, head and loss send collective permutes; the embedding an all-to-all each way.
-    exposed = step["exposed_by_ms"]
-    assert not {kind for kind in exposed if kind.startswith(("all-gather", "reduce-scatter"))}
-    others = {kind: ms for kind, ms in exposed.items() if not kind.startswith("collective-perm")}
-    assert sum(others.values()) <= 3
-
-
 def test_experts_send_the_counted_bytes_and_chunks_hide_them() -> None:
     ((hops,), (whole,)) = (
         bench("exchange", *chunks, "--passes", "fwd+bwd")["rows"]
         for chunks in ([], ["model.moe.exchange_chunks=1"])
     )
     assert hops["sent_bytes"] == hops["counted_bytes"]
-    assert hops["exposed_share"] <= 0.23 < whole["exposed_share"]
+    # Predicted: 13.2 ms, 15.1 % exposed (libtpu 0.0.42, 23 November 2026).
+    assert hops["total_ms"] <= 13.8
+    assert hops["exposed_share"] <= 0.155 < whole["exposed_share"]
 
 
 def test_ring_attention_hides_its_keys_and_its_memory_halves_with_twice_the_devices() -> None:

@@ -84,8 +84,13 @@ def started(mesh: MeshConfig, *overrides: str):
 
 
 def formula(config, state, pairs):
-    """Return (loss and metrics, gradients) by autodiff of the formula, on one device."""
-    plain = partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x)))
+    """Return (loss and metrics, gradients) by autodiff of the formula, on one device in float64."""
+    with jax.enable_x64(True):
+        return _formula(config, state, pairs)
+
+
+def _formula(config, state, pairs):
+    plain = partial(jax.tree.map, lambda x: jnp.asarray(np.asarray(x, np.float64)))
     params, reference = plain(floats(state.params)), plain(state.reference)
     adapters = adapters_of(params)
 

@@ -33,9 +33,9 @@ TINY = [
 
 
 @cache
-def program_on(mesh: MeshConfig) -> Program:
+def program_on(mesh: MeshConfig, *options: str) -> Program:
     overrides = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
-    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *overrides])
+    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *overrides, *options])
     return build_program(config, jax.devices()[: mesh.num_devices])
 
 
@@ -104,6 +104,28 @@ def assert_same_layout(state: TrainState, abstract: TrainState):
     assert jax.tree.structure(state) == jax.tree.structure(abstract)
     for got, want in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert (got.sharding, got.shape, got.dtype) == (want.sharding, want.shape, want.dtype)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "overlap", "remat", "accumulation"),
+    [
+        (MESHES["fsdp8"], "split", "none", 1),
+        (MeshConfig(dp=2, fsdp=4), "ring", "full", 1),
+        (MeshConfig(dp=2, fsdp=2), "bidirectional", "dots", 2),
+        (MESHES["ep2-fsdp2-sp2"], "bidirectional", "dots", 1),
+        (MeshConfig(fsdp=2, sp=2, tp=2), "bidirectional", "dots", 1),
+    ],
+    ids=str,
+)
+def test_gradients_over_rings_equal_those_of_one_device(fields, mesh, overlap, remat, accumulation):
+    options = f"parallel.overlap_fsdp={overlap}", f"model.remat={remat}"
+    program = program_on(mesh, *options)
+    with jax.set_mesh(program.tp.mesh):
+        batch = placed(program, fields, accumulation)
+        loss, _, grads = jax.jit(program.gradients)(fresh_on(mesh).params, batch)
+    want_loss, want = gradients(fields, mesh=ONE_DEVICE)
+    assert float(loss) == pytest.approx(want_loss, rel=1e-6)
+    assert_same_gradients(leaves(grads), want)
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])

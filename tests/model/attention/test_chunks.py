@@ -16,6 +16,7 @@ from model.attention.registry import blockwise_names, choose_for_layer
 from model.attention.ring import row_order
 from model.config import ModelConfig
 from model.layers import Attention, TokenInfo
+from model.rotation import layer_rotations
 from parallel.sharding.axes import ResidualSharding, TokenSharding
 from parallel.sharding.mesh import MeshConfig
 
@@ -60,8 +61,10 @@ def run(layer_type: str, name: str, mesh: MeshConfig, x, positions, segments, re
     put = jax.device_put
     with jax.set_mesh(tp.mesh):
         tokens, residual = (tp.manager.sharding(s) for s in (TokenSharding, ResidualSharding))
+        positions_BL = put(positions[:, place], tokens)
         info = TokenInfo(
-            positions_BL=put(positions[:, place], tokens),
+            positions_BL=positions_BL,
+            rotations=layer_rotations(config, positions_BL, by_matmul=False),
             segment_ids_BL=put(segments[:, place], tokens),
             index_L=None if order is None else jnp.asarray(order),
         )

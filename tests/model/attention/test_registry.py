@@ -1,5 +1,7 @@
 """The choice of an operation keeps its rules, and the registry is open to new operations."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
@@ -38,7 +40,7 @@ CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
         (
             request("segment_ids", length=64),
             "vanilla native",
-            "flash_attn2 native, blocksparse native (faster from 1024 tokens per device, not 64)",
+            "flash_attn2 native, blocksparse native (faster from 512 tokens per device, not 64)",
         ),
         (request("segment_ids", platform="tpu"), "flash_attn2 tpu", "sp is one device"),
         # The kernel does not support a bias, but the native backend does.
@@ -150,6 +152,18 @@ def test_a_model_chooses_per_layer_type_and_mode() -> None:
             config, "full_attention", manager, length=paged_length, mode=MODE_DECODE, paged=True
         )
         assert paged.name == name
+
+
+def test_only_rows_of_several_documents_ask_for_segments(monkeypatch) -> None:
+    everything = {name: dict(backends) for name, backends in registry._OPERATIONS.items()}
+    monkeypatch.setattr(registry, "_OPERATIONS", everything)
+    can = Capabilities(features=frozenset({"gqa"}))
+    register("one_document", capabilities=can)(lambda q, k, v, inputs, spec: q)
+    config, manager = ModelConfig(attention="one_document"), tensor_parallel(ONE_DEVICE).manager
+    choose = partial(choose_for_layer, config, "full_attention", manager, length=64)
+    assert choose(documents=False).name == "one_document"
+    with pytest.raises(ValueError, match="has no segment_ids"):
+        choose()
 
 
 def test_rows_are_in_zigzag_order_if_a_layer_is_a_ring_and_every_choice_allows_it() -> None:

@@ -36,8 +36,9 @@ def blocks_and_cotangents(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def by_permutes(axes, blocks, cotangents):
     """Return by position: targets, sources, blocks received, blocks sent back, gradients."""
-    exchange = PermuteAllToAll(axes)
     positions = range(blocks.shape[0])
+    farthest_first = tuple(reversed(positions[1:]))
+    exchange = PermuteAllToAll(axes, farthest_first)
     targets = exchange.targets()
 
     def arrive(blocks):
@@ -47,6 +48,13 @@ def by_permutes(axes, blocks, cotangents):
     arrived, pull = jax.vjp(arrive, blocks)
     back = jnp.stack([exchange.send(arrived[p], p, back=True) for p in positions])
     return targets, exchange.sources(), arrived, back, pull(cotangents)[0]
+
+
+@pytest.mark.parametrize("distances", [(1, 2), (1, 2, 2), (0, 1, 2)], ids=str)
+def test_an_exchange_needs_every_distance_once(distances) -> None:
+    exchange = PermuteAllToAll(("ep",), distances)
+    with pytest.raises(AssertionError, match=re.escape(str(distances))):
+        Island(mesh_of(ep=4), lambda x: x[exchange.targets()], np.zeros((4, 4)))
 
 
 @over_devices
@@ -66,9 +74,7 @@ def test_permutes_send_every_block_to_its_target_once_and_back(sizes) -> None:
         np.testing.assert_array_equal(back[me, p], blocks[me, targets[:, p]])
         np.testing.assert_array_equal(gradient[me, targets[:, p]], cotangents[targets[:, p], p])
     distances = targets ^ me[:, None] if n & (n - 1) == 0 else (targets - me[:, None]) % n
-    assert np.all(distances == distances[0]), "a position has one distance"
-    if n & (n - 1) == 0:
-        assert np.all(distances[0, 1:-1:2] ^ distances[0, 2:-1:2] == n - 1)
+    np.testing.assert_array_equal(distances, [[0, *range(n - 1, 0, -1)]] * n)
     # Forth, back and in the gradient: one permute for every block but the own one.
     assert island.collectives() == ({"collective_permute": 3 * (n - 1)} if n > 1 else {})
 

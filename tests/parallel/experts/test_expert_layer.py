@@ -36,12 +36,14 @@ class Case:
     chunks: int = 1
     overlap: str = "none"
     max_assignments: int | None = None
+    distances: tuple[int, ...] = ()
     mesh: tuple[tuple[str, int], ...] = (("ep", 2), ("tp", 2))
 
     def __str__(self) -> str:
         mesh = "-".join(f"{name}{size}" for name, size in self.mesh)
         capacity = f"capacity{self.factor}" if self.factor else "dropless"
         parts = mesh, self.exchange, self.impl, self.residual, capacity, self.overlap, self.chunks
+        parts += self.distances
         return "-".join(map(str, parts))
 
     @property
@@ -68,6 +70,7 @@ class Case:
             overlap=self.overlap,
             capacity_factor=self.factor,
             chunks=self.chunks,
+            distances=self.distances,
             block=4,
         )
 
@@ -218,6 +221,7 @@ def assert_equals_every_expert_on_every_token(
 CASES = [
     Case("alltoall", "ragged_dot", mesh=FOUR),
     Case("alltoall", "padded", mesh=FOUR, chunks=3),
+    Case("alltoall", "padded", mesh=FOUR, chunks=3, distances=(3, 1, 2)),
     Case("alltoall", "ragged_dot", "sequence", chunks=2, overlap="ring"),
     Case("ragged", "ragged_dot", "sequence"),
     Case("alltoall", "padded", "hidden"),

@@ -10,7 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from islands import Island, mesh_of
 
-from parallel.experts.permutation import Permutation, permute, sort_by_group, unpermute
+from parallel.experts.permutation import (
+    Permutation,
+    permute_blocks,
+    permute_weights,
+    sort_by_group,
+    unpermute,
+)
 from parallel.experts.row_layout import RowGroups, RowLayout
 
 A, E = 12, 4
@@ -87,7 +93,8 @@ T, K, D = 5, 3, 4
 def assigned(seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return arrays of one device, and the groups of its assignments: some have none."""
     rng = np.random.default_rng(seed)
-    shapes = {"x": (T, D), "w": (T, K), "y": (12, D), "g_rows": (12, D), "g_tokens": (T, D)}
+    shapes = {"x": (T, D), "w": (T * K,), "y": (12, D)}
+    shapes |= {"g_rows": (12, D), "g_tokens": (T, D), "g_weights": (12,)}
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     return arrays, rng.integers(-1, 3, T * K).astype(np.int32)
 
@@ -95,30 +102,40 @@ def assigned(seed: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
 ROWS = {"gaps": RowLayout("blocks", 3, 12, 3), "cut": RowLayout("uniform", 1, 12, 3)}
 
 
-def by_index(permutation: Permutation, arrays) -> tuple[jax.Array, jax.Array]:
-    """Index for autodiff: tokens -> rows, zeros for empty rows; rows -> weighted sums."""
+def by_index(permutation: Permutation, arrays) -> tuple[jax.Array, ...]:
+    """Index for autodiff: rows and weights of assignments, 0 in empty rows; sums of rows."""
     assignment_R, row_A = permutation.assignment_R, permutation.row_A
-    x_AD = jnp.repeat(arrays["x"], K, axis=0)
-    rows = jnp.where((assignment_R < T * K)[:, None], x_AD[jnp.minimum(assignment_R, T * K - 1)], 0)
+    used_R, found_R = assignment_R < T * K, jnp.minimum(assignment_R, T * K - 1)
+    rows = jnp.where(used_R[:, None], jnp.repeat(arrays["x"], K, axis=0)[found_R], 0)
     y_AD = jnp.where((row_A < 12)[:, None], arrays["y"][jnp.minimum(row_A, 11)], 0)
-    return rows, jnp.sum(y_AD.reshape(T, K, D) * arrays["w"][..., None], axis=1)
+    weights = jnp.where(used_R, arrays["w"][found_R], 0)
+    return rows, jnp.sum(y_AD.reshape(T, K, D), axis=1), weights
 
 
-def by_permutation(permutation: Permutation, arrays) -> tuple[jax.Array, jax.Array]:
-    rows = permute(arrays["x"], permutation)
+def by_permutation(permutation: Permutation, arrays) -> tuple[jax.Array, ...]:
+    """Move in three blocks."""
+    rows = jnp.concatenate(permute_blocks(arrays["x"], permutation, 3))
     rows = jnp.where((permutation.assignment_R < T * K)[:, None], rows, 0)
-    return rows, unpermute(arrays["y"], arrays["w"], permutation)
+    tokens = unpermute(jnp.split(arrays["y"], 3), permutation, T)
+    return rows, tokens, permute_weights(arrays["w"], permutation)
 
 
 def moved(way, layout: RowLayout, arrays, groups_A):
-    """Return rows, sums, their gradients and the permutation of one device."""
+    """Return rows, sums and weights, their gradients and the permutation of one device.
+
+    The gradient of an empty row is set to 0.
+    """
     permutation, _ = sort_by_group(groups_A, layout)
 
     def loss(arrays):
-        rows, tokens = way(permutation, arrays)
-        return jnp.sum(rows * arrays["g_rows"]) + jnp.sum(tokens * arrays["g_tokens"])
+        cotangents = [arrays[name] for name in ("g_rows", "g_tokens", "g_weights")]
+        pairs = zip(way(permutation, arrays), cotangents, strict=True)
+        return sum(jnp.sum(y * g) for y, g in pairs)
 
-    return way(permutation, arrays), jax.grad(loss)(arrays), permutation
+    gradients = jax.grad(loss)(arrays)
+    used_R1 = (permutation.assignment_R < T * K)[:, None]
+    gradients["y"] = jnp.where(used_R1, gradients["y"], 0)
+    return way(permutation, arrays), gradients, permutation
 
 
 def stacked(trees):
@@ -139,11 +156,9 @@ def test_permute_and_unpermute_equal_plain_indexing_on_every_device(
         np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING * np.abs(b).max())
     _, gradients, permutation = got
     used = permutation.assignment_R < T * K
-    kept = (permutation.row_A < 12).reshape(4, T, K)
-    wanted = devices[1].reshape(4, T, K) >= 0
+    kept, wanted = permutation.row_A < 12, devices[1] >= 0
     assert np.any(~used) and np.any(wanted & ~kept), "there are empty rows and dropped assignments"
-    assert np.all(gradients["y"][~used] == 0) and np.all(gradients["w"][~kept] == 0)
-    assert np.all(gradients["w"][kept] != 0)
+    np.testing.assert_array_equal(gradients["w"] != 0, kept)
 
 
 def pulled(function):
@@ -164,12 +179,12 @@ def test_dropped_assignments_and_empty_rows_add_nothing_whatever_they_hold() -> 
     used = np.asarray(permutation.assignment_R) < T * K
     broken = {
         **arrays,
-        "w": np.where(kept.reshape(T, K), arrays["w"], np.nan),
+        "w": np.where(kept, arrays["w"], np.nan),
         "y": np.where(used[:, None], arrays["y"], np.nan),
     }
     solve = jax.jit(partial(moved, by_permutation, ROWS["cut"]))
     (got, got_gradient, _), (want, gradient, _) = (solve(y, groups_A) for y in (broken, arrays))
-    np.testing.assert_array_equal(got[1], want[1])
+    jax.tree.map(np.testing.assert_array_equal, got, want)
     for name in ("x", "w", "y"):
         np.testing.assert_array_equal(got_gradient[name], gradient[name])
 
@@ -178,10 +193,10 @@ def test_a_token_never_receives_the_cotangent_of_a_row_that_is_not_its_own() -> 
     arrays, groups_A = assigned(1)
     permutation, _ = sort_compiled(groups_A, ROWS["gaps"])
     used = np.asarray(permutation.assignment_R) < T * K
-    pull = pulled(lambda x: permute(x, permutation))
+    pull = pulled(lambda x: permute_blocks(x, permutation, 1))
     huge = np.where(used[:, None], arrays["g_rows"], 1e9).astype(np.float32)
     assert not used.all()
-    (got,), (want,) = (pull((arrays["x"],), g)[1] for g in (huge, arrays["g_rows"]))
+    (got,), (want,) = (pull((arrays["x"],), [g])[1] for g in (huge, arrays["g_rows"]))
     np.testing.assert_array_equal(got, want)
 
 
@@ -189,11 +204,9 @@ def test_bfloat16_rows_are_summed_in_float32() -> None:
     """256 + 1 + 1: every partial sum in bfloat16 would round back to 256."""
     permutation, _ = sort_compiled(np.zeros(3, np.int32), RowLayout("packed", 1, 3, 1))
     column = jnp.array([[256.0], [1.0], [1.0]], jnp.bfloat16)
-    ones = jnp.ones((1, 3), jnp.float32)
     three = jnp.full((1, 1), 3, jnp.bfloat16)
-    y, (dy, dw) = pulled(lambda y, w: unpermute(y, w, permutation))((column, ones), three)
+    y, (dy,) = pulled(lambda y: unpermute([y], permutation, 1))((column,), three)
     assert y.dtype == jnp.bfloat16 and y[0, 0] == 258
     assert dy.dtype == jnp.bfloat16 and np.all(dy == 3)
-    assert dw.dtype == jnp.float32 and dw.tolist() == [[768, 3, 3]]
-    _, (dx,) = pulled(lambda x: permute(x, permutation))((column[:1],), column)
+    _, (dx,) = pulled(lambda x: permute_blocks(x, permutation, 1))((column[:1],), [column])
     assert dx.dtype == jnp.bfloat16 and dx[0, 0] == 258

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.linear.choice import RingShape, choose_overlap
+from parallel.linear.choice import RingShape, choose_fsdp_overlap, choose_overlap
 from parallel.sharding.devices import CHIPS, Chip
 
 V5P, V5E = CHIPS["TPU v5"], CHIPS["TPU v5 lite"]
@@ -52,3 +52,18 @@ def test_without_a_ring_or_figures_nothing_is_chosen_and_the_reason_is_said() ->
 def test_two_devices_use_both_directions() -> None:
     # A whole block one way takes twice as long as its halves both ways.
     assert choose_overlap(block(8192, 4096, gather=512, scatter=512), 2, V5P).overlap == "split"
+
+
+@pytest.mark.parametrize(
+    ("width", "chip", "best", "why"),
+    [
+        (512, V5P, "bidirectional", "travel under matmuls"),
+        (256, V5E, "bidirectional", "travel under matmuls"),
+        (128, V5P, "none", "bound by memory below 166"),
+        (512, CHIPS["NVIDIA H200"], "none", "no link figures"),
+        (512, None, "none", "no link figures"),
+    ],
+)
+def test_fsdp_overlaps_unless_partial_matmuls_of_gradients_are_too_small(width, chip, best, why):
+    choice = choose_fsdp_overlap(width, chip)
+    assert choice.overlap == best and why in choice.reason

@@ -1,5 +1,6 @@
 """Ring verbs and the `Ring` engine keep their documented orders, on rings of every size."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from rings import equations, per_device, program_per_device, ring
 
 from parallel.linear.ring import (
     Ring,
+    add_arriving,
     async_gather,
     async_gather_bidirectional,
     async_gather_split,
@@ -106,6 +108,17 @@ def test_wrong_shards_and_odd_features_are_refused() -> None:
         per_device(ring(4), lambda a: async_scatter([a] * 3, "ring"), x)
     with pytest.raises(ValueError, match="use an even width"):
         per_device(ring(4), lambda a: async_gather_split(a, "ring"), x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_arriving_sums_are_exact_sums_rounded_once(dtype) -> None:
+    rng = np.random.default_rng(0)
+    magnitudes = 2.0 ** rng.integers(-10, 10, size=(2, 4096))
+    a, b = (rng.normal(size=(2, 4096)) * magnitudes).astype(dtype)
+    exact = a.astype(np.float64) + b.astype(np.float64)
+    np.testing.assert_array_equal(jax.jit(add_arriving)(a, b), exact.astype(dtype))
+    casts = jax.make_jaxpr(add_arriving)(a, b).jaxpr.eqns
+    assert not [equation for equation in casts if "convert" in equation.primitive.name]
 
 
 def positions(walk: Ring, size: int) -> list[tuple[int, int]]:
@@ -225,6 +238,37 @@ def test_a_sum_ends_where_its_blocks_came_from(walk, dim, shape, size) -> None:
         np.testing.assert_array_equal(y, want_chain)
         for got, same in zip((blocks, results), gathered, strict=True):
             np.testing.assert_array_equal(np.stack(got), np.stack(same))
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize(("walk", "dim", "shape"), WALKS)
+def test_devices_may_be_numbered_otherwise_than_along_the_ring(walk, dim, shape, size) -> None:
+    order = tuple(np.random.default_rng(size).permutation(size).tolist())
+    walk = replace(walk, order=order)
+    x = whole_numbers(size, size, *shape)
+    others = whole_numbers(9, size, size, *shape)
+    wholes = np.stack([np.concatenate(blocks, axis=dim) for blocks in others])
+
+    def body(x: jax.Array, whole: jax.Array) -> list:
+        blocks = walk.gather(x, lambda k, block: block, dim)[0]
+        cut = [walk.shard(whole, dim)(k) for k in range(len(blocks))]
+        pieces = walk.shard(whole, dim)
+        total = walk.scatter(pieces, lambda block: block, dim=dim)
+        x_after, same = walk.scatter_before(x, pieces, lambda block: block, dim=dim)
+        gathered = [walk.unshard(blocks, dim), walk.all_gather(x, dim)]
+        return [gathered, walk.unshard(cut, dim), total, same, x_after]
+
+    gathered, back, total, same, x_after = per_device(ring(size), body, x, wholes)
+    for placed in gathered:
+        np.testing.assert_array_equal(placed, [np.concatenate(x, axis=dim)] * size)
+    np.testing.assert_array_equal(same, total)
+    np.testing.assert_array_equal(x_after, x)
+    np.testing.assert_array_equal(back, wholes)
+    np.testing.assert_array_equal(total, others.sum(0))
+    jaxpr = program_per_device(ring(size), body, x, wholes)
+    hops = [e.params["perm"] for e in equations(jaxpr) if e.primitive.name == "ppermute"]
+    places = [(order.index(a), order.index(b)) for pairs in hops for a, b in pairs]
+    assert all((b - a) % size in (1, size - 1) for a, b in places)
 
 
 def longest_chain(jaxpr) -> int:

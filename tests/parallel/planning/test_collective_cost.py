@@ -34,7 +34,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from parallel.planning.links import Coords, chip_coords, link_loads
+from parallel.planning.links import Coords, chip_coords, link_loads, order_by_links
 from parallel.planning.prediction import Prediction
 from parallel.planning.slices import absent_devices
 from parallel.planning.timeline import predict
@@ -249,6 +249,27 @@ class Device:
     """The attribute of a TPU device that `chip_coords` reads."""
 
     coords: list[int]
+
+
+def finish(order: Sequence[int], routes: Sequence[Any], sides: Sequence[int]) -> float:
+    """Send permutes in this order, each as soon as all its links are free; in blocks on a link."""
+    free: dict[Any, float] = {}
+    for number in order:
+        loads = link_loads(routes[number], sides, 4)[0]
+        end = max(free.get(link, 0.0) for link in loads) + max(loads.values())
+        free.update(dict.fromkeys(loads, end))
+    return max(free.values())
+
+
+@pytest.mark.parametrize("sides", [(2, 2, 2), (2, 2, 4), (4, 4, 4)], ids=str)
+def test_an_all_to_all_by_permutes_in_this_order_is_as_fast_as_its_busiest_link(sides) -> None:
+    places = box(*sides)
+    n = len(places)
+    routes = [[(places[a], places[a ^ distance]) for a in range(n)] for distance in range(1, n)]
+    order = order_by_links(routes, sides, 4)
+    assert sorted(order) == list(range(n - 1))
+    total, _ = link_loads(itertools.chain(*routes), sides, 4)
+    assert finish(order, routes, sides) == max(total.values())
 
 
 def test_places_are_relative_to_the_corner_of_the_slice() -> None:

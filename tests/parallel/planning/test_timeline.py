@@ -445,6 +445,24 @@ def test_the_table_shows_the_parts_and_the_longest_operations() -> None:
     assert max(map(len, lines)) <= 100
 
 
+ROWS = "offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, slice_sizes={1,1}"
+
+
+def test_a_gather_reads_as_much_as_it_returns() -> None:
+    """A quarter of a megabyte is read and written; the indices are a tenth of one."""
+    indices = "%i = s32[25000]{0} iota()"
+    plain = f"%g = f32[62500]{{0}} gather(%x, %i), {ROWS}"
+    assert time_of(indices, plain).other == close((0.25 + 0.25 + 0.1) * MS)
+    fused = computation("fused", "%j = s32[25000]{0} parameter(1)", f"ROOT {plain}").replace(
+        "(%x, %i)", "(%x, %j)"
+    )
+    call = "%f = f32[62500]{0} fusion(%x, %i), kind=kLoop, calls=%fused"
+    assert time_of(indices, call, others=fused).other == close((0.25 + 0.25 + 0.1) * MS)
+    # Read a second time, as a whole.
+    also = fused.replace("  ROOT", f"  %n = {MB} negate(%x)\n  ROOT")
+    assert time_of(indices, call, others=also).other == close((1 + 0.25 + 0.1) * MS)
+
+
 @pytest.mark.parametrize("field", ["clock_hz", "ici_bandwidth", "hbm_bandwidth"])
 def test_a_chip_without_links_or_clock_is_refused(field: str) -> None:
     with pytest.raises(ValueError, match="has no clock or no links"):

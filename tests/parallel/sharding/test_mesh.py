@@ -3,6 +3,7 @@
 import itertools
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.sharding.mesh import AXIS_NAMES, MeshConfig, build_mesh, ring_order
+from parallel.sharding.mesh import (
+    AXIS_NAMES,
+    MeshConfig,
+    build_mesh,
+    ring_of_axes,
+    ring_order,
+)
 
 
 def box(*sides: int) -> list[tuple[int, ...]]:
@@ -71,6 +78,43 @@ def test_rows_and_heads_lie_on_rings_of_neighbours(config, grids) -> None:
     for ring in (*places, *places.swapaxes(0, 1)):
         hops = np.abs(ring - np.roll(ring, 1, axis=0)).sum(1)
         assert len(ring) == 1 or (hops == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("config", "axes"),
+    [
+        (MeshConfig(fsdp=8), ("fsdp",)),
+        (MeshConfig(dp=2, fsdp=4), ("fsdp",)),
+        (MeshConfig(fsdp=4, tp=2), ("fsdp",)),
+        (MeshConfig(fsdp=2, sp=4), ("fsdp", "sp")),
+        (MeshConfig(fsdp=4, sp=2), ("sp", "fsdp")),
+        (MeshConfig(dp=2, fsdp=2, sp=2), ("fsdp", "sp")),
+    ],
+    ids=str,
+)
+def test_every_group_of_devices_that_stores_a_kernel_is_a_ring(config, axes, grids) -> None:
+    # By this name jax knows v5p, and has no order of its own for a box of 8 chips.
+    chips = [Chip(n, place, device_kind="TPU v5") for n, place in enumerate(box(2, 2, 2))]
+    build_mesh(config, chips)
+    grid, names = grids[0], AXIS_NAMES
+    order = ring_of_axes(SimpleNamespace(devices=grid, axis_names=names), axes)
+    others = [name for name in names if name not in axes]
+    groups = grid.transpose([names.index(name) for name in (*others, *axes)])
+    for group in groups.reshape(-1, len(order)):
+        places = np.array([group[number].coords for number in order])
+        assert (np.abs(places - np.roll(places, 1, axis=0)).sum(1) == 1).all()
+
+
+def test_chips_in_a_line_have_no_ring(grids) -> None:
+    build_mesh(MeshConfig(fsdp=4), [Chip(n, place) for n, place in enumerate(box(4, 1, 1))])
+    assert ring_of_axes(SimpleNamespace(devices=grids[0], axis_names=AXIS_NAMES), ["fsdp"]) is None
+
+
+def test_simulated_devices_keep_their_order() -> None:
+    mesh = jax.make_mesh((2, 4), ("dp", "fsdp"))
+    assert (
+        ring_of_axes(mesh, ["fsdp"]) == ring_of_axes(mesh.abstract_mesh, ["fsdp"]) == (0, 1, 2, 3)
+    )
 
 
 def slices(*sides: tuple[int, ...]) -> list[ChipOfSlice]:
