@@ -20,6 +20,7 @@ from parallel.linear.local_matmul import (
     kernel_gradient_of_blocks,
     matmul,
     matmul_transposed,
+    plain_matmul,
     split_gradient,
     trained_columns,
 )
@@ -70,9 +71,9 @@ def gather_matmul_scatter(  # noqa: PLR0913  # the arguments of two linears
         return _chain(function, ring, precision, counts, x_shard, *map(tuple, kernels))
     columns, rows = map(without_gradient, (column_shards, rows), counts)
     x = all_gather(x_shard, axis_name, ROWS)
-    products = [jnp.matmul(x, w, precision=precision) for w in columns]
+    products = [plain_matmul(x, w, precision) for w in columns]
     hidden = function(*products, *bias_shards)
-    y = concat_columns([jnp.matmul(hidden, w, precision=precision) for w in rows])
+    y = concat_columns([plain_matmul(hidden, w, precision) for w in rows])
     return reduce_scatter(y, axis_name, ROWS)
 
 

@@ -35,6 +35,7 @@ from parallel.linear.local_matmul import (
     kernel_gradient_of_blocks,
     matmul,
     matmul_transposed,
+    plain_matmul,
     split_columns,
     split_gradient,
     trained_columns,
@@ -76,7 +77,7 @@ def gather_matmul(
     if ring is None:
         w_shards = without_gradient(w_shards, frozen)
         x = all_gather(x_shard, axis_name, dim)
-        return tuple(jnp.matmul(x, w, precision=precision) for w in w_shards)
+        return tuple(plain_matmul(x, w, precision) for w in w_shards)
     x_shard, *w_shards = same_type(x_shard, *w_shards)
     rule = _gather_rows if dim == ROWS else _gather_features
     return rule(ring, precision, frozen, x_shard, tuple(w_shards))
@@ -195,7 +196,7 @@ def matmul_scatter(
     frozen = len(kernels) - 1
     if ring is None:
         kernels = without_gradient(kernels, frozen)
-        products = [jnp.matmul(x_shard, w, precision=precision) for w in kernels]
+        products = [plain_matmul(x_shard, w, precision) for w in kernels]
         return reduce_scatter(concat_columns(products), axis_name, dim)
     x_shard, *kernels = same_type(x_shard, *kernels)
     if dim == ROWS:

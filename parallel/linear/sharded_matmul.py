@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -26,7 +25,7 @@ from parallel.linear.collective_matmul import (
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.head_matmul import PLAIN, HeadMatmul
 from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values_spec
-from parallel.linear.local_matmul import split_columns
+from parallel.linear.local_matmul import plain_matmul, split_columns
 from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
 from parallel.linear.ring import pcast_varying
 from parallel.linear.stored_kernel import gather_kernel, storage_ring, stored_block
@@ -215,7 +214,7 @@ def column_block(
         a, adapter = gather_column_adapter(adapter, adapter_spec, keep=axis_name, like=x)
         whole.append(a)
     if dim is None:
-        outputs = tuple(jnp.matmul(x, w, precision=precision) for w in whole)
+        outputs = tuple(plain_matmul(x, w, precision) for w in whole)
     else:
         options: Any = {"axis_name": axis_name, "overlap": overlap, "precision": precision}
         outputs = gather_matmul(x, whole, dim=dim, frozen=frozen, **options)
@@ -299,11 +298,11 @@ def row_block(
             y, u = split_columns(matmul_scatter(x, w, dim=dim, more_columns=a, **ring), [w, a])
         else:
             if dim is None:
-                y = lax.psum(jnp.matmul(x, w, precision=precision), axis_name)
+                y = lax.psum(plain_matmul(x, w, precision), axis_name)
             else:
                 y = matmul_scatter(x, w, dim=dim, **ring)
             if a is not None:
-                u = lax.psum(jnp.matmul(x, a, precision=precision), axis_name)
+                u = lax.psum(plain_matmul(x, a, precision), axis_name)
         if own is not None:
             y = add_row_update(y, u, own, adapter_spec, dim, axis_name, precision)
         outputs.append(y)
@@ -380,7 +379,7 @@ def token_block(
         width = x.shape[-1]
         first = lax.axis_index(axis_name) * width
         whole = [lax.dynamic_slice_in_dim(w, first, width, 0) for w in whole]
-    outputs = tuple(jnp.matmul(x, w, precision=precision) for w in whole)
+    outputs = tuple(plain_matmul(x, w, precision) for w in whole)
     if dim == FEATURES:
         outputs = tuple(lax.psum(y, axis_name) for y in outputs)
     if adapter is None:
