@@ -9,6 +9,7 @@ from typing import get_args
 import jax
 from flax import nnx
 
+from configs.memory import resolve_remat
 from configs.schema import Config
 from data.batch import FIELDS
 from data.config import values_by_step
@@ -73,6 +74,8 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
         fsdp_overlap=fsdp.overlap,
     )
     lengths = {config.data.row_length, *values_by_step(config.data.sequence_length).values()}
+    chip = CHIPS.get(tp.manager.mesh.devices.flat[0].device_kind)
+    config, remat_reason = resolve_remat(config, chip)
     return make_plan(
         config.model,
         tp,
@@ -80,6 +83,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
         overlap=[*overlap.items(), *lines.items()],
         lora=config.lora,
         attend_across_documents=config.data.attend_across_documents,
+        remat_reason=remat_reason,
     )
 
 

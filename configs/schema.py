@@ -23,6 +23,7 @@ from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.checks import check_model
 from model.config import ModelConfig
 from model.lora import LoRAConfig, check_lora
+from model.remat import AUTO as AUTO_REMAT
 from model.remat import REMAT_POLICIES
 from model.router import ROUTERS, check_router
 from parallel.cluster.config import ClusterConfig
@@ -243,7 +244,8 @@ def _check_registered(config: Config) -> None:
             )
     if model.moe.grouped_matmul != "auto":
         _require("model.moe.grouped_matmul", lambda: GROUPED_MATMULS[model.moe.grouped_matmul])
-    _require("model.remat", lambda: REMAT_POLICIES[model.remat])
+    if model.remat != AUTO_REMAT:
+        _require("model.remat", lambda: REMAT_POLICIES[model.remat])
     _require("optimizer.name", lambda: OPTIMIZERS[optimizer.name])
     _require("optimizer.options", lambda: check_optimizer(optimizer))
     _require("optimizer.schedule", lambda: SCHEDULES[optimizer.schedule])

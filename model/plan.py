@@ -52,6 +52,8 @@ class ExecutionPlan:
     """Low-rank adapters, and the storage of the parameters that they freeze."""
     attend_across_documents: bool = False
     """Whether tokens attend to earlier documents of their row."""
+    remat_reason: str = "as configured"
+    """Why `model.remat` is the policy of this run."""
     tpu_forms: bool = False
     """Whether rope, the linears of attention and the residual stream have the forms that are fast
     on TPU, and slow or without effect on other platforms."""
@@ -113,8 +115,9 @@ class ExecutionPlan:
         residual = residual_name(self.tp.partition_axis)
         yield (
             f"model {model.num_parameters:,} parameters, mesh {mesh or 'one device'}, residual "
-            f"stream {residual}, remat {model.remat}"
+            f"stream {residual}"
         )
+        yield f"remat {model.remat}: {self.remat_reason}"
         if (lora := self.lora).rank:
             targets = [name for name in lora.targets if name != "experts" or self.experts]
             yield (
@@ -227,6 +230,7 @@ def make_plan(
     overlap: Iterable[tuple[str, Choice]] = (),
     lora: LoRAConfig | None = None,
     attend_across_documents: bool = False,
+    remat_reason: str = "as configured",
     tpu_forms: bool | None = None,
 ) -> ExecutionPlan:
     """Choose implementations for a model on a mesh.
@@ -238,6 +242,7 @@ def make_plan(
         overlap: The reasons for the overlap methods in `tp`.
         lora: Low-rank adapters; None: all parameters are trained.
         attend_across_documents: Whether tokens attend to earlier documents of their row.
+        remat_reason: Why `model.remat` is the policy.
         tpu_forms: Whether to use the forms that are fast on TPU; None: if the mesh has TPUs.
 
     Raises:
@@ -269,6 +274,7 @@ def make_plan(
         dropless,
         lora or LoRAConfig(),
         attend_across_documents,
+        remat_reason,
         tpu_forms,
     )
 

@@ -17,6 +17,8 @@ from registry import Registry
 RematPolicy = Callable[..., Any]
 """A policy of `jax.checkpoint`."""
 
+AUTO = "auto"
+"""Not a policy: `configs/memory.py` chooses one that fits the device memory."""
 REMAT_POLICIES: Registry[RematPolicy | None] = Registry("remat policy")
 """None stores everything."""
 REMAT_POLICIES["none"] = None

@@ -1,10 +1,10 @@
 """Measure or predict the speed of parts of the trainer: `scripts/bench.py BENCHMARK`.
 
-The last line of stdout is one JSON object. `step`, `moe-step`, `attention`, `decode` and `data`
-run on this machine. They time both sides of a comparison in turns and report the median of the
-ratios, because the speed of a machine varies. `overlap`, `ring`, `exchange` and `model` compile for
-a TPU slice that need not exist (`pip install -e ".[plan]"`) and predict times from the schedule of
-the compiled program. Exit codes: 0 done, 2 bad input.
+The last line of stdout is one JSON object. `step`, `torch`, `moe-step`, `attention`, `decode` and
+`data` run on this machine. They time both sides of a comparison in turns and report the median of
+the ratios, because the speed of a machine varies. `overlap`, `ring`, `exchange` and `model` compile
+for a TPU slice that need not exist (`pip install -e ".[plan]"`) and predict times from the schedule
+of the compiled program. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from benchmarks.overlap import CASES, METHODS, bench_overlap
 from benchmarks.prediction import PASSES
 from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
+from benchmarks.torch_step import bench_torch
 
 from model.config import DTypeName, ModelConfig
 from model.remat import REMAT_POLICIES
@@ -69,6 +70,7 @@ def _add_measured(command: Command) -> None:
         default=ModelConfig().remat,
         help="what the backward pass recomputes",
     )
+    torch = command("torch", bench_torch, "training step compared with PyTorch's eager step")
     moe = command(
         "moe-step", bench_moe_step, "training step with experts compared with a dense one"
     )
@@ -101,7 +103,7 @@ def _add_measured(command: Command) -> None:
         "--copies", type=at_least_one, default=8, help="times the standard library is tokenised"
     )
     data.add_argument("--gigabytes", type=float, default=10.0, help="size of the store to open")
-    for added, default in ((step, 5), (moe, 5), (attention, 3), (decode, 5), (data, 3)):
+    for added, default in ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (data, 3)):
         added.add_argument(
             "--repeats", type=at_least_one, default=default, help="measurements; the median counts"
         )

@@ -49,9 +49,9 @@ class Step:
 
 def bench_step(*, remat: str, repeats: int) -> dict[str, Any]:
     """Compare the training step with a hand-written jitted function of the same model."""
-    program, notice = _open({"remat": remat})
+    program, notice = open_program({"remat": remat})
     print(notice)
-    ours = _training_step(program)
+    ours = training_step(program)
     params = jax.tree.map(lambda x: jnp.asarray(np.array(x)), ours.state.params)
     batch = {name: jnp.asarray(field[0]) for name, field in random_batch().items()}
 
@@ -88,9 +88,9 @@ def bench_moe_step(
         "capacity_factor": capacity_factor,
         "grouped_matmul": grouped_matmul,
     }
-    sparse, notice = _open({"moe": moe})
+    sparse, notice = open_program({"moe": moe})
     print(notice, *sparse.plan.describe(), sep="\n")
-    steps = {"moe": _training_step(sparse), "dense": _training_step(_open({})[0])}
+    steps = {"moe": training_step(sparse), "dense": training_step(open_program({})[0])}
     figures = _compare(steps, repeats)
     report = jax.device_get(steps["moe"].metrics["experts"])
     load_NE = report["load_NE"]
@@ -102,7 +102,7 @@ def bench_moe_step(
     }
 
 
-def _open(model: dict[str, Any]) -> tuple[Program, str]:
+def open_program(model: dict[str, Any]) -> tuple[Program, str]:
     """Return the program of the benchmark's model with these changes, and the device's name."""
     data = {"sequence_length": ROW_LENGTH, "global_batch_size": NUM_ROWS}
     config = Config.model_validate({"model": MODEL | model, "data": data})
@@ -110,7 +110,8 @@ def _open(model: dict[str, Any]) -> tuple[Program, str]:
     return build_program(config, devices), notice or devices[0].device_kind
 
 
-def _training_step(program: Program) -> Step:
+def training_step(program: Program) -> Step:
+    """Compile the training step of a program, which always reads the same random batch."""
     with jax.set_mesh(program.tp.manager.mesh):
         batch = {
             name: jax.device_put(field, program.batch_sharding)

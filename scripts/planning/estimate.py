@@ -11,13 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import jax.numpy as jnp
-
+from configs.memory import StepShape, kept_per_token, resolve_remat, step_memory
 from configs.schema import Config
-from model.loss_chunk import tokens_per_chunk_on
 from parallel.planning.slices import Topology
 from parallel.sharding.devices import Chip
-from parallel.sharding.residual import RESIDUAL_LAYOUTS
 
 # As in compiled schedules of Llama-3-8B and Qwen3-30B-A3B on v5p (docs/predicted.md).
 _VECTOR_PASSES = 200  # times that the vector work of a layer reads or writes T D values
@@ -93,8 +90,9 @@ class Estimate:
 
 def estimate(config: Config, machine: Machine) -> Estimate:
     """Estimate one training step of a configuration."""
-    shape = _Shape.of(config)
-    memory = _memory(config, shape, machine)
+    config, _ = resolve_remat(config, machine.chip)
+    shape = StepShape.of(config)
+    memory = step_memory(config, machine.chip)
     compute = _compute(config, shape, machine)
     communication = _communication(config, shape, machine)
     exposed = {}
@@ -115,100 +113,7 @@ def _exposed_share(axis: str, config: Config, machine: Machine) -> float:
     return _EXPOSED[axis]
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Sizes that several formulas share; all of one device.
-
-    Attributes:
-        microbatches: Microbatches of a step.
-        tokens: Tokens of a microbatch on the devices of one tp group.
-        layer: Parameters of the dense matmuls of all layers.
-        experts: Parameters of the experts of all layers.
-        table: Parameters of the embedding and the head.
-        b: Bytes of an activation.
-    """
-
-    microbatches: int
-    tokens: float
-    layer: float
-    experts: float
-    table: float
-    b: int
-
-    @classmethod
-    def of(cls, config: Config) -> "_Shape":
-        model, mesh = config.model, config.mesh
-        parts = config.training.gradient_accumulation
-        rows = max(config.data.batch_sizes) / parts / (mesh.dp * mesh.fsdp * mesh.ep)
-        sparse = sum(model.sparse_layers)
-        experts = 3 * model.hidden_size * model.expert_size * model.moe.num_experts * sparse
-        tables = 1 if model.tie_word_embeddings else 2
-        table = tables * model.hidden_size * model.padded_vocab_size
-        split = mesh.fsdp * mesh.sp * mesh.tp
-        return cls(
-            microbatches=parts,
-            tokens=rows * config.data.row_length / mesh.sp,
-            layer=(model.num_parameters - experts - table) / split,
-            experts=experts / split / mesh.ep,
-            table=table / split,
-            b=jnp.dtype(model.dtype).itemsize,
-        )
-
-    @property
-    def parameters(self) -> float:
-        return self.layer + self.experts + self.table
-
-
-def _memory(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
-    """Return bytes by class. Adapters of LoRA are left out, as small."""
-    model, mesh, tp = config.model, config.mesh, config.mesh.tp
-    size = jnp.dtype(model.param_dtype).itemsize
-    trained = 0.0 if config.lora.rank else shape.parameters
-    frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
-    copies = 2 + (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
-    layers, (stream, attention, products) = model.num_hidden_layers, _kept_per_token(config)
-    kept = {
-        "full": stream,
-        "offload": stream,
-        "attention": stream + attention,
-        "dots": stream + products,
-    }
-    per_token = kept.get(model.remat, stream + 1.6 * products)
-    chunk = min(tokens_per_chunk_on(model, machine.chip, tp), shape.tokens)
-    gathered = (shape.layer + shape.experts) / layers * mesh.fsdp * mesh.sp
-    accumulated = 4 * trained if shape.microbatches > 1 else 0.0
-    return {
-        "parameters": (frozen if config.lora.rank else size) * shape.parameters,
-        "optimizer": size * copies * trained,
-        "gradients": size * trained + accumulated,
-        "kept activations": shape.tokens * per_token * layers * shape.b,
-        "temporaries": 2 * shape.b * gathered
-        + 4 * chunk * model.padded_vocab_size / tp
-        + shape.tokens * shape.b * (4 * products + 8 * stream),
-    }
-
-
-def _kept_per_token(config: Config) -> tuple[float, float, float]:
-    """Return values per token and layer: residual stream, attention, and products of all matmuls.
-
-    Those of attention are what the remat policy `attention` keeps, and a part of the products.
-    """
-    model, tp = config.model, config.mesh.tp
-    split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1
-    width, heads = model.hidden_size, model.num_attention_heads * model.head_size
-    kv = 2 * model.num_key_value_heads * model.head_size
-    attention = (2 * heads + kv) / tp
-    if model.mla is not None:
-        latents = model.mla.kv_width + (model.mla.q_lora_rank or heads / tp)
-        attention = latents + model.num_attention_heads * model.value_size / tp
-    active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
-    mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
-    mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
-    products = (2 * heads + kv + mlp) / tp + 2 * width / split
-    return width / split, attention + width / split, products
-
-
-def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
+def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, float]:
     """Return seconds by kind of work."""
     model, mesh, layers = config.model, config.mesh, config.model.num_hidden_layers
     chip = machine.chip
@@ -239,7 +144,7 @@ def _compute(config: Config, shape: _Shape, machine: Machine) -> dict[str, float
     return seconds
 
 
-def _communication(config: Config, shape: _Shape, machine: Machine) -> dict[str, float]:
+def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[str, float]:
     """Return seconds on the links by mesh axis, for a ring with traffic in both directions.
 
     "host" is the traffic of offloaded activations.
@@ -256,7 +161,7 @@ def _communication(config: Config, shape: _Shape, machine: Machine) -> dict[str,
 
     found: dict[str, float] = {}
     if model.remat == "offload":
-        kept = parts * shape.tokens * _kept_per_token(config)[2] * layers * shape.b
+        kept = parts * shape.tokens * kept_per_token(config)[2] * layers * shape.b
         found["host"] = 2 * kept / machine.chip.host_bandwidth
     if mesh.tp > 1:
         # Two gathers and two scatters forward, the same and two more gathers backward.

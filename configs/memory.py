@@ -1,0 +1,144 @@
+"""The memory of a training step by formulas, and the remat policy that fits it.
+
+Compiled programs need other amounts; `scripts/plan.py` asks the compiler.
+tests/scripts/test_plan.py compares these estimates with compiled steps.
+
+Letters: T tokens of a microbatch on one device, D hidden size, b bytes of an activation.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from configs.schema import Config
+from model.loss_chunk import tokens_per_chunk_on
+from model.remat import AUTO
+from parallel.sharding.devices import Chip
+from parallel.sharding.residual import RESIDUAL_LAYOUTS
+
+# As in compiled steps of Llama-3-8B on v5p (docs/predicted.md): what the policies `attention` and
+# `none` keep, over the values that kept_per_token counts.
+_ATTENTION_KEPT, _ALL_KEPT = 1.7, 2.2
+_POLICIES = ("none", "dots", "attention", "full")  # the fastest first
+_USABLE = 0.9  # share of the device memory that an estimate may fill
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes that several formulas share; all of one device.
+
+    Attributes:
+        microbatches: Microbatches of a step.
+        tokens: Tokens of a microbatch on the devices of one tp group.
+        layer: Parameters of the dense matmuls of all layers.
+        experts: Parameters of the experts of all layers.
+        table: Parameters of the embedding and the head.
+        b: Bytes of an activation.
+    """
+
+    microbatches: int
+    tokens: float
+    layer: float
+    experts: float
+    table: float
+    b: int
+
+    @classmethod
+    def of(cls, config: Config) -> "StepShape":
+        """Return the sizes of a configuration."""
+        model, mesh = config.model, config.mesh
+        parts = config.training.gradient_accumulation
+        rows = max(config.data.batch_sizes) / parts / (mesh.dp * mesh.fsdp * mesh.ep)
+        sparse = sum(model.sparse_layers)
+        experts = 3 * model.hidden_size * model.expert_size * model.moe.num_experts * sparse
+        tables = 1 if model.tie_word_embeddings else 2
+        table = tables * model.hidden_size * model.padded_vocab_size
+        split = mesh.fsdp * mesh.sp * mesh.tp
+        return cls(
+            microbatches=parts,
+            tokens=rows * config.data.row_length / mesh.sp,
+            layer=(model.num_parameters - experts - table) / split,
+            experts=experts / split / mesh.ep,
+            table=table / split,
+            b=jnp.dtype(model.dtype).itemsize,
+        )
+
+    @property
+    def parameters(self) -> float:
+        """All parameters."""
+        return self.layer + self.experts + self.table
+
+
+def step_memory(config: Config, chip: Chip) -> dict[str, float]:
+    """Estimate the bytes of one device by class. Adapters of LoRA are left out, as small."""
+    shape, model, mesh, tp = StepShape.of(config), config.model, config.mesh, config.mesh.tp
+    size = jnp.dtype(model.param_dtype).itemsize
+    trained = 0.0 if config.lora.rank else shape.parameters
+    frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
+    copies = 2 + (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
+    layers, (stream, attention, products) = model.num_hidden_layers, kept_per_token(config)
+    kept = {
+        "full": stream,
+        "offload": stream,
+        "attention": stream + _ATTENTION_KEPT * attention,
+        "dots": stream + products,
+    }
+    per_token = kept.get(model.remat, stream + _ALL_KEPT * products)
+    chunk = min(tokens_per_chunk_on(model, chip, tp), shape.tokens)
+    gathered = (shape.layer + shape.experts) / layers * mesh.fsdp * mesh.sp
+    accumulated = 4 * trained if shape.microbatches > 1 else 0.0
+    return {
+        "parameters": (frozen if config.lora.rank else size) * shape.parameters,
+        "optimizer": size * copies * trained,
+        "gradients": size * trained + accumulated,
+        "kept activations": shape.tokens * per_token * layers * shape.b,
+        "temporaries": 2 * shape.b * gathered
+        + 4 * chunk * model.padded_vocab_size / tp
+        + shape.tokens * shape.b * (4 * products + 8 * stream),
+    }
+
+
+def kept_per_token(config: Config) -> tuple[float, float, float]:
+    """Return values per token and layer: residual stream, attention, and products of all matmuls.
+
+    Those of attention are what the remat policy `attention` keeps, and a part of the products.
+    """
+    model, tp = config.model, config.mesh.tp
+    split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1
+    width, heads = model.hidden_size, model.num_attention_heads * model.head_size
+    kv = 2 * model.num_key_value_heads * model.head_size
+    attention = (2 * heads + kv) / tp
+    if model.mla is not None:
+        latents = model.mla.kv_width + (model.mla.q_lora_rank or heads / tp)
+        attention = latents + model.num_attention_heads * model.value_size / tp
+    active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
+    mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
+    mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
+    products = (2 * heads + kv + mlp) / tp + 2 * width / split
+    return width / split, attention + width / split, products
+
+
+def resolve_remat(config: Config, chip: Chip | None) -> tuple[Config, str]:
+    """Return the configuration with the remat policy of a run, and the reason for it.
+
+    `auto` is the policy that keeps the most within 90 % of the device memory, by estimate; `dots`
+    where the memory is unknown, as on simulated devices.
+    """
+    if config.model.remat != AUTO:
+        return config, "as configured"
+    if chip is None or not chip.hbm_bytes:
+        return _with_policy(config, "dots"), "chosen unseen, as the device memory is unknown"
+    for name in _POLICIES:
+        found = _with_policy(config, name)
+        memory = sum(step_memory(found, chip).values())
+        if memory <= _USABLE * chip.hbm_bytes:
+            break
+    much, of = memory / 2**30, chip.hbm_bytes / 2**30
+    if memory > chip.hbm_bytes:
+        return found, f"the least memory: about {much:.1f} GiB, more than the {of:.1f} of a device"
+    return found, f"keeps the most that fits: about {much:.1f} of {of:.1f} GiB per device"
+
+
+def _with_policy(config: Config, name: str) -> Config:
+    model = config.model.model_copy(update={"remat": name})
+    return config.model_copy(update={"model": model})
