@@ -36,9 +36,7 @@ def test_estimates_are_near_compiled_steps(overrides: list[str], gib: float) -> 
     assert sum(step_memory(llama(*overrides), V5P).values()) / GIB == pytest.approx(gib, rel=0.06)
 
 
-@pytest.mark.parametrize(
-    ("gib", "name"), [(95, "none"), (60, "dots"), (45, "attention"), (30, "full")]
-)
+@pytest.mark.parametrize(("gib", "name"), [(60, "dots"), (45, "attention"), (30, "full")])
 def test_auto_keeps_the_most_that_fits(gib: float, name: str) -> None:
     chip = replace(V5P, hbm_bytes=gib * GIB)
     chosen, reason = resolve_remat(llama(*FSDP, "model.remat=auto"), chip)
