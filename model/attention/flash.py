@@ -5,9 +5,10 @@ all: the derivative, the merge of partial results over a mesh axis that splits t
 The default engine, `model/attention/blockwise.py`, runs on every platform. Blocks in which no query
 sees a key are skipped, be it for causality, a window, documents or a mask.
 
-On TPU both are splash attention, the Pallas kernel that jax ships. It takes whole rows in natural
-order; blocks that the mask hides are not visited. Other orders of rows, bias, mask arrays and
-dropout are not supported.
+On TPU both begin with splash attention, the Pallas kernel that jax ships. It takes whole rows in
+natural order; blocks that the mask hides are not visited. `blocksparse` uses its derivative too,
+`flash_attn2` that of `model/attention/pallas_flash.py`, with fewer matmuls. Other orders of rows,
+bias, mask arrays and dropout are not supported.
 
 Letters: B batch, L queries, T keys, H query heads, K kv heads, h head dim.
 Source: FlashAttention-2 (arXiv 2307.08691).
@@ -29,6 +30,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
+from model.attention import pallas_flash
 from model.attention.blockwise import OutputGradients, attend, attend_gradients, varying
 from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, with_sinks
 from model.attention.registry import ALL, RESULT_NAME, Capabilities, Feature, register
@@ -38,8 +40,9 @@ from parallel.linear.ring import pcast_varying
 class Engine(NamedTuple):
     """The functions that compute blocks, with the signatures of `model/attention/blockwise.py`.
 
-    attend: (q, k, v, inputs, spec) -> (out `B L H h`, lse `B H L`), float32. attend_gradients: the
-    same arguments and OutputGradients -> (dq, dk, dv), and dbias if it supports a bias.
+    attend: (q, k, v, inputs, spec) -> (out `B L H h`, float32 or in q's dtype; lse `B H L`,
+    float32). attend_gradients: the same arguments and OutputGradients -> (dq, dk, dv), and dbias if
+    it supports a bias.
     """
 
     attend: Callable[..., tuple[Array, Array]]
@@ -128,7 +131,8 @@ def _attention_backward(
     arrays, inputs, out_BLHh, lse_BHL = residuals
     dout_BLHh, dlse_BHL = cotangents
     q_BLHh, k_BTKh, v_BTKh, bias_BHLT = arrays
-    delta_BHL = jnp.sum(dout_BLHh * out_BLHh, axis=-1).transpose(0, 2, 1) - dlse_BHL
+    product_BLHh = dout_BLHh.astype(jnp.float32) * out_BLHh.astype(jnp.float32)
+    delta_BHL = jnp.sum(product_BLHh, axis=-1).transpose(0, 2, 1) - dlse_BHL
     output = OutputGradients(lse_BHL, delta_BHL, dout_BLHh)
     inputs = replace(inputs, bias_BHLT=bias_BHLT)
     grads = engine.attend_gradients(q_BLHh, k_BTKh, v_BTKh, inputs, spec, output)
@@ -161,7 +165,6 @@ _tpu_capabilities = partial(
     backend="tpu",
     capabilities=_tpu_capabilities(features=_TPU_FEATURES | {"prefix", "block_mask"}),
 )
-@register("flash_attn2", backend="tpu", capabilities=_tpu_capabilities(features=_TPU_FEATURES))
 def splash(
     q_BLHh: Array, k_BTKh: Array, v_BTKh: Array, inputs: AttentionInputs, spec: AttentionSpec
 ) -> Array:
@@ -169,10 +172,73 @@ def splash(
 
     Source: jax.experimental.pallas.ops.tpu.splash_attention.
     """
+    out_BLHh = _splash_rows(q_BLHh, k_BTKh, v_BTKh, inputs, spec).astype(q_BLHh.dtype)
+    sees_none_L = _rows_that_see_nothing(spec.mask, q_BLHh.shape[1])
+    return jnp.where(sees_none_L[:, None, None], 0, out_BLHh) if sees_none_L.any() else out_BLHh
+
+
+@register("flash_attn2", backend="tpu", capabilities=_tpu_capabilities(features=_TPU_FEATURES))
+def splash_with_fused_gradients(
+    q_BLHh: Array, k_BTKh: Array, v_BTKh: Array, inputs: AttentionInputs, spec: AttentionSpec
+) -> Array:
+    """Return attention of whole rows in natural order. Memory linear in L.
+
+    Forward it is splash attention. Its derivative computes the scores of a pair of blocks twice,
+    for dq and for dk and dv, in 7 matmuls. The kernel used here keeps dq in VMEM if there is room,
+    and computes all three at once, in 5. docs/attention.md compares the compiled kernels.
+    """
+    return flash_attention(q_BLHh, k_BTKh, v_BTKh, inputs, spec, _SPLASH)
+
+
+def _splash_attend(
+    q_BLHh: Array, k_BTKh: Array, v_BTKh: Array, inputs: AttentionInputs, spec: AttentionSpec
+) -> tuple[Array, Array]:
+    return _splash_rows(q_BLHh, k_BTKh, v_BTKh, inputs, spec, with_lse=True)
+
+
+def _fused_gradients(
+    q_BLHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    output: OutputGradients,
+) -> tuple[Array, Array, Array]:
+    length, largest = q_BLHh.shape[1], (pallas_flash.MAX_BLOCK_Q, pallas_flash.MAX_BLOCK_K)
+    blocks = (
+        _block(length, min(asked or most, most))
+        for asked, most in zip((spec.block_q, spec.block_k), largest, strict=True)
+    )
+    spec = replace(spec, **dict(zip(("block_q", "block_k"), blocks, strict=True)))
+    options = pallas_flash.KernelOptions(visible_share=_visible_share(spec.mask, length))
+    arrays = q_BLHh, k_BTKh, v_BTKh
+    return pallas_flash.attend_gradients(*arrays, inputs, spec, output, options)
+
+
+_SPLASH = Engine(_splash_attend, _fused_gradients)
+
+
+def _visible_share(mask: MaskSpec, length: int) -> float:
+    """Return about which part of the scores of a row of tokens its mask shows."""
+    window = min(mask.window or length, length)
+    one_side = (window - window * window / (2 * length)) / length
+    return one_side if mask.causal else min(2 * one_side, 1.0)
+
+
+def _splash_rows(
+    q_BLHh: Array,
+    k_BTKh: Array,
+    v_BTKh: Array,
+    inputs: AttentionInputs,
+    spec: AttentionSpec,
+    *,
+    with_lse: bool = False,
+) -> Any:
+    """Return the result of splash attention `B L H h`, or that and the logsumexps `B H L`."""
     if (wide := q_BLHh.shape[-1]) > _LANES:
         limit = _MAX_BLOCK * _LANES // wide
         spec = replace(spec, block_q=spec.block_q or limit, block_k=spec.block_k or limit)
-    kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], spec)
+    kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], spec, with_lse=with_lse)
     q, k, v = (y.transpose(0, 2, 1, 3) for y in (q_BLHh, k_BTKh, v_BTKh))
     # The kernel has no scale. Keys are fewer than queries, or as many.
     k = (k.astype(jnp.float32) * spec.scale).astype(k.dtype)
@@ -180,13 +246,17 @@ def splash(
     if q_ids is not None and kv_ids is not None:
         ids = SegmentIds(q=q_ids, kv=kv_ids)
     rows = jax.vmap(kernel, in_axes=(0, 0, 0, None if ids is None else 0, None))
-    out_BLHh = rows(q, k, v, ids, inputs.sinks_H).transpose(0, 2, 1, 3).astype(q_BLHh.dtype)
-    sees_none_L = _rows_that_see_nothing(spec.mask, q_BLHh.shape[1])
-    return jnp.where(sees_none_L[:, None, None], 0, out_BLHh) if sees_none_L.any() else out_BLHh
+    found = rows(q, k, v, ids, inputs.sinks_H)
+    if not with_lse:
+        return found.transpose(0, 2, 1, 3)
+    out_BHLh, (lse_BHL,) = found
+    return out_BHLh.transpose(0, 2, 1, 3), lse_BHL
 
 
-def splash_kernel(length: int, heads: int, spec: AttentionSpec, interpret: bool = False) -> Any:
+def splash_kernel(length: int, heads: int, spec: AttentionSpec, *, with_lse: bool = False) -> Any:
     """Return the kernel for one row: q `H L h`, k and v `K L h`, segment ids `L` -> `H L h`.
+
+    with_lse: It also returns a tuple with the logsumexps `H L`, and has no derivative.
 
     Raises: ValueError if L is not a multiple of 128.
     """
@@ -206,8 +276,8 @@ def splash_kernel(length: int, heads: int, spec: AttentionSpec, interpret: bool 
             block_q_dq=block_q,
             block_kv_dq=block_k,
         ),
-        residual_checkpoint_name=RESULT_NAME,
-        interpret=interpret,
+        save_residuals=with_lse,
+        residual_checkpoint_name=None if with_lse else RESULT_NAME,
     )
 
 

@@ -41,7 +41,7 @@ from model.attention.pallas_kernels import (
 # A pair of 512 x 1024 tokens (v5p, heads of 128) has 2284 instructions forward and 4685 backward
 # with libtpu 0.0.42.1, November 2026; its matmuls take 2048 and 5120 cycles at peak. Larger blocks
 # are not faster and skip less.
-_MAX_BLOCK_Q, _MAX_BLOCK_K = 512, 1024
+MAX_BLOCK_Q, MAX_BLOCK_K = 512, 1024
 # Chips with at least 64 MiB of VMEM per core, by jax's device_kind; TPU v4 has 16 (jax 0.10.2,
 # pallas.tpu.get_tpu_info). dq of up to 16 MiB, doubled because an output has two buffers, and 7 MiB
 # for a step fit into 48 MiB, which leaves 16 MiB to XLA.
@@ -262,8 +262,8 @@ class _Call:
             soft_cap=spec.soft_cap,
             visibility=Visibility.of(inputs, spec.mask),
         )
-        block_q = _block("block_q", spec.block_q, L, _MAX_BLOCK_Q)
-        block_k = _block("block_k", spec.block_k, T, _MAX_BLOCK_K)
+        block_q = _block("block_q", spec.block_q, L, MAX_BLOCK_Q)
+        block_k = _block("block_k", spec.block_k, T, MAX_BLOCK_K)
         blocks = {"block_q": block_q, "block_k": block_k}
         return cls(B=B, L=L, T=T, H=H, K=K, h=h, settings=settings, options=options, **blocks)
 
