@@ -30,9 +30,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
-from model.attention import pallas_flash
 from model.attention.blockwise import OutputGradients, attend, attend_gradients, varying
 from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, with_sinks
+from model.attention.pallas_flash import MAX_BLOCK_K, MAX_BLOCK_Q, KernelOptions
+from model.attention.pallas_flash import attend_gradients as attend_gradients_on_tpu
 from model.attention.registry import ALL, RESULT_NAME, Capabilities, Feature, register
 from parallel.linear.ring import pcast_varying
 
@@ -204,15 +205,12 @@ def _fused_gradients(
     spec: AttentionSpec,
     output: OutputGradients,
 ) -> tuple[Array, Array, Array]:
-    length, largest = q_BLHh.shape[1], (pallas_flash.MAX_BLOCK_Q, pallas_flash.MAX_BLOCK_K)
-    blocks = (
-        _block(length, min(asked or most, most))
-        for asked, most in zip((spec.block_q, spec.block_k), largest, strict=True)
-    )
-    spec = replace(spec, **dict(zip(("block_q", "block_k"), blocks, strict=True)))
-    options = pallas_flash.KernelOptions(visible_share=_visible_share(spec.mask, length))
-    arrays = q_BLHh, k_BTKh, v_BTKh
-    return pallas_flash.attend_gradients(*arrays, inputs, spec, output, options)
+    length = q_BLHh.shape[1]
+    block_q = _block(length, min(spec.block_q or MAX_BLOCK_Q, MAX_BLOCK_Q))
+    block_k = _block(length, min(spec.block_k or MAX_BLOCK_K, MAX_BLOCK_K))
+    spec = replace(spec, block_q=block_q, block_k=block_k)
+    options = KernelOptions(visible_share=_visible_share(spec.mask, length))
+    return attend_gradients_on_tpu(q_BLHh, k_BTKh, v_BTKh, inputs, spec, output, options)
 
 
 _SPLASH = Engine(_splash_attend, _fused_gradients)

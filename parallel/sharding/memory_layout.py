@@ -2,7 +2,7 @@
 
 libtpu may store the residual stream of a model with its tokens innermost, because one matmul
 likes to write it so; all others, and the norms, then read it badly. With the features innermost,
-`scripts/bench.py model mesh.tp=1 mesh.fsdp=8 model.remat=dots` predicts 1520 instead of 1570 ms
+`scripts/bench.py model mesh.tp=1 mesh.fsdp=8 model.remat=dots` predicted 1520 instead of 1570 ms
 (libtpu 0.0.42, 23 November 2026).
 """
 

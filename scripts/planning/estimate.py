@@ -130,8 +130,8 @@ def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, fl
         sparse = sum(model.sparse_layers)
         widths = (layers - sparse) * model.intermediate_size + sparse * active * model.expert_size
         matmul += 2.0 * model.hidden_size * 2 * widths
-    # Kernels compute the scores again for dk and dv and for dq: 4 + 14 FLOPs instead of 4 + 8.
-    attention *= (8 + 14 if model.remat == "full" else 4 + 14) / 12
+    # The backward kernel computes the scores again: 4 + 10 FLOPs instead of 4 + 8.
+    attention *= (8 + 10 if model.remat == "full" else 4 + 10) / 12
     seconds = {
         "matmul": tokens * matmul / (machine.matmul * chip.peak_flops),
         "kernels": tokens * attention / (machine.attention * chip.peak_flops),

@@ -8,7 +8,7 @@ import sys
 
 import jax
 import pytest
-from conftest import ROOT, sample
+from conftest import ROOT
 
 import model.families  # noqa: F401 (registers the families)
 from configs.build import abstract_batch, build_program, open_devices
@@ -86,8 +86,9 @@ def plan(path, topology: str, *overrides: str) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @needs_libtpu
-@pytest.mark.parametrize("name", sample([(name,) for name in STEPS], every=4))
+@pytest.mark.parametrize("name", STEPS)
 def test_a_shipped_step_of_few_layers_fits_its_slice(name) -> None:
     path, topology = STEPS[name]
     found = plan(path, topology, "model.num_hidden_layers=2")

@@ -24,14 +24,14 @@ SPARSE = (
 # Overrides; milliseconds, exposed share, GiB. libtpu 0.0.42, November 2026. The same predictor
 # gives 1860 ms for MaxText's step over fsdp 8 with full remat, and 2715 ms for that over tp 8.
 STEPS = [
-    (TP8, "full", 2205, 0.215, 24),
-    (TP8, "dots", 1914, 0.227, 49),
-    (TP4, "full", 1942, 0.103, 24),
-    (TP4, "dots", 1629, 0.104, 49),
-    (FSDP8, "full", 1716, 0.040, 24),
-    (FSDP8, "attention", 1678, 0.058, 36),
-    (FSDP8, "dots", 1520, 0.053, 50),
-    (SPARSE, "attention", 1532, 0.121, 77),
+    (TP8, "full", 2179, 0.217, 24),
+    (TP8, "dots", 1883, 0.231, 49),
+    (TP4, "full", 1909, 0.103, 24),
+    (TP4, "dots", 1598, 0.105, 49),
+    (FSDP8, "full", 1691, 0.043, 24),
+    (FSDP8, "attention", 1652, 0.062, 36),
+    (FSDP8, "dots", 1489, 0.054, 50),
+    (SPARSE, "attention", 1505, 0.123, 77),
 ]
 
 
