@@ -207,7 +207,7 @@ def _fused_gradients(
 ) -> tuple[Array, Array, Array]:
     length = q_BLHh.shape[1]
     block_q = _block(length, min(spec.block_q or MAX_BLOCK_Q, MAX_BLOCK_Q))
-    block_k = _block(length, min(spec.block_k or MAX_BLOCK_K, MAX_BLOCK_K))
+    block_k = _block(k_BTKh.shape[1], min(spec.block_k or MAX_BLOCK_K, MAX_BLOCK_K))
     spec = replace(spec, block_q=block_q, block_k=block_k)
     options = KernelOptions(visible_share=_visible_share(spec.mask, length))
     return attend_gradients_on_tpu(q_BLHh, k_BTKh, v_BTKh, inputs, spec, output, options)

@@ -1,10 +1,14 @@
 """The benchmark against PyTorch compares the same computation."""
 
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 import json
 import subprocess
 import sys
 
-import pytest
 from conftest import ROOT
 
 
