@@ -74,8 +74,10 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
         fsdp_overlap=fsdp.overlap,
     )
     lengths = {config.data.row_length, *values_by_step(config.data.sequence_length).values()}
-    chip = CHIPS.get(tp.manager.mesh.devices.flat[0].device_kind)
-    config, remat_reason = resolve_remat(config, chip)
+    device = tp.manager.mesh.devices.flat[0]
+    config, remat_reason = resolve_remat(
+        config, CHIPS.get(device.device_kind), simulated=device.platform == "cpu"
+    )
     return make_plan(
         config.model,
         tp,

@@ -1,9 +1,7 @@
 """The memory of a training step by formulas, and the remat policy that fits it.
 
-Compiled programs need other amounts; `scripts/plan.py` asks the compiler.
-tests/scripts/test_plan.py compares these estimates with compiled steps.
-
-Letters: T tokens of a microbatch on one device, D hidden size, b bytes of an activation.
+The compiler's figures differ by a few percent, for sparse models by up to a tenth;
+`scripts/plan.py` prints them. tests/configs/test_step_memory.py compares both.
 """
 
 from dataclasses import dataclass
@@ -113,32 +111,45 @@ def kept_per_token(config: Config) -> tuple[float, float, float]:
     if model.mla is not None:
         latents = model.mla.kv_width + (model.mla.q_lora_rank or heads / tp)
         attention = latents + model.num_attention_heads * model.value_size / tp
-    active = model.moe.num_experts_per_tok + model.moe.num_shared_experts
-    mlp = 2 * (active * model.expert_size if True in model.sparse_layers else 0)
+    routed = (model.moe.capacity_factor or 1.0) * model.moe.num_experts_per_tok
+    active, rows = routed + model.moe.num_shared_experts, 0.0
+    mlp = 0.0
+    if True in model.sparse_layers:
+        mlp, rows = 2 * active * model.expert_size, routed * width
     mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
-    products = (2 * heads + kv + mlp) / tp + 2 * width / split
+    # The rows that experts read are those of one device of tp.
+    products = (2 * heads + kv + mlp + rows) / tp + 2 * width / split
     return width / split, attention + width / split, products
 
 
-def resolve_remat(config: Config, chip: Chip | None) -> tuple[Config, str]:
+def resolve_remat(
+    config: Config, chip: Chip | None, *, simulated: bool = False
+) -> tuple[Config, str]:
     """Return the configuration with the remat policy of a run, and the reason for it.
 
-    `auto` is the policy that keeps the most within 90 % of the device memory, by estimate; `dots`
-    where the memory is unknown, as on simulated devices.
+    `auto` is the policy that keeps the most within 90 % of the device memory, by estimate. Where
+    the memory is unknown, it is `dots` on simulated devices, and `full` on others.
+
+    Args:
+        config: The configuration.
+        chip: The devices of the run; None: unknown.
+        simulated: Whether they are simulated on the CPU.
     """
     if config.model.remat != AUTO:
         return config, "as configured"
+    if simulated:
+        return _with_policy(config, "dots"), "the choice for simulated devices"
     if chip is None or not chip.hbm_bytes:
-        return _with_policy(config, "dots"), "chosen unseen, as the device memory is unknown"
+        return _with_policy(config, "full"), "the device memory is unknown; try others by name"
     for name in _POLICIES:
         found = _with_policy(config, name)
         memory = sum(step_memory(found, chip).values())
-        if memory <= _USABLE * chip.hbm_bytes:
+        if memory <= _USABLE * chip.usable_bytes:
             break
-    much, of = memory / 2**30, chip.hbm_bytes / 2**30
-    if memory > chip.hbm_bytes:
-        return found, f"the least memory: about {much:.1f} GiB, more than the {of:.1f} of a device"
-    return found, f"keeps the most that fits: about {much:.1f} of {of:.1f} GiB per device"
+    needed, available = memory / 2**30, chip.usable_bytes / 2**30
+    if memory > chip.usable_bytes:
+        return found, f"keeps the least, and still needs about {needed:.1f} of {available:.1f} GiB"
+    return found, f"keeps the most that fits: about {needed:.1f} of {available:.1f} GiB per device"
 
 
 def _with_policy(config: Config, name: str) -> Config:

@@ -278,7 +278,7 @@ class ModelConfig(
     rope, or before norms of q and k), the result of attention and the residual stream after it,
     recompute the MLP or experts (latent attention keeps its latents instead of q, k and v); full:
     recompute whole layers; auto: of dots, attention and full the one that keeps the most within the
-    device memory, by estimate (dots on simulated devices)."""
+    device memory, by estimate (dots on simulated devices, full where the memory is unknown)."""
     loss_chunk: PositiveInt | None = None
     """Tokens in one chunk of the loss on the devices of tp together; only the logits of a chunk
     exist at a time. null: as many as keep the logits within a sixteenth of the device memory; 2048

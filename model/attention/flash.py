@@ -34,6 +34,7 @@ from model.attention.blockwise import OutputGradients, attend, attend_gradients,
 from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, with_sinks
 from model.attention.pallas_flash import MAX_BLOCK_K, MAX_BLOCK_Q, KernelOptions
 from model.attention.pallas_flash import attend_gradients as attend_gradients_on_tpu
+from model.attention.pallas_kernels import fits_scalar_memory
 from model.attention.registry import ALL, RESULT_NAME, Capabilities, Feature, register
 from parallel.linear.ring import pcast_varying
 
@@ -173,6 +174,7 @@ def splash(
 
     Source: jax.experimental.pallas.ops.tpu.splash_attention.
     """
+    k_BTKh = _scaled(k_BTKh, spec.scale)
     out_BLHh = _splash_rows(q_BLHh, k_BTKh, v_BTKh, inputs, spec).astype(q_BLHh.dtype)
     sees_none_L = _rows_that_see_nothing(spec.mask, q_BLHh.shape[1])
     return jnp.where(sees_none_L[:, None, None], 0, out_BLHh) if sees_none_L.any() else out_BLHh
@@ -184,11 +186,26 @@ def splash_with_fused_gradients(
 ) -> Array:
     """Return attention of whole rows in natural order. Memory linear in L.
 
-    Forward it is splash attention. Its derivative computes the scores of a pair of blocks twice,
-    for dq and for dk and dv, in 7 matmuls. The kernel used here keeps dq in VMEM if there is room,
-    and computes all three at once, in 5. docs/attention.md compares the compiled kernels.
+    Forward it is splash attention. Splash's own derivative computes the scores of a pair of blocks
+    twice, for dq and for dk and dv, in 7 matmuls. The kernel used here keeps dq in VMEM if there is
+    room, and computes all three at once, in 5. docs/attention.md compares the compiled kernels.
+    For rows so long that the list of their blocks exceeds scalar memory, splash's derivative is
+    used.
     """
+    blocks = _gradient_blocks(q_BLHh, k_BTKh, spec)
+    num_lists = 1 if inputs.q_segment_ids_BL is None else q_BLHh.shape[0]
+    if not fits_scalar_memory(
+        num_lists, q_BLHh.shape[1] // blocks[0], k_BTKh.shape[1] // blocks[1]
+    ):
+        return splash(q_BLHh, k_BTKh, v_BTKh, inputs, spec)
+    # Both passes must see the same rounded keys, or the weights would not sum to one.
+    k_BTKh, spec = _scaled(k_BTKh, spec.scale), replace(spec, scale=1.0)
     return flash_attention(q_BLHh, k_BTKh, v_BTKh, inputs, spec, _SPLASH)
+
+
+def _scaled(k_BTKh: Array, scale: float) -> Array:
+    """Scale keys, as splash has no scale; they are fewer than queries, or as many."""
+    return (k_BTKh.astype(jnp.float32) * scale).astype(k_BTKh.dtype)
 
 
 def _splash_attend(
@@ -197,23 +214,31 @@ def _splash_attend(
     return _splash_rows(q_BLHh, k_BTKh, v_BTKh, inputs, spec, with_lse=True)
 
 
-def _fused_gradients(
+def _gradient_blocks(q_BLHh: Array, k_BTKh: Array, spec: AttentionSpec) -> tuple[int, int]:
+    """Return the tokens in a block of queries and of keys in the backward pass."""
+    block_q = _block(q_BLHh.shape[1], min(spec.block_q or MAX_BLOCK_Q, MAX_BLOCK_Q))
+    return block_q, _block(k_BTKh.shape[1], min(spec.block_k or MAX_BLOCK_K, MAX_BLOCK_K))
+
+
+def fused_gradients(
     q_BLHh: Array,
     k_BTKh: Array,
     v_BTKh: Array,
     inputs: AttentionInputs,
     spec: AttentionSpec,
     output: OutputGradients,
+    *,
+    dq_stays: bool | None = None,
 ) -> tuple[Array, Array, Array]:
-    length = q_BLHh.shape[1]
-    block_q = _block(length, min(spec.block_q or MAX_BLOCK_Q, MAX_BLOCK_Q))
-    block_k = _block(k_BTKh.shape[1], min(spec.block_k or MAX_BLOCK_K, MAX_BLOCK_K))
+    """Return dq, dk and dv; arguments as `Engine.attend_gradients`, dq_stays as `KernelOptions`."""
+    block_q, block_k = _gradient_blocks(q_BLHh, k_BTKh, spec)
     spec = replace(spec, block_q=block_q, block_k=block_k)
-    options = KernelOptions(visible_share=_visible_share(spec.mask, length))
+    share = _visible_share(spec.mask, q_BLHh.shape[1])
+    options = KernelOptions(visible_share=share, dq_stays=dq_stays)
     return attend_gradients_on_tpu(q_BLHh, k_BTKh, v_BTKh, inputs, spec, output, options)
 
 
-_SPLASH = Engine(_splash_attend, _fused_gradients)
+_SPLASH = Engine(_splash_attend, fused_gradients)
 
 
 def _visible_share(mask: MaskSpec, length: int) -> float:
@@ -232,14 +257,15 @@ def _splash_rows(
     *,
     with_lse: bool = False,
 ) -> Any:
-    """Return the result of splash attention `B L H h`, or that and the logsumexps `B H L`."""
+    """Return the result of splash attention `B L H h`, or that and the logsumexps `B H L`.
+
+    k_BTKh: Keys times the scale of the scores.
+    """
     if (wide := q_BLHh.shape[-1]) > _LANES:
         limit = _MAX_BLOCK * _LANES // wide
         spec = replace(spec, block_q=spec.block_q or limit, block_k=spec.block_k or limit)
     kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], spec, with_lse=with_lse)
     q, k, v = (y.transpose(0, 2, 1, 3) for y in (q_BLHh, k_BTKh, v_BTKh))
-    # The kernel has no scale. Keys are fewer than queries, or as many.
-    k = (k.astype(jnp.float32) * spec.scale).astype(k.dtype)
     ids, q_ids, kv_ids = None, inputs.q_segment_ids_BL, inputs.kv_segment_ids_BT
     if q_ids is not None and kv_ids is not None:
         ids = SegmentIds(q=q_ids, kv=kv_ids)

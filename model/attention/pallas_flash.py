@@ -49,6 +49,15 @@ _LARGE_VMEM = frozenset({"TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x"})
 _MAX_DQ_BYTES, _VMEM_BYTES = 16 << 20, 48 << 20
 
 
+def dq_fits(group: int, length: int, head_dim: int) -> bool:
+    """Return whether dq of a kv head's queries fits in the VMEM of chips other than v4.
+
+    group: Query heads per kv head.
+    """
+    lanes = -(-head_dim // LANES) * LANES
+    return 4 * group * length * lanes <= _MAX_DQ_BYTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelOptions:
     """Settings of the kernels.
@@ -305,9 +314,8 @@ class _Call:
     def has_room_for_dq(self) -> bool:
         """Return whether dq of one kv head's queries fits in VMEM; False on an unknown chip."""
         device = jax.sharding.get_abstract_mesh().abstract_device
-        lanes = -(-self.h // LANES) * LANES
-        size = self.H // self.K * self.L * lanes * 4
-        return device is not None and device.device_kind in _LARGE_VMEM and size <= _MAX_DQ_BYTES
+        fits = dq_fits(self.H // self.K, self.L, self.h)
+        return device is not None and device.device_kind in _LARGE_VMEM and fits
 
     def gradient_specs(self, query: _BlockSpecs, key: _BlockSpecs) -> list[pl.BlockSpec]:
         """Return the specs of the inputs of gradient kernels, in their order."""

@@ -178,6 +178,11 @@ class Steps:
     stride: int
 
 
+def fits_scalar_memory(B: int, N: int, M: int) -> bool:
+    """Return whether scalar memory holds the steps of B rows of N x M pairs of blocks."""
+    return 4 * B * N * M <= _SCALAR_BYTES and max(N, M) < 1 << 13
+
+
 def steps_of(kinds_BNM: Array) -> Steps:
     """Return the steps: for each outer block N in turn, its visible inner blocks M.
 
@@ -186,7 +191,7 @@ def steps_of(kinds_BNM: Array) -> Steps:
     Raises: ValueError for more steps than scalar memory holds.
     """
     B, N, M = kinds_BNM.shape
-    if 4 * B * N * M > _SCALAR_BYTES or max(N, M) >= 1 << 13:
+    if not fits_scalar_memory(B, N, M):
         raise ValueError(
             f"attention on TPU over {B} rows of {N} x {M} blocks needs {4 * B * N * M} bytes of "
             f"scalar memory, which has {_SCALAR_BYTES}; use larger blocks "

@@ -2,8 +2,8 @@
 
 XLA writes a product `B L F` as one matrix. Where attention reads heads `B H L h`, it copies the
 product, and the gradients on their way back. These matmuls name the heads, so that XLA writes them
-in place. `scripts/bench.py model mesh.tp=1 mesh.fsdp=8 model.remat=attention` predicts 1760 instead
-of 1795 ms for a step of Llama-3-8B's shape (libtpu 0.0.42, 23 November 2026).
+in place. `scripts/bench.py model mesh.tp=1 mesh.fsdp=8 model.remat=attention` predicted 1760
+instead of 1795 ms for a step of Llama-3-8B's shape (libtpu 0.0.42, 23 November 2026).
 
 Letters: B batch, L length, D embed, H heads, h head dim, F = H h.
 """

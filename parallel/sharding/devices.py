@@ -140,6 +140,16 @@ class Chip:
     host_bandwidth: float = 15e9
     """Bytes/s in one direction to the memory of the host (PCIe)."""
 
+    @property
+    def usable_bytes(self) -> float:
+        """Device memory that jax allocates: all of a TPU, a share of a GPU; 0: unknown."""
+        return self.hbm_bytes * (1.0 if self.ici_bandwidth else gpu_share())
+
+
+def gpu_share() -> float:
+    """Return the share of a GPU's memory that jax allocates."""
+    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
+
 
 # Keys are jax's device_kind. TPU: cloud.google.com/tpu/docs (v4, v5e, v5p, v6e pages). Links: the
 # table of "How to Scale Your Model" (jax-ml.github.io/scaling-book), 45 and 90 GB/s, where Google's

@@ -21,6 +21,7 @@ from benchmarks.measure import (
 )
 from configs.build import build_program, open_devices
 from configs.schema import Config
+from training.optimizers import OptimizerConfig
 from training.step import Program
 
 
@@ -102,10 +103,13 @@ def bench_moe_step(
     }
 
 
-def open_program(model: dict[str, Any]) -> tuple[Program, str]:
+def open_program(
+    model: dict[str, Any], optimizer: OptimizerConfig | None = None
+) -> tuple[Program, str]:
     """Return the program of the benchmark's model with these changes, and the device's name."""
     data = {"sequence_length": ROW_LENGTH, "global_batch_size": NUM_ROWS}
-    config = Config.model_validate({"model": MODEL | model, "data": data})
+    sections = {"model": MODEL | model, "data": data, "optimizer": optimizer or OptimizerConfig()}
+    config = Config.model_validate(sections)
     devices, notice = open_devices(config)
     return build_program(config, devices), notice or devices[0].device_kind
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from configs.memory import StepShape, kept_per_token, resolve_remat, step_memory
 from configs.schema import Config
+from model.attention.pallas_flash import dq_fits
 from parallel.planning.slices import Topology
 from parallel.sharding.devices import Chip
 
@@ -130,8 +131,10 @@ def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, fl
         sparse = sum(model.sparse_layers)
         widths = (layers - sparse) * model.intermediate_size + sparse * active * model.expert_size
         matmul += 2.0 * model.hidden_size * 2 * widths
-    # The backward kernel computes the scores again: 4 + 10 FLOPs instead of 4 + 8.
-    attention *= (8 + 10 if model.remat == "full" else 4 + 10) / 12
+    # The backward pass computes the scores again: 10 FLOPs instead of 8, and in two kernels 14.
+    group = model.num_attention_heads // model.num_key_value_heads
+    backward = 10 if dq_fits(group, config.data.row_length // mesh.sp, model.head_size) else 14
+    attention *= (backward + (8 if model.remat == "full" else 4)) / 12
     seconds = {
         "matmul": tokens * matmul / (machine.matmul * chip.peak_flops),
         "kernels": tokens * attention / (machine.attention * chip.peak_flops),

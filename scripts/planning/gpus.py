@@ -5,7 +5,6 @@ Without it nothing is compiled: parameters and optimizer are exact, all else is 
 estimates in both cases (`planning.estimate`), because XLA gives none for GPUs.
 """
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,7 @@ from configs.build import abstract_batch, build_program, build_sharding_table, o
 from configs.schema import Config
 from parallel.planning.absent_gpus import Sent, absent_gpus, collectives, has_gpu_compiler
 from parallel.planning.memory import memory_use
-from parallel.sharding.devices import CHIPS
+from parallel.sharding.devices import CHIPS, gpu_share
 from planning.estimate import Estimate, Machine, estimate
 from planning.step import memory_classes
 from training.step import Program
@@ -110,7 +109,7 @@ class GpuPlan:
     @property
     def available(self) -> float:
         """Bytes of a GPU that jax allocates."""
-        return _allocated() * self.nodes.machine.chip.hbm_bytes
+        return self.nodes.machine.chip.usable_bytes
 
     @property
     def hbm(self) -> float:
@@ -142,11 +141,6 @@ class GpuPlan:
         """FLOPs of the model as a share of the peak of all GPUs."""
         per_gpu = self.flops / self.nodes.num_gpus
         return per_gpu / self.estimate.seconds / self.nodes.machine.chip.peak_flops
-
-
-def _allocated() -> float:
-    """Return the share of a GPU's memory that jax allocates."""
-    return float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
 
 
 def check_gpus(config: Config, nodes: GpuNodes) -> None:
@@ -221,7 +215,7 @@ def render(plan: GpuPlan) -> Iterator[str]:
     how = "by estimate" if plan.collectives is None else "compiled by XLA"
     yield (
         f"{word} on {nodes.name} ({nodes.num_gpus} GPUs), {how}: {needed:.1f} of "
-        f"{available:.1f} GiB that jax allocates on a GPU ({_allocated():.0%}, from "
+        f"{available:.1f} GiB that jax allocates on a GPU ({gpu_share():.0%}, from "
         "XLA_PYTHON_CLIENT_MEM_FRACTION)"
     )
     what = "memory and times are" if plan.collectives is None else "times are"

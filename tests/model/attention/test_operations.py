@@ -1,5 +1,6 @@
 """Every operation with every feature: what it claims equals `vanilla`, the rest is refused."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import get_args
 
@@ -11,6 +12,7 @@ from conftest import sample
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
+from model.attention import flash
 from model.attention.api import OperationRegistry
 from model.attention.dense import vanilla
 from model.attention.mask import (
@@ -216,13 +218,44 @@ def test_a_kernel_for_tpu_equals_vanilla_in_the_interpreter(backend, feature) ->
     )
 
     def both(function):
-        def loss(*parts):
-            out = function(*parts, inputs, spec)
+        def loss(parts, sinks):
+            out = function(*parts, replace(inputs, sinks_H=sinks), spec)
             return jnp.sum(jnp.sin(out)), out
 
-        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*parts)
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(parts, inputs.sinks_H)
 
     with pltpu.force_tpu_interpret_mode():
         got = both(backend.function)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(both(vanilla)), strict=True):
         assert np.abs(a - b).max() <= BOUND * max(np.abs(b).max(), 1.0)
+
+
+@pytest.mark.parametrize("dq_stays", [True, False])
+def test_gradients_on_tpu_see_the_rounded_keys_of_the_forward_pass(dq_stays, monkeypatch) -> None:
+    """Scores have a standard deviation of 9: one rounding of keys changes weights by percents."""
+    rng, rows, wide = np.random.default_rng(0), 256, 128
+    q, k, v, cotangent = (
+        jnp.asarray(scale * rng.normal(size=(1, rows, 2, wide)), jnp.bfloat16)
+        for scale in (9, 1, 1, 1)
+    )
+    index = jnp.arange(rows)[None]
+    inputs = AttentionInputs(q_index_BL=index, kv_index_BT=index)
+    spec = AttentionSpec(scale=wide**-0.5, block_q=128, block_k=128)
+    keys = (k.astype(jnp.float32) * spec.scale).astype(jnp.bfloat16)
+
+    def gradients(function, spec, *arrays):
+        def loss(*arrays):
+            out = function(*arrays, inputs, spec)
+            return jnp.sum(out.astype(jnp.float32) * cotangent.astype(jnp.float32))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+
+    engine = flash.Engine(flash._SPLASH.attend, partial(flash.fused_gradients, dq_stays=dq_stays))
+    monkeypatch.setattr(flash, "_SPLASH", engine)
+    with pltpu.force_tpu_interpret_mode():
+        got = gradients(flash.splash_with_fused_gradients, spec, q, k, v)
+    exact = (x.astype(jnp.float32) for x in (q, keys, v))
+    dq, dk, dv = gradients(vanilla, replace(spec, scale=1.0), *exact)
+    for a, b in zip(got, (dq, dk * spec.scale, dv), strict=True):
+        error = np.linalg.norm(np.asarray(a, np.float32) - b) / np.linalg.norm(b)
+        assert error < 0.01, error
