@@ -123,6 +123,7 @@ def test_flash_attention_is_two_kernels_and_writes_no_scores() -> None:
     command = [sys.executable, "-c", FLASH]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    kernels = re.findall(r"%\S*(splash_mha_fwd|flash_\w+?)_*\.\S* = .*custom-call", done.stdout)
-    assert sorted(kernels) == ["flash_dkv_dq", "splash_mha_fwd"]
+    kernels = re.findall(r"%(\S*(?:splash_m|flash_)\S*) = .*custom-call", done.stdout)
+    gradients, forward = sorted(kernels, key=lambda name: "splash" in name)
+    assert "flash_dkv_dq" in gradients and "splash_mha_fwd" in forward
     assert not re.search(r"\b4096,4096\]", done.stdout)
