@@ -93,7 +93,9 @@ def test_a_shipped_step_of_few_layers_fits_its_slice(name) -> None:
     path, topology = STEPS[name]
     found = plan(path, topology, "model.num_hidden_layers=2")
     assert found["fits"] and found["hbm"] < 1 and found["step_time"] > 0
-    assert "unattributed" not in found["parts"]
+    unknown = found["parts"].get("unattributed", {})
+    kinds = ("matmul", "other", "kernels", "exposed", "dma_wait")
+    assert sum(unknown.get(kind, 0.0) for kind in kinds) < 0.01 * found["step_time"]
 
 
 # The others take as long; their headers were written from the same compilation.
