@@ -60,7 +60,7 @@ SHIPPED = {
     "tp8": "v5e-8",
     "moe_ep8": "v5e-8",
     "llama3_8b_tp8": "v5p-16",
-    "mixtral_8x7b_ep8": "v5p-16",
+    "mixtral_8x7b_ep8": "v5p-64",
     "qwen3_30b_a3b_ep16": "v5p-32",
 }
 STEPS = {
