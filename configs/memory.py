@@ -17,6 +17,8 @@ from parallel.sharding.residual import RESIDUAL_LAYOUTS
 # As in compiled steps of Llama-3-8B on v5p (docs/predicted.md): what the policies `attention` and
 # `none` keep, over the values that kept_per_token counts.
 _ATTENTION_KEPT, _ALL_KEPT = 1.7, 2.0
+# Arrays of the rows of experts that `dots` keeps, as in the compiled step of Qwen3-30B-A3B on v5p.
+_ROWS_KEPT = 2
 # The fastest first. Not `none`: it keeps gathered kernels too, and estimates of it are far off.
 _POLICIES = ("dots", "attention", "full")
 _USABLE = 0.9  # share of the device memory that an estimate may fill
@@ -115,9 +117,8 @@ def kept_per_token(config: Config) -> tuple[float, float, float]:
     active, rows = routed + model.moe.num_shared_experts, 0.0
     mlp = 0.0
     if True in model.sparse_layers:
-        mlp, rows = 2 * active * model.expert_size, routed * width
+        mlp, rows = 2 * active * model.expert_size, _ROWS_KEPT * routed * width
     mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
-    # The rows that experts read are those of one device of tp.
     products = (2 * heads + kv + mlp + rows) / tp + 2 * width / split
     return width / split, attention + width / split, products
 
