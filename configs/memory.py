@@ -103,7 +103,8 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
 def kept_per_token(config: Config) -> tuple[float, float, float]:
     """Return values per token and layer: residual stream, attention, and products of all matmuls.
 
-    Those of attention are what the remat policy `attention` keeps, and a part of the products.
+    Those of attention are what the remat policy `attention` keeps, and a part of the products. The
+    products include the rows that experts read.
     """
     model, tp = config.model, config.mesh.tp
     split = tp if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim is not None else 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import numpy as np
 
+from model.attention.pallas_kernels import LANES
 from model.attention.registry import AttentionChoice, choose_for_layer
 from model.attention.ring import row_order
 from model.config import LayerType, ModelConfig
@@ -25,8 +26,6 @@ from parallel.sharding.residual import residual_name
 from parallel.sharding.specs import FEATURES, ROWS, split_dim
 
 AttentionByType = dict[LayerType, AttentionChoice]
-_LANES = 128
-"""Lanes of a vector register of a TPU."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ExecutionPlan:
         model, tp = self.model, self.tp
         # Attention on TPU reads `B H L h`. On other platforms one product of plain matrices is
         # faster.
-        by_head = self.tpu_forms and model.mla is None and model.head_size % _LANES == 0
+        by_head = self.tpu_forms and model.mla is None and model.head_size % LANES == 0
         if not by_head or tp.manager.mesh.shape[tp.axis_name] > 1:
             return tp
         return tp.replace(head_width=model.head_size)

@@ -34,7 +34,7 @@ from model.attention.blockwise import OutputGradients, attend, attend_gradients,
 from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, with_sinks
 from model.attention.pallas_flash import MAX_BLOCK_K, MAX_BLOCK_Q, KernelOptions
 from model.attention.pallas_flash import attend_gradients as attend_gradients_on_tpu
-from model.attention.pallas_kernels import fits_scalar_memory
+from model.attention.pallas_kernels import LANES, fits_scalar_memory
 from model.attention.registry import ALL, RESULT_NAME, Capabilities, Feature, register
 from parallel.linear.ring import pcast_varying
 
@@ -147,7 +147,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 # Tokens in a block: a multiple of the vector unit's lanes, up to what fits into VMEM for heads as
 # wide as the lanes (v5p, libtpu 0.0.42.1); wider heads get fewer.
-_LANES, _MAX_BLOCK = 128, 1024
+_MAX_BLOCK = 1024
 _TPU_FEATURES: frozenset[Feature] = frozenset(
     {"bidirectional", "segment_ids", "window", "soft_cap", "sinks", "gqa"}
 )
@@ -156,8 +156,8 @@ _tpu_capabilities = partial(
     # A query that sees no block of its own document would get a mean instead of zeros.
     never_together=frozenset({"block_mask", "segment_ids"}),
     dtypes=("float32", "bfloat16"),
-    length_multiple=_LANES,
-    head_dim_multiple=_LANES,
+    length_multiple=LANES,
+    head_dim_multiple=LANES,
     check_vma=False,
 )
 
@@ -189,14 +189,13 @@ def splash_with_fused_gradients(
     Forward it is splash attention. Splash's own derivative computes the scores of a pair of blocks
     twice, for dq and for dk and dv, in 7 matmuls. The kernel used here keeps dq in VMEM if there is
     room, and computes all three at once, in 5. docs/attention.md compares the compiled kernels.
-    For rows so long that the list of their blocks exceeds scalar memory, splash's derivative is
-    used.
+    For rows so long that the list of their blocks exceeds scalar memory, splash's own is used.
     """
-    blocks = _gradient_blocks(q_BLHh, k_BTKh, spec)
-    num_lists = 1 if inputs.q_segment_ids_BL is None else q_BLHh.shape[0]
-    if not fits_scalar_memory(
-        num_lists, q_BLHh.shape[1] // blocks[0], k_BTKh.shape[1] // blocks[1]
-    ):
+    block_q, block_k = _gradient_blocks(q_BLHh, k_BTKh, spec)
+    (B, L), T = q_BLHh.shape[:2], k_BTKh.shape[1]
+    # Without documents all rows have the same pairs of blocks.
+    num_lists = 1 if inputs.q_segment_ids_BL is None else B
+    if not fits_scalar_memory(num_lists, L // block_q, T // block_k):
         return splash(q_BLHh, k_BTKh, v_BTKh, inputs, spec)
     # Both passes must see the same rounded keys, or the weights would not sum to one.
     k_BTKh, spec = _scaled(k_BTKh, spec.scale), replace(spec, scale=1.0)
@@ -261,8 +260,8 @@ def _splash_rows(
 
     k_BTKh: Keys times the scale of the scores.
     """
-    if (wide := q_BLHh.shape[-1]) > _LANES:
-        limit = _MAX_BLOCK * _LANES // wide
+    if (wide := q_BLHh.shape[-1]) > LANES:
+        limit = _MAX_BLOCK * LANES // wide
         spec = replace(spec, block_q=spec.block_q or limit, block_k=spec.block_k or limit)
     kernel = splash_kernel(q_BLHh.shape[1], q_BLHh.shape[2], spec, with_lse=with_lse)
     q, k, v = (y.transpose(0, 2, 1, 3) for y in (q_BLHh, k_BTKh, v_BTKh))
@@ -307,10 +306,10 @@ def splash_kernel(length: int, heads: int, spec: AttentionSpec, *, with_lse: boo
 
 def _block(length: int, limit: int) -> int:
     """Return the largest multiple of the lanes within the limit that divides the row."""
-    sizes = range(max(limit, _LANES) // _LANES * _LANES, 0, -_LANES)
+    sizes = range(max(limit, LANES) // LANES * LANES, 0, -LANES)
     block = next((size for size in sizes if length % size == 0), None)
     if block is None:
-        raise ValueError(f"splash needs rows of a multiple of {_LANES} tokens, got {length}")
+        raise ValueError(f"splash needs rows of a multiple of {LANES} tokens, got {length}")
     return block
 
 

@@ -4,25 +4,30 @@ import importlib
 import importlib.util
 import os
 import statistics
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.measure import ROW_LENGTH, medians, random_batch, ratios, time_in_turns
+from benchmarks.measure import medians, random_batch, ratios, time_in_turns
 from benchmarks.step import open_program, training_step
 from model.config import ModelConfig
+from training.fingerprint import leaf_name
+from training.hugging_face.write import plan_export, write_config, write_tensors
 from training.optimizers import OptimizerConfig
+from training.stored_arrays import Chunk
 
 _OPTIMIZER = OptimizerConfig(schedule="constant", warmup_steps=0)
 
 
 def bench_torch(*, repeats: int) -> dict[str, Any]:
-    """Compare the training step with an eager step of transformers' Llama on the same cores.
+    """Compare the training step with an eager step of PyTorch on the same cores.
 
-    Both start from the same parameters, read the same batch and have the same AdamW at a constant
-    rate; the losses of the first and of the last step are printed.
+    transformers loads our parameters in their exported form. Both read the same batch and have the
+    same AdamW at a constant rate; the losses of the first and of the last step are printed.
 
     Raises:
         ValueError: torch or transformers is not installed, or jax has an accelerator.
@@ -67,28 +72,23 @@ def _torch_step(params: Any, config: ModelConfig) -> Callable[[], float]:
     torch = importlib.import_module("torch")
     transformers = importlib.import_module("transformers")
     torch.set_num_threads(os.cpu_count() or 1)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            rope_theta=config.rope_theta,
-            rms_norm_eps=config.rms_norm_eps,
-            max_position_embeddings=ROW_LENGTH,
-            tie_word_embeddings=False,
-        )
-    ).train()
-    named = _torch_names(params, config.num_hidden_layers)
-    model.load_state_dict({name: torch.from_numpy(x.copy()) for name, x in named.items()})
+    arrays = {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    export = plan_export(config, {name: x.shape for name, x in arrays.items()}, None)
+
+    def chunks(name: str) -> Iterator[Chunk]:
+        yield (0,) * arrays[name].ndim, arrays[name]
+
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        write_tensors(directory, export, chunks)
+        write_config(directory, export)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
     options, parameters = _OPTIMIZER, [*model.parameters()]
-    decays = {options.weight_decay: True, 0.0: False}
+    matrices, vectors = ([p for p in parameters if (p.ndim > 1) == many] for many in (True, False))
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if (p.ndim > 1) == matrices], "weight_decay": decay}
-            for decay, matrices in decays.items()
+            {"params": matrices, "weight_decay": options.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ],
         lr=options.learning_rate,
         betas=(options.beta1, options.beta2),
@@ -107,23 +107,3 @@ def _torch_step(params: Any, config: ModelConfig) -> Callable[[], float]:
         return loss.item()
 
     return step
-
-
-def _torch_names(params: Any, num_layers: int) -> Mapping[str, np.ndarray]:
-    """Return our parameters by the names of transformers' Llama, which stores (out, in)."""
-    named = {
-        "model.embed_tokens.weight": params["embed"]["table"],
-        "model.norm.weight": params["norm"]["scale"],
-        "lm_head.weight": params["head"]["kernel"].T,
-    }
-    stacked = params["layers"]
-    projections = {f"self_attn.{x}_proj": stacked["attention"]["qkv"]["kernel"][x] for x in "qkv"}
-    projections["self_attn.o_proj"] = stacked["attention"]["o"]["kernel"]
-    projections |= {f"mlp.{x}_proj": stacked["mlp"]["gate_up"]["kernel"][x] for x in ("gate", "up")}
-    projections["mlp.down_proj"] = stacked["mlp"]["down"]["kernel"]
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}"
-        named |= {f"{prefix}.{n}.weight": x[layer].T for n, x in projections.items()}
-        named[f"{prefix}.input_layernorm.weight"] = stacked["attention_norm"]["scale"][layer]
-        named[f"{prefix}.post_attention_layernorm.weight"] = stacked["mlp_norm"]["scale"][layer]
-    return named
