@@ -17,7 +17,13 @@ from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
 from model.int8_base import without_scales
 from model.plan import ExecutionPlan, make_plan
-from parallel.linear.choice import Choice, choose_fsdp_overlap, choose_overlap
+from parallel.linear.choice import (
+    Choice,
+    OverlapChoice,
+    RingShape,
+    choose_fsdp_overlap,
+    choose_overlap,
+)
 from parallel.linear.config import TensorParallelConfig
 from parallel.planning.sharding_table import (
     Row,
@@ -28,7 +34,7 @@ from parallel.planning.sharding_table import (
 )
 from parallel.sharding.axes import FSDP, KV_HEAD, SP, TP, ColumnWise
 from parallel.sharding.devices import CHIPS, find_devices
-from parallel.sharding.mesh import build_mesh, ring_of_axes
+from parallel.sharding.mesh import build_mesh, is_hypercube, ring_of_axes
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES, mesh_axes_of
@@ -133,37 +139,51 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         length=config.data.row_length,
     )
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
+    hypercube = is_hypercube(manager.mesh, manager.partition_axis.tensor_parallel_axis)
     choices: dict[LinearKind, Choice] = {}
     for kind in get_args(LinearKind):
         if kind not in _kinds_of(config):
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        halves_groups = kind == "experts" and named == "split"
-        if halves_groups:
+        cuts_groups = kind == "experts" and named in ("split", "hypercube")
+        if cuts_groups:
             named = "bidirectional"
-        if named == "split" and n > 1 and kind in shapes and not shapes[kind].halves:
-            size = "data.sequence_length / (mesh.sp * mesh.tp)"
-            if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
-                size = "model.hidden_size / mesh.tp"
-            raise ValueError(
-                f"parallel.overlap=split (or overlap_{kind}=split) sends half blocks, but {size} "
-                "is odd; make it even, or use bidirectional"
-            )
+        if n > 1 and kind in shapes:
+            _check_pieces(config, kind, named, n, shapes[kind])
         if n == 1 or kind not in shapes:
             why = "an input that tp does not split" if shapes else "a replicated residual stream"
             why = "one device on tp" if n == 1 else why
             choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
         elif named != "auto":
             why = "as configured"
-            if halves_groups:
-                why = "split is not available: half a block would not hold whole groups of rows"
+            if cuts_groups:
+                why = "pieces of a block would not hold whole groups of rows"
             choices[kind] = Choice(named, why)
         elif RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
             why = f"no estimate for residual {config.parallel.residual}: name a method"
             choices[kind] = Choice("none", why)
         else:
-            choices[kind] = choose_overlap(shapes[kind], n, chip)
+            choices[kind] = choose_overlap(shapes[kind], n, chip, hypercube=hypercube)
     return choices
+
+
+def _check_pieces(
+    config: Config, kind: LinearKind, overlap: OverlapChoice, n: int, shape: RingShape
+) -> None:
+    """Raise: ValueError for an overlap method that needs other blocks or another tp."""
+    key = f"parallel.overlap={overlap} (or overlap_{kind}={overlap})"
+    if overlap == "split" and not shape.halves:
+        size = "data.sequence_length / (mesh.sp * mesh.tp)"
+        if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
+            size = "model.hidden_size / mesh.tp"
+        raise ValueError(
+            f"{key} sends half blocks, but {size} is odd; make it even, or use bidirectional"
+        )
+    if overlap == "hypercube" and (n & (n - 1) or shape.rows < n.bit_length() - 1):
+        raise ValueError(
+            f"{key} needs a power of two of devices on tp and as many rows of a block as it has "
+            f"sides, but mesh.tp={n} and a block has {shape.rows}; use bidirectional"
+        )
 
 
 def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
@@ -183,6 +203,7 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
         and ring_of_axes(manager.mesh, axes) is None,
         f"blocks of {widths} features over {n} devices have no halves": named == "split"
         and any(width // n % 2 for width in widths),
+        f"{n} devices are no power of two": named == "hypercube" and n & (n - 1) != 0,
     }
     if why := next((text for text, holds in obstacles.items() if holds), None):
         return Choice("none", f"{named} was asked for, but {why}")

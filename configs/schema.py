@@ -56,7 +56,7 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     overlap_head: OverlapChoice | None = None
     """Overlap method of the output head and its loss; null: as overlap."""
     overlap_experts: OverlapChoice | None = None
-    """Overlap method of the experts' projections, except split; null: as overlap."""
+    """Overlap method of the experts' projections, except split and hypercube; null: as overlap."""
     overlap_fsdp: OverlapChoice | None = None
     """How kernels of linears are gathered over fsdp and sp, and how their gradients are summed,
     where tp is 1; auto: chosen by width and chip; null: as overlap. Experts, embedding, head, and
@@ -327,10 +327,10 @@ def _check_experts(config: Config) -> None:
     count = mesh.ep * (mesh.fsdp * mesh.sp if unified else 1)
     _divides("model.moe.num_experts", moe.num_experts, owners, count)
     _divides("model.moe.moe_intermediate_size", model.expert_size, "mesh.tp", mesh.tp)
-    if config.parallel.overlap_experts == "split":
+    if config.parallel.overlap_experts in ("split", "hypercube"):
         raise ConfigError(
-            "parallel.overlap_experts=split: half of a block would not hold whole groups of rows, "
-            "one per expert; use bidirectional"
+            f"parallel.overlap_experts={config.parallel.overlap_experts}: pieces of a block would "
+            "not hold whole groups of rows, one per expert; use bidirectional"
         )
     unread = {
         "bias_update_speed": (not router.uses_bias, f"router={moe.router}"),

@@ -18,14 +18,17 @@ from parallel.sharding.axes import (
 )
 
 LAYOUTS = ("hidden", "sequence", "replicated")
-RINGS = ("ring", "bidirectional", "split")
+RINGS = ("ring", "bidirectional", "split", "hypercube")
 HIDDEN = [BATCH, QUERY_LENGTH, MLP_INTERMEDIATE]
 B, L, D, F = 8, 16, 16, 32
 GATE_UP = {"gate": F, "up": F}
 # Every layout with the plain twin, every ring on the largest axis, and each ring on other meshes.
 CASES = [
     *((mesh, y, "none") for mesh in ("tp8", "dp2-fsdp2-tp2", "tp4-sp2") for y in LAYOUTS),
-    *(("tp8", layout, overlap) for layout in ("hidden", "sequence") for overlap in RINGS),
+    *(("tp8", "sequence", overlap) for overlap in RINGS),
+    *(("tp8", "hidden", overlap) for overlap in RINGS if overlap != "hypercube"),  # 2 features each
+    ("tp4-sp2", "hidden", "hypercube"),
+    ("tp4-sp2", "sequence", "hypercube"),
     ("dp2-fsdp2-tp2", "hidden", "ring"),
     ("dp2-fsdp2-tp2", "sequence", "bidirectional"),
     ("dp2-fsdp2-tp2", "sequence", "split"),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from model.moe import MoEReport, auxiliary_loss
+from parallel.linear.scheduling import scheduling_groups
 from training.dpo import DPOConfig, sum_over_pairs
 from training.step import Batch, Program, TrainState
 
@@ -124,7 +125,8 @@ class PreferenceProgram(Program):
 
         def step(params: Any, reference: Any, batch: Batch) -> Sums:
             part = {name: field[0] for name, field in batch.items()}
-            sums, _ = self._sums(params, reference, part, dropless=True)
+            with scheduling_groups(self.plan.tpu_forms):
+                sums, _ = self._sums(params, reference, part, dropless=True)
             return sums | {"pairs": jnp.sum(_is_pair(part))}
 
         return jax.jit(step)

@@ -24,6 +24,7 @@ from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bia
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
+from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import TokenSharding
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
 from training.optimizers import tree_where
@@ -316,7 +317,8 @@ class Program:
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-            return self._step(state, batch, self._dropout_key(state.step))
+            with scheduling_groups(self.plan.tpu_forms):
+                return self._step(state, batch, self._dropout_key(state.step))
 
         return jax.jit(step, donate_argnums=0)
 
@@ -333,7 +335,8 @@ class Program:
 
         def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
             part = {name: field[0] for name, field in batch.items()}
-            total, _ = self.loss_sum(params, part, dropless=True)
+            with scheduling_groups(self.plan.tpu_forms):
+                total, _ = self.loss_sum(params, part, dropless=True)
             return total, jnp.sum(part["loss_mask"])
 
         return jax.jit(step)

@@ -1,7 +1,8 @@
 """Automatic choice of a linear's overlap method, from its shape and the chip.
 
 A ring pays off if a hop takes no longer than the matmul that hides it. `bidirectional` keeps
-matmuls large; `split` uses both link directions to the end. The estimate counts only matmuls and
+matmuls large; `split` uses both link directions to the end; `hypercube` uses the links of all sides
+where the devices are the corners of a cube. The estimate counts only matmuls and
 link transfers, at the rates that compiled schedules reach. `scripts/bench.py overlap` shows a
 compiled schedule of the same shapes. On a chip without figures the choice is `none`.
 """
@@ -19,6 +20,8 @@ OverlapChoice = Literal[Overlap, "auto"]
 # overlap`: large bfloat16 matmuls reach 0.88 of peak; those of fewer than 1024 rows take 1.2 times
 # as long.
 _EFFICIENCY, _FULL_ROWS, _SHORT_PENALTY = 0.88, 1024, 1.2
+# The largest third of a block over a third of it: 6 of 16 sequences.
+_UNEVEN = 1.125
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +52,27 @@ class Choice:
     reason: str
 
 
-def choose_overlap(shape: RingShape, n: int, chip: Chip | None) -> Choice:
+def choose_overlap(
+    shape: RingShape, n: int, chip: Chip | None, *, hypercube: bool = False
+) -> Choice:
     """Return the method with the least estimated forward time on a ring of n devices.
 
     The choice is `none` if `chip` is None or has no link figures.
+
+    hypercube: The devices are the corners of a hypercube (`parallel.sharding.mesh.is_hypercube`).
     """
     if n == 1:
         return Choice("none", "one device, no communication")
     if chip is None or not chip.ici_bandwidth:
         return Choice("none", "no link figures for this device, so no overlap is assumed")
     # min() takes the first of equals.
-    methods: tuple[Overlap, ...] = ("none", "bidirectional", "split", "ring")
-    times = {
-        overlap: _seconds(overlap, shape, n, chip)
-        for overlap in methods
-        if shape.halves or overlap != "split"
-    }
+    # With one side there is nothing to gain; groups of rows of experts cannot be cut. Only the hops
+    # of a hypercube are scheduled in groups, so it comes before the others.
+    methods: list[Overlap] = ["none"]
+    is_cut = n > 2 and shape.rows >= n.bit_length() - 1 and shape.kernels == 1
+    methods += ["hypercube"] * (hypercube and is_cut)
+    methods += ["bidirectional", *["split"] * shape.halves, "ring"]
+    times = {overlap: _seconds(overlap, shape, n, chip) for overlap in methods}
     best = min(times, key=times.__getitem__)
     estimates = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in times.items())
     return Choice(best, f"estimated ms forward: {estimates}")
@@ -93,31 +101,35 @@ def _seconds(overlap: Overlap, shape: RingShape, n: int, chip: Chip) -> float:
     """Estimate the forward time: matmuls, and the communication that they do not hide."""
     hop = shape.block_bytes / chip.ici_bandwidth
     columns = [c for c in (shape.gather_columns, shape.scatter_columns) if c]
-    halved = overlap == "split" and len(columns) == 2  # a chain multiplies the halves one by one
-    matmuls = [_matmul_seconds(shape, c, n, chip, overlap, halved) for c in columns]
+    # Parts of a block that are multiplied one by one; a chain does not join the halves of `split`.
+    parts = 2 if overlap == "split" and len(columns) == 2 else 1
+    parts = n.bit_length() - 1 if overlap == "hypercube" else parts
+    matmuls = [_matmul_seconds(shape, c, n, chip, overlap, parts) for c in columns]
     if overlap == "none":
         # One collective that uses both directions, hidden by nothing.
         return sum(matmul + (n - 1) / 2 * hop for matmul in matmuls)
     if overlap == "bidirectional":
         return sum(max(matmul, n // 2 * hop) for matmul in matmuls)
+    if overlap == "hypercube":
+        return sum(max(matmul, _UNEVEN * (n - 1) * hop / parts) for matmul in matmuls)
     # Sums of a chain follow its blocks, so both phases share matmuls and links.
     links = len(columns) * (n - 1) * hop / (2 if overlap == "split" else 1)
     copies = 0.0
-    if overlap == "split" and not halved:
+    if overlap == "split" and parts == 1:
         # Concatenating halves and splitting them again each read and write a block.
         copies = 4 * (n - 1) * shape.block_bytes / chip.hbm_bandwidth
     return max(sum(matmuls), links) + copies
 
 
 def _matmul_seconds(
-    shape: RingShape, columns: int, n: int, chip: Chip, overlap: Overlap, halved: bool
+    shape: RingShape, columns: int, n: int, chip: Chip, overlap: Overlap, parts: int
 ) -> float:
     """Estimate the time of all partial matmuls with these columns."""
-    parts = 1 if overlap == "none" else 2 * n if halved else n
-    rows = shape.rows * n // parts
+    count = 1 if overlap == "none" else parts * n
+    rows = shape.rows * n // count
     compute = 2 * shape.rows * n * shape.width * columns / (_EFFICIENCY * chip.peak_flops)
     compute *= _SHORT_PENALTY if rows < _FULL_ROWS else 1.0
     item = shape.block_bytes // (shape.rows * shape.width)
     # Every partial matmul reads the kernels again.
     kernel_bytes = item * shape.width * columns * shape.kernels
-    return max(compute, parts * kernel_bytes / chip.hbm_bandwidth)
+    return max(compute, count * kernel_bytes / chip.hbm_bandwidth)

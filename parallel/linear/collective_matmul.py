@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from parallel.linear.hypercube import make_ring
 from parallel.linear.local_matmul import (
     CHAIN_WGRAD_BLOCKS,
     concat_columns,
@@ -217,9 +218,13 @@ def ring_of(
         raise ValueError(f"overlap {overlap!r}: use {', '.join(get_args(Overlap))}")
     if overlap == "none" or lax.axis_size(axis_name) == 1:
         return None
-    # Halves of the batch are contiguous in memory; halves of the rows of every sequence are not.
-    halve_batch = dim == ROWS and x.ndim > 2 and x.shape[0] % 2 == 0
-    return Ring(axis_name, overlap, halve_batch, fuse_halves)
+    # Pieces of the batch are contiguous in memory; pieces of the rows of every sequence are not.
+    cut_batch = dim == ROWS and x.ndim > 2
+    if overlap == "hypercube":
+        cut_batch &= x.shape[0] >= lax.axis_size(axis_name).bit_length() - 1
+    else:
+        cut_batch &= x.shape[0] % 2 == 0
+    return make_ring(axis_name, overlap, cut_batch=cut_batch, fuse_halves=fuse_halves)
 
 
 def same_type(*arrays: jax.Array) -> list[jax.Array]:

@@ -52,11 +52,20 @@ def kernel_gradient_of_blocks(
     blocks: int = WGRAD_BLOCKS,
     dtype: Any = None,
 ) -> jax.Array:
-    """Return the sum over positions of xs[k]^T @ dys[k], several blocks per matmul."""
-    groups = (slice(start, start + blocks) for start in range(0, len(xs), blocks))
+    """Return the sum over positions of xs[k]^T @ dys[k], several blocks of a shape per matmul."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for position, x in enumerate(xs):
+        by_shape.setdefault(x.shape, []).append(position)
+    groups = (
+        same[start : start + blocks]
+        for same in by_shape.values()
+        for start in range(0, len(same), blocks)
+    )
     parts = (
-        kernel_gradient(jnp.stack(xs[some]), jnp.stack(dys[some]), precision, dtype)
-        for some in groups
+        kernel_gradient(
+            jnp.stack([xs[k] for k in group]), jnp.stack([dys[k] for k in group]), precision, dtype
+        )
+        for group in groups
     )
     return reduce(jnp.add, parts)
 

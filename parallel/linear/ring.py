@@ -81,9 +81,10 @@ def _check_blocks(shape: Sequence[int], dim: int, axis_name: str | tuple[str, ..
         )
 
 
-Direction = Literal["ring", "bidirectional", "split"]
+Direction = Literal["ring", "bidirectional", "split", "hypercube"]
 """How blocks travel. `ring`: one way. `bidirectional`: whole blocks both ways, so the longest chain
-of hops is half as long. `split`: the two halves of every block in opposite ways."""
+of hops is half as long. `split`: the two halves of every block in opposite ways. `hypercube`: d
+parts of every block over the d links of each of 2**d devices (`hypercube.Hypercube`)."""
 
 Compute = Callable[[int, jax.Array], Any]
 """Maps the position of a block, and the block, to a result."""
@@ -104,8 +105,8 @@ class Ring:
     axis_name: str | tuple[str, ...]
     """Mesh axis, or axes; consecutive devices should be physical neighbours."""
     direction: Direction
-    halve_batch: bool = False
-    """Let `split` halve the first dim of a block instead of `dim`."""
+    cut_batch: bool = False
+    """Cut the first dim of a block into pieces instead of `dim`."""
     fuse_halves: bool = False
     """Let `split` compute on the two halves that are here at the same time as on one block: larger
     matmuls, for two more copies."""
@@ -117,6 +118,11 @@ class Ring:
     def num_pieces(self) -> int:
         """The number of pieces in which a block travels."""
         return 2 if self.direction == "split" else 1
+
+    @property
+    def _sums_follow_blocks(self) -> bool:
+        """Whether the sums of `gather_scatter` travel beside its blocks, not after them."""
+        return self.direction != "bidirectional"
 
     def positions(self) -> list[tuple[int, int]]:
         """Return pairs (k, p) in the order in which device s has them: piece p of device s - k."""
@@ -164,7 +170,7 @@ class Ring:
                 for block, up, hops in zip(moving, (True, False), last, strict=False)
                 if hop <= hops
             ]
-            results = self._compute_on(arrived, partial(_at, compute, position), dim)
+            results = self._compute_on(arrived, partial(compute_at, compute, position), dim)
             # The barrier makes the next pieces wait for this hop's results. Without it libtpu
             # issues all hops first, and then computes while nothing travels.
             moving = ahead
@@ -177,7 +183,7 @@ class Ring:
         self, pieces: list[Any], compute: Callable[[Any, int], Any], dim: int
     ) -> list[Any]:
         """Return compute(piece, index) of each; on their concatenation with `fuse_halves`."""
-        if not self.fuse_halves or self.num_pieces == 1:
+        if not self.fuse_halves or self.direction != "split":
             return [compute(piece, index) for index, piece in enumerate(pieces)]
         whole = jax.tree.map(lambda *leaves: self.concat_pieces(leaves, dim), *pieces)
         leaves, tree = jax.tree.flatten(compute(whole, 0))
@@ -223,7 +229,7 @@ class Ring:
         sums: list[jax.Array] = []
         for hop in range(lax.axis_size(self.axis_name) - 1, -1, -1):
             if hop == 0:
-                operand, sums = _wait(operand, sums)
+                operand, sums = wait(operand, sums)
             here = [piece(hop * self.num_pieces + index) for index in range(self.num_pieces)]
             terms = self._compute_on(here, lambda it, _: term(it), dim)
             sums = self._shift_and_add(sums, terms, (False, True))
@@ -241,7 +247,7 @@ class Ring:
                     if up in sums:
                         total = add_arriving(self._send(sums[up], up), total)
                     sums[up] = total
-        operand, sums = _wait(operand, sums)
+        operand, sums = wait(operand, sums)
         arriving = [self._send(total, up) for up, total in sums.items()]
         own = term(0)
         if hide_last_hop or not arriving:
@@ -262,7 +268,7 @@ class Ring:
 
         With `ring` and `split` every sum follows its blocks, so both rings run at the same time.
         """
-        if self.direction == "bidirectional":
+        if not self._sums_follow_blocks:
             pieces, results = self.gather(x, compute, dim)
             y = self.scatter(results.__getitem__, term, dim=dim, hide_last_hop=hide_last_hop)
             return pieces, results, y
@@ -289,36 +295,40 @@ class Ring:
         ]
 
     def split_pieces(self, block: jax.Array, dim: int) -> list[jax.Array]:
-        """Return the pieces in which a block travels: the block, or its halves."""
-        half_dim = self._half_dim(block.shape, dim)
+        """Return the pieces in which a block travels: the block, or its parts."""
         if self.num_pieces == 1:
             return [block]
-        return list(jnp.split(block, self.num_pieces, axis=half_dim))
+        return jnp.split(block, self._cuts(block.shape, dim)[1:-1], axis=self._cut_dim(dim))
 
-    def _half_dim(self, shape: Sequence[int], dim: int) -> int:
-        """Return the dim that is halved. Raises: ValueError if its size is odd."""
-        half_dim = 0 if self.halve_batch else dim
-        if shape[half_dim] % self.num_pieces:
+    def _cut_dim(self, dim: int) -> int:
+        """Return the dim along which a block is cut into pieces."""
+        return 0 if self.cut_batch else dim
+
+    def _cuts(self, shape: Sequence[int], dim: int) -> list[int]:
+        """Return where the pieces of a block of this shape begin, and where the last one ends.
+
+        Raises: ValueError for a size that cannot be cut.
+        """
+        cut_dim = self._cut_dim(dim)
+        if shape[cut_dim] % self.num_pieces:
             raise ValueError(
-                f"overlap split halves a block of {tuple(shape)} along dim {half_dim}: use an even "
-                "size there, or overlap bidirectional"
+                f"overlap split halves a block of {tuple(shape)} along dim {cut_dim}: "
+                "use an even size there, or overlap bidirectional"
             )
-        return half_dim
+        return [shape[cut_dim] * k // self.num_pieces for k in range(self.num_pieces + 1)]
 
     def concat_pieces(self, pieces: Sequence[jax.Array], dim: int) -> jax.Array:
         """Return the block that `split_pieces` split."""
-        half_dim = 0 if self.halve_batch else dim
-        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=half_dim)
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=self._cut_dim(dim))
 
     def shard(self, whole: jax.Array, dim: int) -> Callable[[int], jax.Array]:
         """Return the function position -> piece of an array in natural order along `dim`."""
-        dim, sizes = dim % whole.ndim, list(whole.shape)
-        _check_blocks(sizes, dim, self.axis_name)
-        sizes[dim] //= lax.axis_size(self.axis_name)
-        sizes[self._half_dim(sizes, dim)] //= self.num_pieces
+        dim = dim % whole.ndim
+        _check_blocks(whole.shape, dim, self.axis_name)
+        self._cuts(self._block_shape(whole.shape, dim), dim)  # refuse at once what has no pieces
 
         def piece(position: int) -> jax.Array:
-            return lax.dynamic_slice(whole, self._start(sizes, dim, position), sizes)
+            return lax.dynamic_slice(whole, *self._place(whole.shape, dim, position))
 
         return piece
 
@@ -331,26 +341,32 @@ class Ring:
         """
         first, dim = pieces[0], dim % pieces[0].ndim
         if whole is None:
-            shape = list(first.shape)
+            cut_dim, shape = self._cut_dim(dim), list(first.shape)
+            shape[cut_dim] = sum(piece.shape[cut_dim] for piece in pieces[: self.num_pieces])
             shape[dim] *= lax.axis_size(self.axis_name)
-            shape[0 if self.halve_batch else dim] *= self.num_pieces
             varying = tuple(jax.typeof(first).manual_axis_type.varying)
             whole = pcast_varying(lax.empty(tuple(shape), first.dtype), varying)
         for position, piece in enumerate(pieces):
-            start = self._start(first.shape, dim, position)
+            start, _ = self._place(whole.shape, dim, position)
             whole = lax.dynamic_update_slice(whole, piece, start)
         return whole
 
-    def _start(self, sizes: Sequence[int], dim: int, position: int) -> list[Any]:
-        """Return the start indices of a piece of these sizes in the array in natural order."""
+    def _block_shape(self, shape: Sequence[int], dim: int) -> list[int]:
+        """Return the shape of a block of an array of this shape."""
+        sizes = list(shape)
+        sizes[dim] //= lax.axis_size(self.axis_name)
+        return sizes
+
+    def _place(self, shape: Sequence[int], dim: int, position: int) -> tuple[list[Any], list[int]]:
+        """Return the start indices and the sizes of a piece in a whole array of this shape."""
         offset, piece = self.positions()[position]
+        cut_dim, sizes = self._cut_dim(dim), self._block_shape(shape, dim)
         start: list[Any] = [np.int32(0)] * len(sizes)  # the dtype of axis_index, under x64 too
         start[dim] = self._owner(offset) * sizes[dim]
-        if self.halve_batch:
-            start[0] = np.int32(piece * sizes[0])
-        else:
-            start[dim] = start[dim] * self.num_pieces + piece * sizes[dim]
-        return start
+        first, end = self._cuts(sizes, dim)[piece : piece + 2]
+        start[cut_dim] = start[cut_dim] + np.int32(first)
+        sizes[cut_dim] = end - first
+        return start, sizes
 
     def _owner(self, offset: int) -> jax.Array:
         """Return the number of the device that is `offset` places before this one."""
@@ -365,12 +381,13 @@ class Ring:
         return shift(x, self.axis_name, up, self.order)
 
 
-def _wait(operand: jax.Array | None, sums: Any) -> tuple[jax.Array | None, Any]:
+def wait(operand: jax.Array | None, sums: Any) -> tuple[jax.Array | None, Any]:
     """Make `operand`, if there is one, wait for the sums."""
     return (operand, sums) if operand is None else lax.optimization_barrier((operand, sums))
 
 
-def _at(compute: Compute, first: int, piece: jax.Array, index: int) -> Any:
+def compute_at(compute: Compute, first: int, piece: jax.Array, index: int) -> Any:
+    """Apply `compute` to the piece whose position is first + index."""
     return compute(first + index, piece)
 
 

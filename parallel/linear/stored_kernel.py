@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.linear.collective_matmul import same_type
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.head_matmul import PLAIN, HeadMatmul
+from parallel.linear.hypercube import make_ring
 from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values_spec
 from parallel.linear.ring import Ring, all_gather, pcast_varying
 from parallel.sharding.mesh import ring_of_axes
@@ -145,7 +146,7 @@ def storage_ring(spec: P, config: TensorParallelConfig) -> tuple[int, Ring] | No
         return None
     (dim, axes), *_ = ((dim, axes) for dim, axes in enumerate(split) if axes)
     order = ring_of_axes(manager.mesh, axes)
-    return None if order is None else (dim, Ring(axes, config.fsdp_overlap, order=order))
+    return None if order is None else (dim, make_ring(axes, config.fsdp_overlap, order=order))
 
 
 def stored_block(

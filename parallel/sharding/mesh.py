@@ -135,6 +135,19 @@ def ring_of_axes(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[int, .
     return None if order is None else tuple(order)
 
 
+def is_hypercube(mesh: Mesh | AbstractMesh, axis: str) -> bool:
+    """Return whether the TPUs along an axis are the corners of a box whose sides are 2 long.
+
+    `build_mesh` then numbers them so that the reflected Gray code of a number is a corner.
+    """
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "tpu":
+        return False
+    group = mesh.devices[tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)]
+    corners = np.array(_coords(group))
+    corners -= corners.min(axis=0)
+    return bool(corners.max() < 2 and len(np.unique(corners, axis=0)) == 2 ** corners.max(0).sum())
+
+
 def _coords(devices: Iterable[jax.Device]) -> list[tuple[int, ...]]:
     return [(*device.coords, device.core_on_chip) for device in devices]
 
@@ -178,11 +191,12 @@ def _box_cycle(sides: Sequence[int]) -> list[tuple[int, ...]] | None:
     columns = _snake([side for axis, side in enumerate(sides) if axis != even])
     if len(columns) == 1:
         return None
-    # Through all columns but the first, row by row in alternating direction; then back along the
-    # first column.
+    # From the corner through all columns but the first, row by row in alternating direction; then
+    # back along the first column. On a cube of side 2 this is the reflected Gray code.
     rows = range(sides[even])
-    walk = [(row, rest) for row in rows for rest in (columns[1:], columns[:0:-1])[row % 2]]
-    walk += [(row, columns[0]) for row in reversed(rows)]
+    walk = [(0, columns[0])]
+    walk += [(row, rest) for row in rows for rest in (columns[1:], columns[:0:-1])[row % 2]]
+    walk += [(row, columns[0]) for row in reversed(rows) if row]
     return [(*rest[:even], row, *rest[even:]) for row, rest in walk]
 
 

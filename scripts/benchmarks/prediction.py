@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from parallel.linear.scheduling import scheduling_groups
 from parallel.planning.compiler import CompiledProgram, SliceCompiler
 
 Pass = Literal["fwd", "fwd+bwd"]
@@ -43,7 +44,8 @@ def compile_pass(
 ) -> CompiledProgram:
     """Compile a function alone ("fwd"), or with derivatives of all arguments ("fwd+bwd").
 
-    The cotangent is one more argument, laid out like the output.
+    The cotangent is one more argument, laid out like the output. Hops are scheduled in groups, as
+    in a training step.
     """
 
     def forward(*arguments: Any) -> Any:
@@ -54,8 +56,10 @@ def compile_pass(
         out, pull = jax.vjp(function, *arguments)
         return out, pull(cotangent)
 
-    if name == "fwd":
-        return compiler.compile(jax.jit(forward), arguments, options)
-    with jax.set_mesh(compiler.mesh):
-        cotangent = jax.eval_shape(function, *arguments)
-    return compiler.compile(jax.jit(both), [*arguments, cotangent], options)
+    program = forward
+    if name == "fwd+bwd":
+        with jax.set_mesh(compiler.mesh):
+            arguments = [*arguments, jax.eval_shape(function, *arguments)]
+        program = both
+    with scheduling_groups():
+        return compiler.compile(jax.jit(program), arguments, options)

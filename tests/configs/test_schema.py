@@ -187,7 +187,7 @@ EXPERT_REFUSALS = {
     "model.moe.grouped_matmul=fast": "unknown grouped matmul 'fast'; use one of reference",
     "model.moe.first_k_dense_replace=2": "leave no mixture-of-experts layer among 2; lower them",
     "model.moe.capacity_factor=0": "model.moe.capacity_factor=0: input should be greater than 0",
-    "parallel.overlap_experts=split": "half of a block would not hold whole groups of rows",
+    "parallel.overlap_experts=split": "pieces of a block would not hold whole groups of rows",
     "model.moe.bias_update_speed=0.1 model.moe.router=expert_choice": (
         "model.moe.bias_update_speed=0.1 has no effect with model.moe.router=expert_choice"
     ),

@@ -102,6 +102,8 @@ def test_a_chain_where_rows_travel_is_one_ring(overlap) -> None:
     apart = chain_program(tp, ARRAYS["x"], parallel_config=other)
     assert apart["ppermute"] and apart["dynamic_update_slice"]
     for layout in ("hidden", "replicated"):
+        if (overlap, layout) == ("hypercube", "hidden"):
+            continue  # 2 features per device cannot be cut in three
         moved = chain_program(tensor_parallel(MESHES["tp8"], layout, overlap), ARRAYS["x"])
         assert moved["ppermute"] == (0 if layout == "replicated" else joined["ppermute"])
 

@@ -41,6 +41,25 @@ def test_auto_takes_what_the_compiled_schedule_favours(chip: Chip, shape, best) 
     assert "estimated ms forward: none" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("shape", "n", "best"),
+    [
+        # Llama-3-8B at two sequences per chip: three links of a chip instead of two.
+        (block(8192, 4096, gather=768), 8, "hypercube"),
+        (block(8192, 4096, scatter=512), 8, "hypercube"),
+        (block(8192, 4096, gather=3584, scatter=1792), 8, "hypercube"),
+        (block(8192, 4096, gather=1536), 4, "hypercube"),
+        (block(8192, 4096, gather=768), 2, "split"),  # one link
+        (block(1024, 8192, gather=7168, scatter=3584), 8, "bidirectional"),  # bound by matmuls
+        (block(8192, 4096, gather=768, scatter=384, kernels=16), 8, "split"),  # experts
+        (block(2, 4096, gather=768), 8, "none"),
+    ],
+)
+def test_a_cube_uses_its_links_where_they_are_the_limit(shape, n, best) -> None:
+    assert choose_overlap(shape, n, V5P, hypercube=True).overlap == best
+    assert choose_overlap(shape, n, V5P).overlap != "hypercube"
+
+
 def test_without_a_ring_or_figures_nothing_is_chosen_and_the_reason_is_said() -> None:
     shape = block(1024, 8192, gather=3584)
     assert choose_overlap(shape, 1, V5P).overlap == "none"

@@ -95,8 +95,15 @@ def close(got: jax.Array, want: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-5)
 
 
-def unit(overlap: str, kind: str, lead: tuple[int, ...]) -> tuple[int, int]:
-    """By what rows and features of a device must divide: split halves an even batch, or those."""
+def unit(overlap: str, kind: str, lead: tuple[int, ...], size: int) -> tuple[int, int]:
+    """By what rows and features of a device must divide: split halves an even batch, or those.
+
+    A hypercube cuts a large batch, or at least so many rows or features.
+    """
+    if overlap == "hypercube":
+        sides = max(1, size.bit_length() - 1)
+        cuts_batch = bool(lead) and lead[0] >= sides
+        return (1, sides) if kind.endswith("features") else (1 if cuts_batch else sides, 1)
     if overlap != "split":
         return 1, 1
     halves_batch = bool(lead) and lead[0] % 2 == 0
@@ -130,7 +137,7 @@ def shapes_of(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", [*OVERLAPS, "hypercube"])
 @settings(deadline=None, max_examples=6, derandomize=True)
 @given(
     size=st.integers(1, 8),
@@ -144,7 +151,9 @@ def shapes_of(
 def test_rings_equal_the_matmuls_of_one_device(
     overlap, kind, size, lead, rows, features, widths, extras
 ) -> None:
-    rng, mesh, units = np.random.default_rng(size), ring(size), unit(overlap, kind, lead)
+    if overlap == "hypercube":
+        size = 1 << size % 4
+    rng, mesh, units = np.random.default_rng(size), ring(size), unit(overlap, kind, lead, size)
     R, widths = rows * units[0] * size, [width * size for width in widths]
     D = features if kind == "chain" else features * units[1] * size
     shapes = shapes_of(kind, lead, R, D, widths, extras)

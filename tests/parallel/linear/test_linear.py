@@ -341,7 +341,7 @@ def test_rings_turn_under_x64(overlap) -> None:
             column = ColumnParallelLinear(D, F, parallel_config=tp, rngs=rngs())
             row = RowParallelLinear(F, D, parallel_config=tp, rngs=rngs())
             layout = tp.manager.resolve(ResidualSharding)
-            x = jax.device_put(np.ones((2, L, D), np.float32), layout)
+            x = jax.device_put(np.ones((3, L, D), np.float32), layout)
             y = jax.jit(lambda x: row(column.sharded_forward(x), layout))(x)
             want = row.native_forward(column.native_forward(x))
             np.testing.assert_allclose(y, want, atol=1e-5)

@@ -208,7 +208,7 @@ def test_a_chain_of_linears_with_adapters(pairs_on_one_device, mesh, layout, ove
             assert_same_runs(got, want)
 
 
-@pytest.mark.parametrize("overlap", ["none", "ring", "bidirectional", "split"])
+@pytest.mark.parametrize("overlap", ["none", "ring", "bidirectional", "split", "hypercube"])
 def test_adapters_add_no_hop_to_a_chain(overlap) -> None:
     tp = tensor_parallel(MESHES["tp8"], "sequence", overlap)
     with jax.set_mesh(tp.mesh):

@@ -155,14 +155,14 @@ WALKS = [
     (Ring("ring", "bidirectional"), 0, (3, 2)),
     (Ring("ring", "split"), -2, (3, 2, 2)),
     (Ring("ring", "split"), -1, (3, 1, 2)),
-    (Ring("ring", "split", halve_batch=True), -2, (2, 3, 1)),
+    (Ring("ring", "split", cut_batch=True), -2, (2, 3, 1)),
     (Ring("ring", "split", fuse_halves=True), -2, (3, 2, 2)),
-    (Ring("ring", "split", halve_batch=True, fuse_halves=True), -2, (2, 3, 1)),
+    (Ring("ring", "split", cut_batch=True, fuse_halves=True), -2, (2, 3, 1)),
 ]
 
 
 def pieces(walk: Ring, block: np.ndarray, dim: int) -> list[np.ndarray]:
-    return np.split(block, walk.num_pieces, axis=0 if walk.halve_batch else dim)
+    return np.split(block, walk.num_pieces, axis=0 if walk.cut_batch else dim)
 
 
 def called_with(walk: Ring, position: int) -> int:
@@ -229,7 +229,7 @@ def test_a_sum_ends_where_its_blocks_came_from(walk, dim, shape, size) -> None:
             sum_of[owner, piece] += weights[s] * parts[s, k]
             worked = pieces(walk, x[owner], dim)[piece] + called_with(walk, k)
             chain_of[owner, piece] += weights[s] * worked
-    half_dim = 0 if walk.halve_batch else dim
+    half_dim = 0 if walk.cut_batch else dim
     want, want_chain = (
         [np.concatenate(list(halves), axis=half_dim) for halves in y] for y in (sum_of, chain_of)
     )
