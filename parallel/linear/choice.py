@@ -68,11 +68,14 @@ def choose_overlap(
     # min() takes the first of equals.
     # With one side there is nothing to gain; groups of rows of experts cannot be cut. Only the hops
     # of a hypercube are scheduled in groups, so it comes before the others.
-    methods: list[Overlap] = ["none"]
-    is_cut = n > 2 and shape.rows >= n.bit_length() - 1 and shape.kernels == 1
-    methods += ["hypercube"] * (hypercube and is_cut)
-    methods += ["bidirectional", *["split"] * shape.halves, "ring"]
-    times = {overlap: _seconds(overlap, shape, n, chip) for overlap in methods}
+    hypercube &= n > 2 and shape.rows >= n.bit_length() - 1 and shape.kernels == 1
+    methods: tuple[Overlap, ...] = ("none", "hypercube", "bidirectional", "split", "ring")
+    possible = {"hypercube": hypercube, "split": shape.halves}
+    times = {
+        overlap: _seconds(overlap, shape, n, chip)
+        for overlap in methods
+        if possible.get(overlap, True)
+    }
     best = min(times, key=times.__getitem__)
     estimates = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in times.items())
     return Choice(best, f"estimated ms forward: {estimates}")
