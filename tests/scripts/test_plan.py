@@ -89,8 +89,8 @@ def test_check_mesh_confirms_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("overrides", "milliseconds"),
     [
-        ([], 2179),
-        (["mesh.tp=4", "mesh.fsdp=2"], 1909),
+        ([], 1945),
+        (["mesh.tp=4", "mesh.fsdp=2"], 1876),
         (["mesh.tp=1", "mesh.fsdp=8"], 1691),
         (["mesh.tp=1", "mesh.fsdp=8", "model.remat=dots"], 1489),
         (["mesh.tp=1", "mesh.fsdp=8", "model.remat=attention"], 1652),

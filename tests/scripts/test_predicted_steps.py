@@ -25,10 +25,11 @@ FASTEST = (FSDP8, "dots")  # the one that CI predicts
 # Overrides; milliseconds, exposed share, GiB. libtpu 0.0.42, November 2026. The same predictor
 # gives 1860 ms for MaxText's step over fsdp 8 with full remat, and 2715 ms for that over tp 8.
 STEPS = [
-    (TP8, "full", 2179, 0.217, 24),
-    (TP8, "dots", 1883, 0.231, 49),
-    (TP4, "full", 1909, 0.103, 24),
-    (TP4, "dots", 1598, 0.105, 49),
+    (TP8, "full", 1945, 0.120, 24),
+    (TP8, "attention", 1754, 0.116, 35),
+    (TP8, "dots", 1690, 0.137, 49),
+    (TP4, "full", 1876, 0.091, 24),
+    (TP4, "dots", 1590, 0.089, 49),
     (FSDP8, "full", 1691, 0.043, 24),
     (FSDP8, "attention", 1652, 0.062, 36),
     (FSDP8, "dots", 1489, 0.054, 50),

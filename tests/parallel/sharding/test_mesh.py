@@ -15,6 +15,7 @@ from parallel.sharding.mesh import (
     AXIS_NAMES,
     MeshConfig,
     build_mesh,
+    is_hypercube,
     ring_of_axes,
     ring_order,
 )
@@ -110,8 +111,34 @@ def test_chips_in_a_line_have_no_ring(grids) -> None:
     assert ring_of_axes(SimpleNamespace(devices=grids[0], axis_names=AXIS_NAMES), ["fsdp"]) is None
 
 
+@pytest.mark.parametrize(
+    ("sides", "config", "is_cube"),
+    [
+        ((2, 2, 2), MeshConfig(tp=8), True),
+        ((2, 2, 2), MeshConfig(fsdp=2, tp=4), True),
+        ((2, 2, 2), MeshConfig(fsdp=4, tp=2), True),
+        ((2, 4, 1), MeshConfig(tp=8), False),
+        ((4, 1, 1), MeshConfig(tp=4), False),
+    ],
+    ids=str,
+)
+def test_corners_of_a_cube_are_numbered_by_a_gray_code(sides, config, is_cube, grids) -> None:
+    # By this name jax knows v5p, and has no order of its own for a box of 8 chips.
+    chips = [Chip(n, place, device_kind="TPU v5") for n, place in enumerate(box(*sides))]
+    build_mesh(config, chips)
+    mesh = SimpleNamespace(devices=grids[0], axis_names=AXIS_NAMES)
+    assert is_hypercube(mesh, "tp") == is_cube
+    for group in grids[0].reshape(-1, config.tp) if is_cube else ():
+        for place, chip in enumerate(group):
+            for side in range(config.tp.bit_length() - 1):
+                # The Gray codes of these two numbers differ in one bit.
+                across = group[place ^ (2 << side) - 1]
+                assert np.abs(np.subtract(across.coords, chip.coords)).sum() == 1
+
+
 def test_simulated_devices_keep_their_order() -> None:
     mesh = jax.make_mesh((2, 4), ("dp", "fsdp"))
+    assert not is_hypercube(mesh, "fsdp") and not is_hypercube(mesh.abstract_mesh, "fsdp")
     assert (
         ring_of_axes(mesh, ["fsdp"]) == ring_of_axes(mesh.abstract_mesh, ["fsdp"]) == (0, 1, 2, 3)
     )
