@@ -3,17 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 from jax.sharding import Mesh
 
 from model.config import ModelConfig
+from parallel.experts import tokamax_matmul as tokamax_matmul  # registers its implementation
 from parallel.experts.exchange import target_of
 from parallel.experts.expert import EXPERT_AXES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS, choose_grouped_matmul
 from parallel.experts.names import ExchangeMethod
 from parallel.planning.links import chip_coords, order_by_links
-from parallel.sharding.devices import CHIPS
+from parallel.sharding.devices import CHIPS, compute_capability
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.specs import mesh_axes_of
 
@@ -54,7 +56,11 @@ def choose_experts(
     name, reason = moe.grouped_matmul, "as configured"
     if name == "auto":
         uniform = not dropless and exchange == "alltoall"
-        name, reason = choose_grouped_matmul(platform, uniform=uniform)
+        name, reason = choose_grouped_matmul(
+            platform,
+            uniform=uniform,
+            compute_capability=compute_capability(manager.mesh.devices.flat[0]),
+        )
     impl = GROUPED_MATMULS[name]
     if exchange == "ragged" and impl.is_uniform:
         raise ValueError(
@@ -65,6 +71,11 @@ def choose_experts(
         raise ValueError(
             f"model.moe.grouped_matmul={name} runs on {', '.join(impl.platforms)} only, these "
             f"devices are {platform}; use auto"
+        )
+    if impl.package is not None and find_spec(impl.package) is None:
+        raise ValueError(
+            f"model.moe.grouped_matmul={name} needs {impl.package}, which is not installed; pip "
+            'install -e ".[gpu]" with Python 3.12 or later, or use auto'
         )
     distances: tuple[int, ...] = ()
     if exchange == "alltoall" and in_chunks:

@@ -2,9 +2,10 @@
 
 The last line of stdout is one JSON object. `step`, `torch`, `moe-step`, `attention`, `decode` and
 `data` run on this machine. They time both sides of a comparison in turns and report the median of
-the ratios, because the speed of a machine varies. `overlap`, `ring`, `exchange` and `model` compile
-for a TPU slice that need not exist (`pip install -e ".[plan]"`) and predict times from the schedule
-of the compiled program. Exit codes: 0 done, 2 bad input.
+the ratios, because the speed of a machine varies. `gpu` measures training steps on one GPU.
+`overlap`, `ring`, `exchange` and `model` compile for a TPU slice that need not exist
+(`pip install -e ".[plan]"`) and predict times from the schedule of the compiled program. Exit
+codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from benchmarks.attention import bench_attention
 from benchmarks.decode import bench_decode
 from benchmarks.delivery import bench_data
 from benchmarks.exchange import bench_exchange
+from benchmarks.gpu import bench_gpu
 from benchmarks.model import bench_model
 from benchmarks.overlap import CASES, METHODS, bench_overlap
 from benchmarks.prediction import PASSES
@@ -98,12 +100,19 @@ def _add_measured(command: Command) -> None:
     )
     decode.add_argument("--prompt", type=at_least_one, default=128, help="prompt tokens per row")
     decode.add_argument("--new", type=at_least_one, default=64, help="tokens to decode per row")
+    gpu = command("gpu", bench_gpu, "training steps on one GPU as a share of its matmul peak")
+    gpu.add_argument("--rows", type=at_least_one, default=8, help="rows of a batch")
+    gpu.add_argument("--length", type=at_least_one, default=4096, help="tokens of a row")
+    gpu.add_argument(
+        "--tiny", action="store_true", help="tiny models on any device, to test this benchmark"
+    )
     data = command("data", bench_data, "tokenisation, delivery of batches, opening a large store")
     data.add_argument(
         "--copies", type=at_least_one, default=8, help="times the standard library is tokenised"
     )
     data.add_argument("--gigabytes", type=float, default=10.0, help="size of the store to open")
-    for added, default in ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (data, 3)):
+    repeated = ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (gpu, 5), (data, 3))
+    for added, default in repeated:
         added.add_argument(
             "--repeats", type=at_least_one, default=default, help="measurements; the median counts"
         )

@@ -4,6 +4,8 @@ Memory is B H L T. Letters: B batch, L queries, T keys, H query heads, K kv head
 dim, X = G L queries of one kv head.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -96,25 +98,24 @@ def sdpa(
     return jnp.where(sees_BL1h, out_BLHh, 0)
 
 
-@register(
-    "sdpa",
-    "flash_attn2",
-    backend="gpu",
-    capabilities=Capabilities(
-        features=frozenset({"bidirectional", "window", "gqa"}),
-        never_together=frozenset({"bidirectional", "window"}),  # cuDNN's window looks back only
-        dtypes=("bfloat16", "float16"),
-        head_dim_multiple=8,
-        max_head_dim=(((0, 0), 128), ((9, 0), 256)),  # wider heads from Hopper on
-    ),
+_CUDNN = Capabilities(
+    features=frozenset({"bidirectional", "window", "gqa"}),
+    never_together=frozenset({"bidirectional", "window"}),  # cuDNN's window looks back only
+    dtypes=("bfloat16", "float16"),
+    head_dim_multiple=8,
+    max_head_dim=(((0, 0), 128), ((9, 0), 256)),  # wider heads from Hopper on
 )
+
+
+@register("cudnn", backend="gpu", capabilities=replace(_CUDNN, preference=69))
+@register("sdpa", "flash_attn2", backend="gpu", capabilities=_CUDNN)
 def cudnn(
     q_BLHh: Array, k_BTKh: Array, v_BTKh: Array, inputs: AttentionInputs, spec: AttentionSpec
 ) -> Array:
     """Call cuDNN's flash attention on whole rows in natural order; ignores row indices.
 
-    cuDNN can mask the padding of a row, but not several documents in it, so packed rows use the
-    native backend.
+    Through jax's public function cuDNN can mask the padding of a row, but not several documents in
+    it, so packed rows use another operation.
     """
     mask = spec.mask
     window = None

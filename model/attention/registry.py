@@ -14,6 +14,7 @@ folder, or `plugins` of the configuration, must import the file.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from jax import Array
@@ -123,6 +124,8 @@ class Capabilities:
     merges_keys: in decoding it merges partial results over sp; otherwise keys are gathered.
     heads_over_sp: it splits the heads of a device over sp.
     check_vma: shard_map can check its varying axes; not for Pallas kernels (jax 0.12).
+    package: optional package that it needs, of the extra `gpu`.
+    gpu_generations: major CUDA compute capabilities that it has code for; empty: any.
     """
 
     features: frozenset[Feature] = frozenset()
@@ -138,6 +141,8 @@ class Capabilities:
     merges_keys: bool = False
     heads_over_sp: bool = False
     check_vma: bool = True
+    package: str | None = None
+    gpu_generations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +181,12 @@ class Backend:
         can, reasons = self.capabilities, []
         if not self.runs_on(request.platform):
             reasons.append(f"runs on {self.name} only, not on {request.platform}")
+        elif can.package is not None and find_spec(can.package) is None:
+            install = 'pip install -e ".[gpu]" with Python 3.12 or later'
+            reasons.append(f"needs {can.package}: {install}")
+        elif (major := request.compute_capability[0]) not in (can.gpu_generations or (major,)):
+            capabilities = ", ".join(map(str, can.gpu_generations))
+            reasons.append(f"runs on compute capability {capabilities}, not {major}")
         if "paged" in can.features - request.features:
             reasons.append("works on pages only")
         absent = [name for name in get_args(Feature) if name in request.features - can.features]

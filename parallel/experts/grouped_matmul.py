@@ -12,6 +12,7 @@ D features in, F features out.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import jax
@@ -35,6 +36,8 @@ class GroupedMatmulImpl(ABC):
     layouts: ClassVar[tuple[LayoutKind, ...]]
     """Row layouts that the implementation accepts, the preferred one first."""
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "gpu", "tpu")
+    package: ClassVar[str | None] = None
+    """Optional package that the implementation needs, of the extra `gpu`."""
 
     @property
     def is_uniform(self) -> bool:
@@ -86,12 +89,16 @@ _DROPLESS = {
         "weight gradient is one matmul of all rows per expert (libtpu 0.0.42)",
     ),
 }
+_HOPPER = 9  # the only compute capability for which tokamax 0.0.17 has a kernel for dw too
 
 
-def choose_grouped_matmul(platform: str, *, uniform: bool) -> tuple[str, str]:
+def choose_grouped_matmul(
+    platform: str, *, uniform: bool, compute_capability: tuple[int, int] = (0, 0)
+) -> tuple[str, str]:
     """Return the name of the fastest implementation on a platform, and the reason in one line.
 
     platform: as jax names it. uniform: all groups have the same number of rows (expert capacity).
+    compute_capability: of CUDA GPUs, (0, 0) if it is not known.
     Raises: ValueError for a platform without measurements.
     """
     if platform not in _DROPLESS:
@@ -101,6 +108,8 @@ def choose_grouped_matmul(platform: str, *, uniform: bool) -> tuple[str, str]:
         )
     if uniform:
         return "padded", "groups of equal capacity are one batched matmul"
+    if compute_capability[0] == _HOPPER and find_spec("tokamax") is not None:
+        return "tokamax", "a kernel for each of y, dx and dw; not measured"
     return _DROPLESS[platform]
 
 
@@ -207,35 +216,44 @@ class _Padded(GroupedMatmulImpl):
 
 
 @register_grouped_matmul("ragged_dot")
-class _RaggedDot(GroupedMatmulImpl):
+class RaggedDot(GroupedMatmulImpl):
     """`lax.ragged_dot_general`, XLA's own grouped matmul."""
 
     layouts = ("packed", "uniform", "blocks")
 
-    def multiply(self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool) -> Array:
+    def multiply(  # noqa: D102 - the base class says it
+        self, x_RD: Array, w_EDF: Array, groups: RowGroups, transpose_w: bool
+    ) -> Array:
         # Rounded inside: a float32 result would be written to memory and read once more.
         spans_E = groups.spans_E
-        y_RF = self._dot(x_RD, w_EDF, spans_E, ((1,), (2 if transpose_w else 1,)), [0])
+        y_RF = self._dot(
+            x_RD, w_EDF, spans_E, _ragged_rows(((1,), (2 if transpose_w else 1,)), [0])
+        )
         # libtpu's kernel leaves the rows after the last group uninitialised.
         used_R = jnp.arange(groups.layout.rows) < jnp.sum(spans_E)
         return jnp.where(used_R[:, None], y_RF, 0)
 
-    def wgrad(self, x_RD: Array, g_RF: Array, groups: RowGroups) -> Array:
+    def wgrad(  # noqa: D102 - the base class says it
+        self, x_RD: Array, g_RF: Array, groups: RowGroups
+    ) -> Array:
         # XLA turns this mode into E masked matmuls on CPU, on NVIDIA (openxla/xla #40189) and with
         # libtpu before 0.0.50 (read off programs of libtpu 0.0.42.1 and 0.0.50.1, November 2026).
         if groups.layout.kind != "packed":
             x_RD = jnp.where(jnp.any(groups.members_RE, axis=1)[:, None], x_RD, 0)
-        return self._dot(x_RD, g_RF, groups.spans_E, ((0,), (0,)), [])
+        return self._dot(x_RD, g_RF, groups.spans_E, _ragged_rows(((0,), (0,)), []))
 
     def _dot(
-        self, x: Array, y: Array, spans_E: Array, contracted: Any, group_dims: list[int]
+        self, x: Array, y: Array, spans_E: Array, numbers: lax.RaggedDotDimensionNumbers
     ) -> Array:
-        numbers = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(contracted, ((), ())),
-            lhs_ragged_dimensions=[0],
-            rhs_group_dimensions=group_dims,
-        )
         return lax.ragged_dot_general(x, y, spans_E, numbers)
+
+
+def _ragged_rows(contracted: Any, group_dims: list[int]) -> lax.RaggedDotDimensionNumbers:
+    return lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(contracted, ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=group_dims,
+    )
 
 
 @register_grouped_matmul("blocked")

@@ -21,13 +21,15 @@ MODEL: dict[str, Any] = {
 NUM_ROWS, ROW_LENGTH = 8, 512
 
 
-def random_batch() -> dict[str, np.ndarray]:
-    """Return one microbatch of `NUM_ROWS` rows of random tokens, every field `1 B L`."""
-    rng, shape = np.random.default_rng(0), (1, NUM_ROWS, ROW_LENGTH)
+def random_batch(
+    vocab_size: int = MODEL["vocab_size"], rows: int = NUM_ROWS, length: int = ROW_LENGTH
+) -> dict[str, np.ndarray]:
+    """Return one microbatch of rows of random tokens, every field `1 B L`; a row is a document."""
+    rng, shape = np.random.default_rng(0), (1, rows, length)
     return {
-        "tokens": rng.integers(0, MODEL["vocab_size"], shape, np.int32),
-        "targets": rng.integers(0, MODEL["vocab_size"], shape, np.int32),
-        "positions": np.broadcast_to(np.arange(ROW_LENGTH, dtype=np.int32), shape),
+        "tokens": rng.integers(0, vocab_size, shape, np.int32),
+        "targets": rng.integers(0, vocab_size, shape, np.int32),
+        "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
         "segment_ids": np.zeros(shape, np.int32),
         "loss_mask": np.ones(shape, np.float32),
     }

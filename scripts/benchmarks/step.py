@@ -114,12 +114,15 @@ def open_program(
     return build_program(config, devices), notice or devices[0].device_kind
 
 
-def training_step(program: Program) -> Step:
-    """Compile the training step of a program, which always reads the same random batch."""
+def training_step(program: Program, batch: dict[str, np.ndarray] | None = None) -> Step:
+    """Compile the training step of a program, which always reads this batch.
+
+    batch: as `random_batch` returns it; None: that of the benchmark's model.
+    """
     with jax.set_mesh(program.tp.manager.mesh):
         batch = {
             name: jax.device_put(field, program.batch_sharding)
-            for name, field in random_batch().items()
+            for name, field in (batch or random_batch()).items()
         }
         return Step(program.train_step, program.init(), batch)
 

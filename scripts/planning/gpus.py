@@ -180,7 +180,8 @@ def _compile(config: Config, nodes: GpuNodes) -> tuple[Program, dict[str, float]
     program = build_program(config, absent_gpus(nodes.kind, nodes.num_nodes, nodes.machine.node))
     batch = abstract_batch(config, program)
     mesh = program.tp.manager.mesh
-    with jax.set_mesh(mesh):
+    # tokamax reads the compute capability from the default device.
+    with jax.set_mesh(mesh), jax.default_device(mesh.devices.flat[0]):
         state = program.abstract_state
         lowered = program.train_step.lower(state, batch)
     try:

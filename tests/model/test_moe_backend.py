@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from model import moe_backend
 from model.config import MoEConfig
 from model.moe_backend import choose_experts, sending_order
 
@@ -58,3 +59,15 @@ def test_only_an_exchange_in_chunks_has_an_order(settings, dropless, has_order) 
     choice = choose_experts(config, manager, dropless=dropless)
     assert choice.distances == (sending_order(chips, ["ep"]) if has_order else ())
     assert ("collective permutes during" in choice.reason) == has_order
+
+
+def test_an_absent_package_is_refused_with_the_extra_that_has_it(monkeypatch) -> None:
+    gpu = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
+    chips = SimpleNamespace(devices=np.array([gpu]), axis_names=("ep",))
+    manager = SimpleNamespace(mesh=chips, axis_size=lambda _: 1)
+    config = SimpleNamespace(moe=MoEConfig(num_experts=16, grouped_matmul="tokamax"))
+    monkeypatch.setattr(moe_backend, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"grouped_matmul=tokamax needs tokamax.*\[gpu\]"):
+        choose_experts(config, manager)
+    monkeypatch.setattr(moe_backend, "find_spec", lambda name: True)
+    assert choose_experts(config, manager).grouped_matmul == "tokamax"

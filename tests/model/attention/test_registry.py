@@ -56,28 +56,29 @@ CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
         ),
         (request("prefix", "segment_ids"), "blocksparse native", "has no prefix"),
         (request("sequence_parallel", sp=4), "ring native", "nothing"),
-        (request("gqa", "window", **CUDNN), "flash_attn2 gpu", "sp is one device"),
+        (request("gqa", "window", **CUDNN), "cudnn gpu", "sp is one device"),
         (
             request("gqa", head_dim=192, **CUDNN, compute_capability=(8, 9)),
             "flash_attn2 native",
-            "flash_attn2 gpu (takes heads of at most 128 on this device, not 192)",
+            "cudnn gpu, flash_attn2 gpu (takes heads of at most 128 on this device, not 192)",
         ),
         (
             request("gqa", head_dim=192, **CUDNN, compute_capability=(10, 0)),
-            "flash_attn2 gpu",
+            "cudnn gpu",
             "sp is one device",
         ),
         # cuDNN supports either feature, but not both at once.
         (
             request("bidirectional", "window", **CUDNN),
             "flash_attn2 native",
-            "flash_attn2 gpu (has no bidirectional with window)",
+            "cudnn gpu, flash_attn2 gpu (has no bidirectional with window)",
         ),
     ],
 )
 def test_auto_takes_the_most_preferred_and_says_why_not_the_others(
-    asked, chosen, passed_over
+    asked, chosen, passed_over, monkeypatch
 ) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda name: None)  # no optional package
     choice = choose_operation(asked)
     assert f"{choice.name} {choice.backend.name}" == chosen
     assert choice.reason.startswith(f"{choice.backend.name} backend; passed over: ")
