@@ -69,6 +69,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
         partition_axis=residual_rules(config.parallel.residual),
         reduce_scatter_output=True,
         overlap="none" if config.parallel.overlap == "auto" else config.parallel.overlap,
+        group_hops=config.parallel.group_hops,
     )
     overlap = _choose_overlaps(config, tp.manager)
     fsdp = _choose_fsdp_overlap(config, tp.manager)

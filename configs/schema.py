@@ -61,6 +61,9 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """How kernels of linears are gathered over fsdp and sp, and how their gradients are summed,
     where tp is 1; auto: chosen by width and chip; null: as overlap. Experts, embedding, head, and
     linears with adapters use plain collectives."""
+    group_hops: bool = True
+    """Tell the compiler for TPUs which matmuls hide a hop of `hypercube`; false: for a libtpu that
+    refuses such a program."""
     replicate_kv: bool = False
     """Allow more tp devices than kv heads: every device all-gathers keys and values and takes the
     heads it needs."""

@@ -102,6 +102,15 @@ class ExecutionPlan:
         choices = [self.attention_of(kind, length) for kind in {*self.model.layer_kinds}]
         return row_order(choices, self.model, self.tp.manager, length)
 
+    @property
+    def groups_hops(self) -> bool:
+        """Whether XLA schedules hops in groups with matmuls (`parallel.linear.scheduling`).
+
+        As configured on TPUs, but not with adapters: libtpu refuses a group in which one matmul
+        follows another through operations outside of it, such as a jitted activation function.
+        """
+        return self.tpu_forms and self.tp.group_hops and not self.lora.rank
+
     def flops_per_token(self, length: int) -> float:
         """Return the training FLOPs per token; frozen kernels have no gradient of their own."""
         flops = self.model.flops_per_token(length)

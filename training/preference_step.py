@@ -125,7 +125,7 @@ class PreferenceProgram(Program):
 
         def step(params: Any, reference: Any, batch: Batch) -> Sums:
             part = {name: field[0] for name, field in batch.items()}
-            with scheduling_groups(self.plan.tpu_forms):
+            with scheduling_groups(self.plan.groups_hops):
                 sums, _ = self._sums(params, reference, part, dropless=True)
             return sums | {"pairs": jnp.sum(_is_pair(part))}
 

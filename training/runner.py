@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import jax
+
 from data.pipeline import Dataset, train_batches
 from parallel.cluster.process_group import ProcessGroup
 from training.clock import StepClock
@@ -10,7 +12,21 @@ from training.config import TrainingConfig
 from training.goodput import Goodput
 from training.logs import log
 from training.resume import ResumePoint
+from training.spikes import TrainingError
 from training.step import Program, TrainState
+
+
+def compile_lowered(lowered: Any) -> Any:
+    """Return `lowered.compile()`. Raises: TrainingError if libtpu refuses its scheduling groups."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "annotation" not in str(error).lower():
+            raise
+        raise TrainingError(
+            "this version of libtpu refuses the scheduling groups of the step; set "
+            f"parallel.group_hops=false ({str(error).splitlines()[0][:300]})"
+        ) from error
 
 
 class StepRunner:
@@ -53,7 +69,7 @@ class StepRunner:
         begin = time.perf_counter()
         self._group.set_phase("compiling")
         with self._goodput.spend("compile"):
-            self._train_step = self._program.train_step.lower(state, self._batch).compile()
+            self._train_step = compile_lowered(self._program.train_step.lower(state, self._batch))
         parts, rows, length = self._compiled_shape = self._batch["tokens"].shape
         seconds = time.perf_counter() - begin
         log.info(

@@ -317,7 +317,7 @@ class Program:
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
-            with scheduling_groups(self.plan.tpu_forms):
+            with scheduling_groups(self.plan.groups_hops):
                 return self._step(state, batch, self._dropout_key(state.step))
 
         return jax.jit(step, donate_argnums=0)
@@ -335,7 +335,7 @@ class Program:
 
         def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
             part = {name: field[0] for name, field in batch.items()}
-            with scheduling_groups(self.plan.tpu_forms):
+            with scheduling_groups(self.plan.groups_hops):
                 total, _ = self.loss_sum(params, part, dropless=True)
             return total, jnp.sum(part["loss_mask"])
 

@@ -81,6 +81,9 @@ class TensorParallelConfig:
     fsdp_overlap: Overlap = field(default="none", kw_only=True)
     """How gathers of kernels over the axes that only store them (fsdp, sp), and the sums of their
     gradients, are hidden, where tp has one device; see stored_kernel.py."""
+    group_hops: bool = field(default=True, kw_only=True)
+    """Let training steps on TPUs schedule every hop of `hypercube` together with the matmuls that
+    hide it; see scheduling.py."""
     head_width: int | None = field(default=None, kw_only=True)
     """Width of the heads into which column-parallel outputs are split, and from which row-parallel
     inputs are merged, if they should lie head by head in memory (see head_matmul.py). With several

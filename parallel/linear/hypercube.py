@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -15,6 +15,7 @@ from jax import lax
 from parallel.linear.async_collectives import ppermute
 from parallel.linear.ring import Compute, Direction, Ring, add_arriving, compute_at, wait
 from parallel.linear.scheduling import scheduled_together
+from parallel.sharding.specs import ROWS
 
 # Rows of a tile of the matrix unit: pieces of whole tiles are not padded and need no copies.
 _ALIGNMENT = 128
@@ -29,7 +30,7 @@ class Hypercube(Ring):
     ring, but a hop moves a d-th of a block, and at most d hops wait for one another. Piece p
     reaches the corners as in recursive doubling: all corners that have it send it across side p,
     then across side p + 1, and so on, one piece per hop. Sums take the same ways back. A hop and
-    the computation that hides it form a scheduling group.
+    the computation that hides it form a scheduling group, where rows travel.
 
     The corner of device s is the reflected Gray code of s, so that consecutive devices are
     neighbours on the cube too: the order of `parallel.sharding.mesh.ring_order` fits both. An
@@ -96,6 +97,14 @@ class Hypercube(Ring):
         pairs = self._pairs(self._offset(_last_step(hop), piece))
         return ppermute(x, self.axis_name, pairs)
 
+    def _group(self, dim: int) -> AbstractContextManager[None]:
+        """Return the context of a hop and its computation, a scheduling group for rows.
+
+        Features are added up over the hops, so that the computations of all groups follow one
+        another: libtpu finds no order for them.
+        """
+        return scheduled_together() if dim == ROWS else nullcontext()
+
     def _hops(
         self, x: jax.Array, compute: Compute, dim: int, pinned: bool = True
     ) -> Iterator[tuple[list[jax.Array], list[Any]]]:
@@ -103,7 +112,7 @@ class Hypercube(Ring):
         arrived = [self.split_pieces(x, dim)]
         for hop in range(n):
             after = hop + 1
-            with scheduled_together() if pinned else nullcontext():
+            with self._group(dim) if pinned else nullcontext():
                 passed_on = arrived[after - _last_step(after)] if after < n else []
                 ahead = [self._cross(piece, after, p) for p, piece in enumerate(passed_on)]
                 results = self._compute_on(arrived[hop], partial(compute_at, compute, hop * d), dim)
@@ -129,7 +138,7 @@ class Hypercube(Ring):
             if hop == 0:
                 operand, sums = wait(operand, sums)
             here = [piece(hop * d + p) for p in range(d)]
-            with scheduled_together():
+            with self._group(dim):
                 moving = [self._cross(total, hop + 1, p) for p, total in enumerate(sums)]
                 sums = self._compute_on(here, lambda it, _: term(it), dim)
                 for others in arrived.pop(hop, []):

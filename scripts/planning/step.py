@@ -170,7 +170,8 @@ def plan_step(config: Config, topology: str, cache: ResultCache | None = None) -
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
             f"the compiler failed on this step: {str(error).splitlines()[0][:300]}; change "
-            "model.remat, training.gradient_accumulation or the mesh, and report it to XLA"
+            "model.remat, training.gradient_accumulation or the mesh, or set "
+            "parallel.group_hops=false, and report it to XLA"
         ) from error
     num_tokens = batch["tokens"].size
     return StepPlan(
