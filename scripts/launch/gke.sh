@@ -55,7 +55,8 @@ list() {
 }
 
 manifest() {
-  local text hosts=1 size
+  local text hosts=1 size secret=a-new-secret
+  [[ $dry ]] || secret=$(eval "$new_token")
   for size in ${topology//x/ }; do
     hosts=$((hosts * size))
   done
@@ -63,6 +64,8 @@ manifest() {
     die "--topology=$topology has $hosts chips, which do not divide over hosts of --chips=$chips; give --chips"
   hosts=$((hosts / chips))
   text=$(< scripts/launch/gke_jobset.yaml)
+  # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
+  text=${text//__TOKEN__/"$secret"}
   text=${text//__NAME__/"$name"}
   text=${text//__NAMESPACE__/"$namespace"}
   text=${text//__RESTARTS__/"$restarts"}
@@ -82,19 +85,23 @@ connect() {
 }
 
 up() {
-  local filled copies=""
+  local filled copies="" code=0
   ((slices == 1)) || copies="*$slices"
   check_config "${train[@]}"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; remove it"
   if [[ $xpk ]]; then
     need name image cluster location project tpu_type
     ask_planner "$tpu_type$copies" python3 -- "${train[@]}"
+    # All attempts of a run have this token: XPK cannot pass on the number of the attempt.
+    run mkdir -p .cache
+    run bash -c "umask 077; rm -f $variables; echo \"TORUS_RUN_TOKEN=\$($new_token)\" > $variables"
     # By default XPK restarts only after exit codes 42 and 127 to 255.
     run xpk workload create --workload="$name" "${xpk_place[@]}" --tpu-type="$tpu_type" \
-      --num-slices="$slices" --docker-image="$image" --max-restarts="$restarts" \
+      --num-slices="$slices" --docker-image="$image" --env-file="$variables" --max-restarts="$restarts" \
       --restart-on-exit-codes=1,75,76 --termination-grace-period-seconds=300 \
-      --command="$(show python train.py --distributed "${train[@]}")"
-    return
+      --command="$(show python train.py --distributed "${train[@]}")" || code=$?
+    run rm -f "$variables"
+    return "$code"
   fi
   need name image cluster location accelerator topology pvc
   filled=$(manifest)
@@ -110,6 +117,7 @@ up() {
 check_bash
 action="" name="" image="" cluster="" location="" project="" accelerator="" topology="" pvc=""
 tpu_type="" xpk="" dry="" no_plan="" namespace=default chips=4 slices=1 restarts=20 train=()
+variables=.cache/torus.env
 while (($#)); do
   case $1 in
     build | up | tail | delete) action=$1 ;;
@@ -172,7 +180,7 @@ case $action in
       run xpk workload delete --workload="$name" "${xpk_place[@]}" --force
     else
       connect
-      run kubectl delete jobset "$name" --namespace="$namespace"
+      run kubectl delete "jobset/$name" "secret/$name-token" --namespace="$namespace"
     fi
     ;;
 esac
