@@ -55,8 +55,7 @@ list() {
 }
 
 manifest() {
-  local text hosts=1 size secret=a-new-secret
-  [[ $dry ]] || secret=$(eval "$new_token")
+  local text hosts=1 size
   for size in ${topology//x/ }; do
     hosts=$((hosts * size))
   done
@@ -64,8 +63,6 @@ manifest() {
     die "--topology=$topology has $hosts chips, which do not divide over hosts of --chips=$chips; give --chips"
   hosts=$((hosts / chips))
   text=$(< scripts/launch/gke_jobset.yaml)
-  # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
-  text=${text//__TOKEN__/"$secret"}
   text=${text//__NAME__/"$name"}
   text=${text//__NAMESPACE__/"$namespace"}
   text=${text//__RESTARTS__/"$restarts"}
@@ -108,9 +105,10 @@ up() {
   ask_planner "$accelerator:$topology$copies" python3 -- "${train[@]}"
   connect
   if [[ $dry ]]; then
-    printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "$filled"
+    printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "${filled/__TOKEN__/a-new-secret}"
   else
-    kubectl apply --filename=- <<< "$filled"
+    # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
+    kubectl apply --filename=- <<< "${filled/__TOKEN__/$(eval "$new_token")}"
   fi
 }
 
