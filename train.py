@@ -155,7 +155,7 @@ def train(config: Config, args: argparse.Namespace) -> int:
             code = run()
             if group.num_processes > 1:
                 jax.distributed.shutdown()  # before the group stops watching for lost processes
-                group.close(code)
+                group.close()
             return code
     except ProcessGroupError as error:
         return _end(group, error.exit_code, error)

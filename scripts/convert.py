@@ -107,7 +107,7 @@ def from_hf(args: argparse.Namespace) -> None:
         )
     if group.num_processes > 1:
         jax.distributed.shutdown()
-        group.close(0)
+        group.close()
 
 
 def to_hf(args: argparse.Namespace) -> None:

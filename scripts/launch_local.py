@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import math
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -267,6 +268,7 @@ def launch(
     port, restart = 0, 0
     while True:
         port = _free_port(port)
+        environment["TORUS_RUN_TOKEN"] = secrets.token_hex(32)  # of this attempt alone
         cluster = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(processes)]
         children: list[_Child] = []
         try:

@@ -13,6 +13,7 @@ from parallel.cluster import liveness, rendezvous
 from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 
+TOKEN = "the token of the tests"
 TIME_LIMIT = 60.0  # seconds that anything may take on a busy machine
 HOST = socket.gethostname()
 
@@ -28,6 +29,18 @@ def timeouts(start: float = TIME_LIMIT, peer: float = 1e9, stall: float = 1e9) -
     return ClusterConfig.model_construct(
         start_timeout=start, peer_timeout=peer, stall_timeout=stall
     )
+
+
+def dial(address: str) -> socket.socket:
+    """Connect as soon as process 0 listens."""
+    host, _, port = address.partition(":")
+    deadline = time.monotonic() + TIME_LIMIT
+    while True:
+        try:
+            return socket.create_connection((host, int(port)), TIME_LIMIT)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, "nobody listens"
+            time.sleep(0.005)
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -51,7 +64,9 @@ class Processes:
         self.failures: list[list[tuple[str, int]]] = []
         """Per process: the calls of its `on_failure`."""
 
-    def add(self, *ids: int, of: int, config: ClusterConfig | None = None) -> None:
+    def add(
+        self, *ids: int, of: int, config: ClusterConfig | None = None, token: str = TOKEN
+    ) -> None:
         for number in ids:
             calls: list[tuple[str, int]] = []
             self.failures.append(calls)
@@ -60,6 +75,7 @@ class Processes:
                     of,
                     number,
                     config or timeouts(),
+                    token=token,
                     on_failure=lambda *failure, calls=calls: calls.append(failure),
                 )
             )
@@ -88,7 +104,6 @@ class Processes:
 @pytest.fixture
 def processes(monkeypatch) -> Iterator[Processes]:
     monkeypatch.setattr(liveness, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(rendezvous, "_HELLO_SECONDS", 0.05)
     monkeypatch.setattr(rendezvous, "_EXTRA_SECONDS", 0.25)
     found = Processes()
     yield found

@@ -27,9 +27,10 @@ class ProcessGroupError(Exception):
     """The processes of a run cannot continue together.
 
     Attributes:
-        exit_code: The code with which every process exits.
+        exit_code: The code with which every process exits; never 0.
     """
 
     def __init__(self, reason: str, exit_code: int = EXIT_PROCESS_LOST):
+        assert exit_code != 0
         super().__init__(reason)
         self.exit_code = exit_code

@@ -5,15 +5,20 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax._src import clusters
 
 from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ClusterConfig
+from parallel.cluster.listener import is_loopback
 from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.devices import prevent_deadlocks
 
+TOKEN_VARIABLE = "TORUS_RUN_TOKEN"
+"""Environment variable with the secret of this attempt of a run. The launch scripts set it."""
+MIN_TOKEN_LENGTH = 16
+"""Characters; the launch scripts make 64, which are 256 random bits."""
 MAX_CLOCK_SKEW = 30.0
 """Seconds by which the clocks of hosts may differ: their logs are read side by side."""
 
@@ -28,6 +33,8 @@ class Cluster:
     process_id: int
     local_device_ids: Sequence[int] | None = None
     """Accelerators of this process; None: all of its host."""
+    token: str = field(default="", repr=False)
+    """Secret of this attempt of the run, by which its processes know each other."""
 
 
 def is_cluster(environment: Mapping[str, str]) -> bool:
@@ -73,14 +80,18 @@ def select_cluster(
     """Return the cluster that the command line or the environment names; None: this process alone.
 
     given: coordinator, number of processes and number of this process. detect: ask the metadata
-    server of a Cloud TPU. Raises: ValueError if they do not describe a cluster.
+    server of a Cloud TPU. The token of the run comes from the environment only: a command line is
+    visible to all users of a machine. Raises: ValueError if they do not describe a cluster.
     """
+    token = environment.get(TOKEN_VARIABLE, "").strip()
     coordinator, num_processes, process_id = given
     if coordinator is not None and num_processes is not None and process_id is not None:
-        return Cluster(coordinator, num_processes, process_id)
+        return Cluster(coordinator, num_processes, process_id, token=token)
     if any(value is not None for value in given):
         raise ValueError("give all of --coordinator, --num-processes and --process-id, or none")
-    return find_cluster(config) if detect or is_cluster(environment) else None
+    if not detect and not is_cluster(environment):
+        return None
+    return replace(find_cluster(config), token=token)
 
 
 def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> ProcessGroup:
@@ -97,7 +108,8 @@ def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Pro
             f"mesh.* multiplies to {num_devices} devices, which do not divide over "
             f"{cluster.num_processes} processes; change mesh.*, or --num-processes"
         )
-    group = ProcessGroup(cluster.num_processes, cluster.process_id, config)
+    _check_token(cluster)
+    group = ProcessGroup(cluster.num_processes, cluster.process_id, config, token=cluster.token)
     payload = {"jax_port": _free_port()} if group.is_primary else {}
     port = group.connect(cluster.coordinator, payload)[0]["jax_port"]
     _check_clocks(group)
@@ -122,6 +134,8 @@ def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> Pro
         heartbeat_timeout_seconds=2 * config.peer_timeout,
         shutdown_timeout_seconds=config.peer_timeout,
         cluster_detection_method="deactivate",
+        # Without one jax, too, listens on all interfaces. Its own service has no token.
+        coordinator_bind_address=_join(group.interface, port) if group.interface else None,
     )
     return group
 
@@ -142,6 +156,26 @@ def _check(cluster: Cluster) -> None:
             f"--process-id={number} is out of range for --num-processes={count}; give 0 to "
             f"{count - 1}"
         )
+
+
+def _check_token(cluster: Cluster) -> None:
+    """Check that the connections are authenticated unless they stay on this machine."""
+    length, host = len(cluster.token), cluster.coordinator.rpartition(":")[0]
+    if 0 < length < MIN_TOKEN_LENGTH:
+        raise ValueError(
+            f"{TOKEN_VARIABLE} has {length} characters; give it {MIN_TOKEN_LENGTH} or more, such "
+            "as the output of `openssl rand -hex 32`"
+        )
+    if not length and cluster.num_processes > 1 and not is_loopback(host):
+        raise ValueError(
+            f"{TOKEN_VARIABLE} is not set, so anybody who reaches {cluster.coordinator} could join "
+            "or end this run; use scripts/launch, which sets it, or export one secret on all "
+            "hosts, such as the output of `openssl rand -hex 32`"
+        )
+
+
+def _join(interface: str, port: int) -> str:
+    return f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"
 
 
 def _check_clocks(group: ProcessGroup) -> None:

@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig
 from parallel.cluster.connection import Connection
+from parallel.cluster.messages import Abort, Heartbeat, Message
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -43,7 +43,8 @@ class Peer:
 class LivenessMonitor:
     """A thread that receives from all peers, sends heartbeats and reports a lost process.
 
-    on_message: called with (process id, message) for everything but heartbeats.
+    on_message: called with (process id, message) for everything but heartbeats; raises ValueError
+        for a message that this process must not send.
     on_failure: called once with (reason, exit code); the thread has nothing more to do then.
     """
 
@@ -54,7 +55,7 @@ class LivenessMonitor:
         peers: Mapping[int, Peer],
         config: ClusterConfig,
         *,
-        on_message: Callable[[int, dict[str, Any]], None],
+        on_message: Callable[[int, Message], None],
         on_failure: Callable[[str, int], None],
     ):
         self._label = f"process {process_id} on {host}"
@@ -85,7 +86,7 @@ class LivenessMonitor:
     def fail(self, reason: str, exit_code: int = EXIT_PROCESS_LOST) -> None:
         """Report a failure; process 0 sends it to all others first."""
         if self._is_primary:
-            self._broadcast({"abort": reason, "exit_code": exit_code})
+            self._broadcast(Abort(reason=reason, exit_code=exit_code))
         self.is_stopping = True
         self._on_failure(reason, exit_code)
 
@@ -112,26 +113,32 @@ class LivenessMonitor:
                         for peer in self._peers.values():
                             peer.last_heard += now - last
                     last = now
+                    phase = self._phase
                     self._broadcast(
-                        {"phase": self._phase.name, "phase_seconds": now - self._phase.start}
+                        Heartbeat(phase=phase.name, phase_seconds=max(0.0, now - phase.start))
                     )
                     self._check(now)
 
     def _receive(self, number: int) -> bool:
         """Handle what a peer has sent; False once its connection is closed."""
         peer = self._peers[number]
-        messages = peer.connection.receive()
-        if messages is None:
-            if not self.is_stopping and not peer.has_left:
-                self._fail_lost(number, "is lost: its connection closed")
+        try:
+            messages = peer.connection.receive()
+            if messages is None:
+                if not self.is_stopping and not peer.has_left:
+                    self._fail_lost(number, "is lost: its connection closed")
+                return False
+            peer.last_heard = time.monotonic()
+            for message in messages:
+                if isinstance(message, Heartbeat):
+                    start = peer.last_heard - message.phase_seconds
+                    peer.phase = Phase(message.phase, start)
+                else:
+                    self._on_message(number, message)
+        except ValueError as error:
+            if not self.is_stopping:
+                self._fail_lost(number, f"has sent an invalid message ({error})")
             return False
-        peer.last_heard = time.monotonic()
-        for message in messages:
-            if "phase" in message:
-                start = peer.last_heard - message["phase_seconds"]
-                peer.phase = Phase(message["phase"], start)
-            else:
-                self._on_message(number, message)
         return True
 
     def _check(self, now: float) -> None:
@@ -165,6 +172,6 @@ class LivenessMonitor:
         phase = f", last phase {peer.phase.name!r}" if peer.phase.name else ""
         self.fail(f"process {number} on {peer.host} {problem}{phase}; restart all processes")
 
-    def _broadcast(self, message: dict[str, Any]) -> None:
+    def _broadcast(self, message: Message) -> None:
         for peer in self._peers.values():
             peer.connection.send(message)

@@ -6,8 +6,20 @@ code of ours or a log line, and only after its heartbeat timeout. It does not no
 lives but makes no progress. This group is therefore connected first and stays beside it. It knows
 no jax, so it works while the devices hang.
 
+Could jax's coordination service carry it? It has a key-value store, barriers, heartbeats and a list
+of live processes. In jax 0.10.2 and 0.12.0.1 only `jax._src.distributed` reaches them:
+`jax.distributed` exports initialize, is_initialized and shutdown, and what `multihost_utils` builds
+on the service (`live_devices`, `process_allgather`) needs devices that run. The service ends the
+processes from C++ when heartbeats stop. Whoever reaches its port may write to it: jax 0.10 has no
+authentication; 0.12 has mutual TLS with certificate files (`jax_mtls_cert_file`, which protects
+that service here, too), and a certificate does not say which attempt of a run it is for. So this
+group has its own connections. Reconsider this when the key-value store is public and a lost process
+can be handled in Python.
+
 Process 0 listens at the coordinator's address; every other process keeps one connection to it.
-When a process is killed, hangs or fails, every process exits with one line that names it.
+When a process is killed, hangs or fails, every process exits with one line that names it. All
+connections are authenticated with the token of the run, during the start and after it
+(`handshake.py`). No message can end a process with code 0 (`messages.Abort`).
 """
 
 import json
@@ -21,7 +33,8 @@ from typing import Any, NoReturn
 
 from parallel.cluster.config import EXIT_MISMATCH, ClusterConfig, ProcessGroupError
 from parallel.cluster.liveness import LivenessMonitor, Peer
-from parallel.cluster.rendezvous import Member, Rendezvous, connect_to_primary
+from parallel.cluster.messages import Abort, Gather, Hello, Member, Message, Result
+from parallel.cluster.rendezvous import Rendezvous, connect_to_primary
 
 _LOG = logging.getLogger("torus")
 _LEAVE = "leave"
@@ -37,10 +50,13 @@ class ProcessGroup:
         process_id: int = 0,
         config: ClusterConfig | None = None,
         *,
+        token: str = "",
         on_failure: Callable[[str, int], None] | None = None,
     ):
         """Create a group that is not connected yet.
 
+        token: the secret of this attempt of the run, equal on all processes; "" is for processes of
+            one machine only.
         on_failure: called with (reason, exit code) in a thread when a process is lost. The default
             writes the reason to stderr and to the log, and exits.
         """
@@ -50,6 +66,9 @@ class ProcessGroup:
         """Host name of every process."""
         self.clock_skews: list[float] = [0.0]
         """Seconds by which the clock of every process is ahead of the clock of process 0."""
+        self.interface = ""
+        """IP address at which process 0 has listened; "" on other processes, or for all."""
+        self._token = token
         self._on_failure = on_failure or _exit
         self._peers: dict[int, Peer] = {}
         self._monitor: LivenessMonitor | None = None
@@ -70,18 +89,19 @@ class ProcessGroup:
         host, _, port = address.rpartition(":")
         timeout = self.config.start_timeout
         if self.is_primary:
-            primary = Member(self.hosts[0], 0.0, payload or {})
-            rendezvous = Rendezvous(self.num_processes, timeout, primary)
+            primary = Member(host=self.hosts[0], clock_skew=0.0, payload=payload or {})
+            rendezvous = Rendezvous(self.num_processes, timeout, primary, self._token)
             members = rendezvous.accept(host, int(port))
-            connections = rendezvous.connections
+            connections, self.interface = rendezvous.connections, rendezvous.interface
         else:
-            hello = {
-                "process_id": self.process_id,
-                "num_processes": self.num_processes,
-                "host": self.hosts[0],
-                "payload": payload or {},
-            }
-            members, connection = connect_to_primary(host, int(port), hello, timeout)
+            hello = Hello(
+                process_id=self.process_id,
+                num_processes=self.num_processes,
+                host=self.hosts[0],
+                payload=payload or {},
+                clock=0.0,
+            )
+            members, connection = connect_to_primary(host, int(port), hello, self._token, timeout)
             connections = {0: connection}
         self.hosts = [member.host for member in members]
         self.clock_skews = [member.clock_skew for member in members]
@@ -113,7 +133,7 @@ class ProcessGroup:
         if self.is_primary:
             self._contribute(tag, 0, value)
         else:
-            self._peers[0].connection.send({"gather": tag, "value": value})
+            self._peers[0].connection.send(Gather(tag=tag, value=value))
 
     def wait_all_gather(self, tag: str, timeout: float | None = None) -> list[Any]:
         """Wait until every process has contributed; return the values in the order of process ids.
@@ -171,6 +191,8 @@ class ProcessGroup:
     def abort(self, reason: str, exit_code: int) -> None:
         """End all other processes because this one has failed, and close the connections.
 
+        exit_code: of all processes, 1 to 255.
+
         Does nothing in a group that is not connected, or closed.
         """
         if self._monitor is None:
@@ -181,16 +203,17 @@ class ProcessGroup:
         self._monitor.is_stopping = True  # process 0 sends the abort to all, this process included
         who = f"process {self.process_id} on {self.hosts[self.process_id]}"
         for peer in self._peers.values():
-            peer.connection.send({"abort": f"{who} failed: {reason}", "exit_code": exit_code})
+            peer.connection.send(Abort(reason=f"{who} failed: {reason}", exit_code=exit_code))
         self._disconnect()
 
-    def close(self, exit_code: int) -> None:
+    def close(self) -> None:
         """Wait until every process calls this, then close the connections.
 
-        Does nothing in a group that is not connected, or closed.
+        Each process exits with a code of its own; that of another one is not even sent. Does
+        nothing in a group that is not connected, or closed.
         """
         if self._monitor is not None:
-            self.all_gather(_LEAVE, exit_code)
+            self.barrier(_LEAVE)
             self._disconnect()
 
     def _disconnect(self) -> None:
@@ -200,15 +223,21 @@ class ProcessGroup:
         for peer in self._peers.values():
             peer.connection.close()
 
-    def _handle(self, number: int, message: dict[str, Any]) -> None:
-        """Handle a message of process `number`, in the thread of the monitor."""
-        if "gather" in message:
-            self._contribute(message["gather"], number, message["value"])
-        elif "result" in message:
-            self._peers[number].has_left |= message["result"] == _LEAVE
-            self._publish(message["result"], message["values"])
-        elif "abort" in message and self._monitor is not None and not self._monitor.is_stopping:
-            self._monitor.fail(message["abort"], message["exit_code"])
+    def _handle(self, number: int, message: Message) -> None:
+        """Handle a message of process `number`, in the thread of the monitor.
+
+        Raises: ValueError if this process does not send such messages.
+        """
+        if isinstance(message, Abort):
+            if self._monitor is not None and not self._monitor.is_stopping:
+                self._monitor.fail(message.reason, message.exit_code)
+        elif isinstance(message, Gather) and self.is_primary:
+            self._contribute(message.tag, number, message.value)
+        elif isinstance(message, Result) and len(message.values) == self.num_processes:
+            self._peers[number].has_left |= message.tag == _LEAVE
+            self._publish(message.tag, message.values)
+        else:
+            raise ValueError(f"unexpected message: {type(message).__name__}")
 
     def _contribute(self, tag: str, number: int, value: Any) -> None:
         """Process 0: record a contribution; the last one makes the result for all."""
@@ -222,7 +251,7 @@ class ProcessGroup:
             del self._contributions[tag]
         ordered = [values[n] for n in range(self.num_processes)]
         for peer in self._peers.values():
-            peer.connection.send({"result": tag, "values": ordered})
+            peer.connection.send(Result(tag=tag, values=ordered))
         self._publish(tag, ordered)
 
     def _publish(self, tag: str, values: list[Any]) -> None:

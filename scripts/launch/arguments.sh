@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Errors, quoting of commands and checks of arguments for the launch scripts. Source it.
+# Errors, quoting of commands, tokens and checks of arguments for the launch scripts. Source it.
 
 # Print an error and exit with the code for bad input.
 die() {
@@ -41,6 +41,11 @@ check_positive() {
 check_restarts() {
   [[ $1 =~ ^[0-9]+$ ]] || die "--restarts=$1 is not a number; give 0 or more"
 }
+
+# Prints a new token of a run, 256 random bits. The processes of one attempt know each other by it.
+# It travels in files and environments: every user of a machine sees its command lines.
+# shellcheck disable=SC2034
+new_token='od -An -v -N32 -tx1 /dev/urandom | tr -d "[:space:]"'
 
 # Ask scripts/plan.py before anything is created, and exit with 2 if it refuses: the configuration is
 # wrong, the mesh has another number of devices, or (unless --no-plan) the step does not fit. On a

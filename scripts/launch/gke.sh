@@ -82,34 +82,40 @@ connect() {
 }
 
 up() {
-  local filled copies=""
+  local filled copies="" code=0
   ((slices == 1)) || copies="*$slices"
   check_config "${train[@]}"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; remove it"
   if [[ $xpk ]]; then
     need name image cluster location project tpu_type
     ask_planner "$tpu_type$copies" python3 -- "${train[@]}"
+    # All attempts of a run have this token: XPK cannot pass on the number of the attempt.
+    run mkdir -p .cache
+    run bash -c "umask 077; rm -f $variables; echo \"TORUS_RUN_TOKEN=\$($new_token)\" > $variables"
     # By default XPK restarts only after exit codes 42 and 127 to 255.
     run xpk workload create --workload="$name" "${xpk_place[@]}" --tpu-type="$tpu_type" \
-      --num-slices="$slices" --docker-image="$image" --max-restarts="$restarts" \
+      --num-slices="$slices" --docker-image="$image" --env-file="$variables" --max-restarts="$restarts" \
       --restart-on-exit-codes=1,75,76 --termination-grace-period-seconds=300 \
-      --command="$(show python train.py --distributed "${train[@]}")"
-    return
+      --command="$(show python train.py --distributed "${train[@]}")" || code=$?
+    run rm -f "$variables"
+    return "$code"
   fi
   need name image cluster location accelerator topology pvc
   filled=$(manifest)
   ask_planner "$accelerator:$topology$copies" python3 -- "${train[@]}"
   connect
   if [[ $dry ]]; then
-    printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "$filled"
+    printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "${filled/__TOKEN__/a-new-secret}"
   else
-    kubectl apply --filename=- <<< "$filled"
+    # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
+    kubectl apply --filename=- <<< "${filled/__TOKEN__/$(eval "$new_token")}"
   fi
 }
 
 check_bash
 action="" name="" image="" cluster="" location="" project="" accelerator="" topology="" pvc=""
 tpu_type="" xpk="" dry="" no_plan="" namespace=default chips=4 slices=1 restarts=20 train=()
+variables=.cache/torus.env
 while (($#)); do
   case $1 in
     build | up | tail | delete) action=$1 ;;
@@ -172,7 +178,7 @@ case $action in
       run xpk workload delete --workload="$name" "${xpk_place[@]}" --force
     else
       connect
-      run kubectl delete jobset "$name" --namespace="$namespace"
+      run kubectl delete "jobset/$name" "secret/$name-token" --namespace="$namespace"
     fi
     ;;
 esac

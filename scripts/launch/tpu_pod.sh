@@ -130,7 +130,8 @@ up() {
   while true; do
     ready
     code=0
-    queued scp "$archive" "$name:torus.tar.gz" --node=all --worker=all &&
+    run bash -c "umask 077; rm -f $token; $new_token > $token"
+    queued scp "$archive" "$token" "$name:." --node=all --worker=all && run rm -f "$token" &&
       on_all "$launch" && on_all "$watch" || code=$?
     if [[ $dry ]]; then
       say "exit codes 0, 2 and 75 end here; any other repeats all of this, $restarts times"
@@ -146,7 +147,8 @@ up() {
 
 check_bash
 action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu spot="" dry=""
-no_plan="" slices=1 restarts=0 state=NONE shown=2 archive=.cache/torus.tar.gz train=()
+no_plan="" slices=1 restarts=0 state=NONE shown=2 train=()
+archive=.cache/torus.tar.gz token=.cache/torus.token
 while (($#)); do
   case $1 in
     up | tail | stop | delete) action=$1 ;;
@@ -183,7 +185,8 @@ where=(--zone="$zone" --quiet)
 [[ ! $dry ]] || shown=1
 
 # Files in the home folder of a host: torus/ is the code, torus.log the console, torus.pid the shell
-# around train.py, torus.code its exit code; torus.stop says that a stop was requested.
+# around train.py, torus.code its exit code; torus.stop says that a stop was requested; torus.token
+# is the secret of the attempt that is about to start.
 # shellcheck disable=SC2088,SC2016
 watch='(while [ ! -e ~/torus.code ] && kill -0 "$(cat ~/torus.pid)"; do sleep 1; done) &
 tail -n 20 -f --pid="$!" ~/torus.log
@@ -205,7 +208,11 @@ case $action in
     check_config "${train[@]}"
     # Python comes from uv: the TPU software's own is older than 3.11.
     launch="set -eu
-if [ -e ~/torus.pid ] && [ ! -e ~/torus.code ] && kill -0 \"\$(cat ~/torus.pid)\"; then exit 0; fi
+if [ -e ~/torus.pid ] && [ ! -e ~/torus.code ] && kill -0 \"\$(cat ~/torus.pid)\"; then
+  rm -f ~/torus.token
+  exit 0
+fi
+token=\$(cat ~/torus.token)
 $setup
 mkdir -p ~/torus
 find ~/torus -mindepth 1 -maxdepth 1 ! -name .cache -exec rm -rf {} +
@@ -218,10 +225,11 @@ rm -f ~/torus.code ~/torus.stop
 (
   trap '' HUP
   code=0
-  ~/venv/bin/python $(show train.py --distributed "${train[@]}") || code=\$?
+  TORUS_RUN_TOKEN=\$token ~/venv/bin/python $(show train.py --distributed "${train[@]}") || code=\$?
   echo \"\$code\" > ~/torus.code
 ) > ~/torus.log 2>&1 < /dev/null &
-echo \"\$!\" > ~/torus.pid"
+echo \"\$!\" > ~/torus.pid
+rm -f ~/torus.token"
     copies=""
     ((slices == 1)) || copies="*$slices"
     ask_planner "$accelerator$copies" python3 -- "${train[@]}"

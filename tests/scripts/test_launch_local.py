@@ -147,6 +147,18 @@ note(str(index), json.dumps([sys.argv[1:-1], environment, os.getcwd(), leads]))
     assert len(ports) == 1
 
 
+def test_all_processes_of_an_attempt_have_one_secret_token(launch, tmp_path):
+    program = """
+with open(folder / f"tokens-{index}", "a") as file:
+    file.write(os.environ["TORUS_RUN_TOKEN"] + "\\n")
+sys.exit(76)
+"""
+    _, out, err = finish(launch(program, restarts=1))
+    first, second = ((tmp_path / f"tokens-{index}").read_text().split() for index in range(2))
+    assert first == second and len(set(first)) == 2 and {len(token) for token in first} == {64}
+    assert not any(token in out + err for token in first)
+
+
 def test_process_0_has_the_console_and_no_line_of_the_others_is_lost(launch):
     program = """
 for line in range(3000):

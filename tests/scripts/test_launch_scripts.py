@@ -113,6 +113,7 @@ def test_a_real_run_executes_what_a_dry_run_prints(checkout, command) -> None:
     done = (checkout / "record").read_bytes()
     # A real run also looks for the packages of the planner, and checks that all is committed.
     done = re.sub(b"python3?\0-c\0[^\1]*\1", b"", done)
+    done = re.sub(rb'token: "[0-9a-f]{64}"', b'token: "a-new-secret"', done)
     assert done.replace(b"git\0diff\0--quiet\0HEAD\0\1", b"") == expected
     assert expected.count(b"\1") >= 1
 
@@ -163,14 +164,15 @@ def test_a_batch_job_is_refused_outside_the_repository(checkout) -> None:
 # The JobSet.
 
 
-def read_manifest(text: str) -> dict:
+def read_manifests(text: str) -> list[dict]:
+    """Return the Secret and the JobSet."""
     (filled,) = re.findall(r"<<'EOF'\n(.*)\nEOF\n", text, re.DOTALL)
     assert not re.search("__[A-Z]+__", filled)
-    return YAML(typ="safe").load(filled)
+    return list(YAML(typ="safe").load_all(filled))
 
 
 def golden_manifest() -> dict:
-    return read_manifest((Path(__file__).parent / "golden" / "gke_up.txt").read_text())
+    return read_manifests((Path(__file__).parent / "golden" / "gke_up.txt").read_text())[1]
 
 
 def validate(job: dict) -> None:
@@ -225,14 +227,14 @@ def test_arguments_reach_the_container_as_they_were_given(checkout) -> None:
         "--pvc", "p", "--", *TRAIN, *STRANGE,
     )  # fmt: skip
     assert code == 0
-    (replicated,) = read_manifest(out)["spec"]["replicatedJobs"]
+    (replicated,) = read_manifests(out)[1]["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     assert container["args"] == ["--distributed", *TRAIN, *STRANGE]
 
 
 def test_the_template_is_yaml_before_it_is_filled() -> None:
-    template = YAML(typ="safe").load((LAUNCH / "gke_jobset.yaml").read_text())
-    assert template["kind"] == "JobSet"
+    templates = YAML(typ="safe").load_all((LAUNCH / "gke_jobset.yaml").read_text())
+    assert [template["kind"] for template in templates] == ["Secret", "JobSet"]
 
 
 # SLURM.
@@ -276,7 +278,8 @@ case "$3 $4" in
   *delete) rm -rf queue host ;;
   *scp)
     mkdir -p host/.local/bin host/venv/bin
-    cp "$5" host/torus.tar.gz
+    cp "$5" "$6" host/
+    [[ $(stat -c %a "$6") == 600 ]] || exit 1
     cp bin/uv host/.local/bin/
     cp bin/worker host/venv/bin/python ;;
   *ssh)
@@ -288,6 +291,7 @@ esac
 """
 WORKER = """
 echo "$*" >> "$STAND_INS/started"
+echo "$TORUS_RUN_TOKEN" >> "$STAND_INS/tokens"
 read -r line < "$STAND_INS/plan"
 sed -i 1d "$STAND_INS/plan"
 case $line in
@@ -339,8 +343,13 @@ def test_up_creates_copies_starts_and_follows(pod) -> None:
 
 @pytest.mark.parametrize("first", ["1", "76", "137"])
 def test_a_failed_run_restarts_on_the_same_slice(pod, first) -> None:
-    assert go(pod, first, "0", restarts=1)[0] == 0
+    code, out, err = go(pod, first, "0", restarts=1)
+    assert code == 0
     assert calls(pod) == "create scp ssh ssh scp ssh ssh"
+    tokens = (pod / "tokens").read_text().split()
+    assert len(set(tokens)) == 2 and all(re.fullmatch("[0-9a-f]{64}", each) for each in tokens)
+    assert not any(token in out + err for token in tokens)
+    assert not [*pod.rglob("torus.token")]
 
 
 @pytest.mark.parametrize("how", ["preempt", "lost"])

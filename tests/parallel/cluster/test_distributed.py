@@ -15,9 +15,11 @@ from parallel.cluster.distributed import (
     find_cluster,
     initialize,
     is_cluster,
+    select_cluster,
 )
 from parallel.cluster.process_group import ProcessGroup
 
+TOKEN = "0123456789abcdef"
 SLURM = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_NODELIST": "node[003,007-009],login1",
@@ -90,6 +92,62 @@ def test_impossible_arguments_are_refused_before_any_process_connects(monkeypatc
     assert str(refused.value).startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "reason"),
+    [
+        (
+            ("node1:9000", 2, 0),
+            "TORUS_RUN_TOKEN is not set, so anybody who reaches node1:9000",
+        ),
+        (
+            ("10.0.0.1:9000", 2, 1),
+            "TORUS_RUN_TOKEN is not set, so anybody who reaches 10.0.",
+        ),
+        (("127.0.0.1:9000", 2, 1, None, "short"), "TORUS_RUN_TOKEN has 5 characters; give it 16"),
+    ],
+)
+def test_several_hosts_need_a_secret_token(monkeypatch, cluster, reason):
+    monkeypatch.setattr(ProcessGroup, "connect", lambda *_: pytest.fail("it connects"))
+    with pytest.raises(ValueError) as refused:
+        initialize(Cluster(*cluster), ClusterConfig(), 8)
+    assert str(refused.value).startswith(reason) and "openssl rand -hex 32" in str(refused.value)
+    assert "short" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "cluster", [("127.0.0.1:1", 2, 0), ("localhost:1", 2, 1), ("node1:1", 1, 0)]
+)
+def test_the_processes_of_one_machine_need_no_token(monkeypatch, start_calls, cluster):
+    monkeypatch.setattr(distributed, "ProcessGroup", connected([0.0] * cluster[1]))
+    monkeypatch.setattr(distributed, "_wait_for_port", lambda *_: None)
+    with pytest.raises(Started):
+        initialize(Cluster(*cluster), ClusterConfig(), 8)
+
+
+def test_the_token_comes_from_the_environment_and_is_never_shown(no_cluster):
+    environment = {"TORUS_RUN_TOKEN": f"{TOKEN}\n"}
+    given = select_cluster(("host:1", 2, 1), ClusterConfig(), environment, detect=False)
+    assert given == Cluster("host:1", 2, 1, token=TOKEN) and TOKEN not in repr(given)
+    assert select_cluster((None, None, None), ClusterConfig(), environment, detect=False) is None
+    for name, value in SLURM.items():
+        no_cluster.setenv(name, value)
+    found = select_cluster((None, None, None), ClusterConfig(), SLURM | environment, detect=False)
+    assert found.num_processes == 8 and found.token == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("interface", "address"),
+    [("", None), ("10.0.0.1", "10.0.0.1:1234"), ("fd00::1", "[fd00::1]:1234")],
+)
+def test_jax_listens_at_the_interface_of_the_coordinator(
+    monkeypatch, start_calls, interface, address
+):
+    monkeypatch.setattr(distributed, "ProcessGroup", connected([0.0, 0.0], interface=interface))
+    with pytest.raises(Started):
+        initialize(Cluster("host:1", 2, 0, token=TOKEN), ClusterConfig(), 8)
+    assert start_calls[-1][1]["coordinator_bind_address"] == address
+
+
 class Started(Exception):
     """jax.distributed.initialize was called."""
 
@@ -109,12 +167,13 @@ def start_calls(monkeypatch) -> list[Any]:
     return calls
 
 
-def connected(skews: list[float], port: int = 1234) -> type[ProcessGroup]:
+def connected(skews: list[float], port: int = 1234, interface: str = "") -> type[ProcessGroup]:
     """A group whose clocks have these skews and whose process 0 serves jax at this port."""
 
     class Connected(ProcessGroup):
         def connect(self, address: str, payload: Any = None) -> list[dict[str, Any]]:
             self.hosts, self.clock_skews = [f"host-{n}" for n in range(len(skews))], skews
+            self.interface = interface
             return [{"jax_port": port}, *[{}] * (len(skews) - 1)]
 
     return Connected
@@ -124,7 +183,7 @@ def connected(skews: list[float], port: int = 1234) -> type[ProcessGroup]:
 def test_wrong_clocks_are_refused_on_all_processes(monkeypatch, start_calls, number):
     monkeypatch.setattr(distributed, "ProcessGroup", connected([0.0, MAX_CLOCK_SKEW + 1, -3600.0]))
     with pytest.raises(ProcessGroupError) as refused:
-        initialize(Cluster("host:1", 3, number), ClusterConfig(), 6)
+        initialize(Cluster("host:1", 3, number, token=TOKEN), ClusterConfig(), 6)
     assert str(refused.value) == (
         "clocks differ from the clock of process 0: process 1 on host-1 by +31 s, process 2 on "
         "host-2 by -3600 s; synchronise the hosts with NTP"
@@ -140,7 +199,7 @@ def test_jax_gets_the_port_of_process_0_and_a_longer_heartbeat_timeout(
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     monkeypatch.setattr(distributed, "_wait_for_port", lambda *_: None)
     with pytest.raises(Started):
-        initialize(Cluster("host:1", 2, number), ClusterConfig(peer_timeout=7), 8)
+        initialize(Cluster("host:1", 2, number, token=TOKEN), ClusterConfig(peer_timeout=7), 8)
     *settings, (arguments, options) = start_calls
     assert ("jax_num_cpu_devices", 4) in settings
     assert arguments == ("host:1234", 2, number)
@@ -169,5 +228,5 @@ def test_the_environment_may_set_the_number_of_simulated_devices(monkeypatch, st
     monkeypatch.setattr(distributed, "ProcessGroup", connected([0.0, 0.0]))
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     with pytest.raises(Started):
-        initialize(Cluster("host:1", 2, 0), ClusterConfig(), 8)
+        initialize(Cluster("host:1", 2, 0, token=TOKEN), ClusterConfig(), 8)
     assert ("jax_num_cpu_devices", 2) in start_calls

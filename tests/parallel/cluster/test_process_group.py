@@ -99,12 +99,12 @@ def test_a_failed_process_ends_the_others_with_its_code_and_reason(connected, nu
 def test_close_waits_for_the_last_process_and_is_no_failure(connected):
     def close(group: ProcessGroup) -> None:
         time.sleep(0.1 * group.process_id)
-        group.close(0)
+        group.close()
 
     connected.each(close)
     for group in connected.groups:
         assert all(peer.connection.fileno() == -1 for peer in group._peers.values())
-        group.close(0)
+        group.close()
         group.abort("again", 1)
     assert connected.failures == [[], [], []]
 
@@ -116,7 +116,7 @@ def test_a_group_of_one_process_needs_no_connection():
     alone.barrier("z")
     alone.check_equal("preflight", {"a": 1})
     alone.set_phase("step 1")
-    alone.close(0)
+    alone.close()
     alone.abort("reason", 1)
 
 

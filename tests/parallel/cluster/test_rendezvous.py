@@ -6,21 +6,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from process_groups import HOST, TIME_LIMIT, Processes, timeouts, wait_until
+from process_groups import HOST, TIME_LIMIT, TOKEN, Processes, dial, timeouts
 
 from parallel.cluster import rendezvous
 from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.handshake import authenticate
+from parallel.cluster.listener import Listener
+from parallel.cluster.messages import Hello
 from parallel.cluster.process_group import ProcessGroup
 
-HELLO_OF_1 = b'{"process_id": 1, "num_processes": 3, "host": "h", "payload": {}, "clock": 0.0}\n'
+HELLO_OF_1 = Hello(process_id=1, num_processes=3, host="h", payload={}, clock=0.0)
 
 
-def connect_and_die(processes: Processes, sent: bytes) -> None:
+def connect_and_die(processes: Processes, hello: Hello | None) -> None:
     """Act as a process that is killed while the others connect."""
-    host, _, port = processes.address.partition(":")
-    with socket.socket() as killed:
-        wait_until(lambda: killed.connect_ex((host, int(port))) == 0)
-        killed.sendall(sent)
+    with dial(processes.address) as killed:
+        connection = authenticate(killed, TOKEN, time.monotonic() + TIME_LIMIT)
+        if hello is not None:
+            connection.send(hello)
 
 
 def test_every_process_gets_the_payloads_of_all_in_the_order_of_their_ids(processes):
@@ -70,7 +73,7 @@ def test_a_process_killed_during_the_start_may_connect_again(processes):
     with ThreadPoolExecutor(3) as pool:
         results = [pool.submit(first.connect, processes.address)]
         connect_and_die(processes, HELLO_OF_1)
-        connect_and_die(processes, HELLO_OF_1[:10])
+        connect_and_die(processes, None)
         results += [pool.submit(group.connect, processes.address) for group in (two, one)]
         assert [len(found.result(10)) for found in results] == [3, 3, 3]
     assert first.hosts == [HOST] * 3
@@ -103,35 +106,63 @@ def test_another_number_of_processes_fails_on_all(processes):
     assert errors == [(reason, EXIT_MISMATCH)] * 2
 
 
-def test_strangers_do_not_disturb_the_start(processes):
-    host, port = processes.address.split(":")
-    rubbish = [b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"7\n", b"\xff\n", b"half a li"]
-    strangers: list[socket.socket] = []
+@pytest.mark.parametrize("of_0", [TOKEN, ""])
+def test_a_process_of_another_attempt_is_dropped_and_both_sides_say_why(processes, caplog, of_0):
+    processes.add(0, of=2, config=timeouts(start=0.6), token=of_0)
+    processes.add(1, of=2, config=timeouts(start=0.2), token="the token of the attempt before")
+    first, other = (str(error) for error in processes.connect())
+    reason = "has another TORUS_RUN_TOKEN, so it belongs to another run or to another attempt"
+    assert first.startswith("1 of 2 processes did not connect within 0.6 s")
+    assert f"the last: 127.0.0.1 {reason}" in first and "missing: 1; " in first
+    assert other.startswith(f"process 0 at {processes.address} did not answer within 0.2 s")
+    assert f"it {reason}" in other
+    lines = [record.getMessage() for record in caplog.records]
+    assert (
+        sum(line.startswith("process 0 dropped a connection ") and reason in line for line in lines)
+        == 1
+    )
+    assert sum(line.endswith("; trying again") and reason in line for line in lines) == 1
+    assert not any("the token of" in line for line in [first, other, *lines])
 
-    def reach() -> bool:
-        try:
-            strangers.append(socket.create_connection((host, int(port))))
-        except ConnectionRefusedError:
-            return False
-        return True
 
-    def connect_after_strangers() -> None:
-        for text in rubbish:
-            wait_until(reach)
-            strangers[-1].sendall(text)
-        strangers.pop().close()
-        processes.add(1, of=2)
-        processes.groups[1].connect(processes.address)
-
-    processes.add(0, of=2)
+def test_a_process_waits_while_process_0_of_another_attempt_holds_the_port(processes, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_OTHER_TOKEN_SECONDS", 0.02)
+    host, _, port = processes.address.partition(":")
+    processes.add(0, 1, of=2)
+    right, other = processes.groups
     with ThreadPoolExecutor(1) as pool:
-        connecting = pool.submit(connect_after_strangers)
-        processes.groups[0].connect(processes.address)
+        with Listener(host, int(port), 2, "the token of the attempt before") as listener:
+            connecting = pool.submit(other.connect, processes.address)
+            while not listener.num_dropped:
+                assert listener.accept(0.1) == []
+        right.connect(processes.address)
         connecting.result(TIME_LIMIT)
-    for stranger in strangers:
-        stranger.close()
-    assert processes.each(lambda group: group.all_gather("id", group.process_id)) == [[0, 1]] * 2
-    assert processes.failures == [[], []]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"\n",
+        b"HTTP/1.1 400 No\r\n\r\n",
+        b'{"abort": "x", "exit_code": 0}\n',
+        b"x" * 999,
+    ],
+)
+def test_a_stranger_in_place_of_process_0_cannot_end_a_process(processes, answer):
+    """It answers, and then the right process 0 takes the port."""
+    host, _, port = processes.address.partition(":")
+    processes.add(0, 1, of=2)
+    right, other = processes.groups
+    with ThreadPoolExecutor(1) as pool:
+        with socket.create_server((host, int(port))) as server:
+            connecting = pool.submit(other.connect, processes.address)
+            for _ in range(3):
+                with server.accept()[0] as stranger:
+                    stranger.recv(1000)
+                    stranger.sendall(answer)
+        right.connect(processes.address)
+        connecting.result(TIME_LIMIT)
 
 
 def test_every_process_knows_by_how_much_each_clock_is_ahead(processes, monkeypatch):
