@@ -146,19 +146,16 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         if kind not in _kinds_of(config):
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        cuts_groups = kind == "experts" and named in ("split", "hypercube")
-        if cuts_groups:
-            named = "bidirectional"
+        why = "as configured"
+        if n > 1 and kind in shapes and (obstacle := _no_pieces(kind, named, n, shapes[kind])):
+            named, why = "bidirectional", f"{named} is not available: {obstacle}"
         if n > 1 and kind in shapes:
-            _check_pieces(config, kind, named, n, shapes[kind])
+            _check_halves(config, kind, named, shapes[kind])
         if n == 1 or kind not in shapes:
             why = "an input that tp does not split" if shapes else "a replicated residual stream"
             why = "one device on tp" if n == 1 else why
             choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
         elif named != "auto":
-            why = "as configured"
-            if cuts_groups:
-                why = "pieces of a block would not hold whole groups of rows"
             choices[kind] = Choice(named, why)
         elif RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
             why = f"no estimate for residual {config.parallel.residual}: name a method"
@@ -168,23 +165,30 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
     return choices
 
 
-def _check_pieces(
-    config: Config, kind: LinearKind, overlap: OverlapChoice, n: int, shape: RingShape
+def _no_pieces(kind: LinearKind, overlap: OverlapChoice, n: int, shape: RingShape) -> str | None:
+    """Return why the blocks of this kind of linear cannot travel in pieces, if they should."""
+    if overlap in ("split", "hypercube") and kind == "experts":
+        return "pieces of a block would not hold whole groups of rows"
+    if overlap == "hypercube" and n & (n - 1):
+        return f"mesh.tp={n} is no power of two"
+    if overlap == "hypercube" and shape.rows < (sides := n.bit_length() - 1):
+        return f"a block of {shape.rows} rows has no {sides} pieces"
+    return None
+
+
+def _check_halves(
+    config: Config, kind: LinearKind, overlap: OverlapChoice, shape: RingShape
 ) -> None:
-    """Raise: ValueError for an overlap method that needs other blocks or another tp."""
-    key = f"parallel.overlap={overlap} (or overlap_{kind}={overlap})"
-    if overlap == "split" and not shape.halves:
-        size = "data.sequence_length / (mesh.sp * mesh.tp)"
-        if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
-            size = "model.hidden_size / mesh.tp"
-        raise ValueError(
-            f"{key} sends half blocks, but {size} is odd; make it even, or use bidirectional"
-        )
-    if overlap == "hypercube" and (n & (n - 1) or shape.rows < n.bit_length() - 1):
-        raise ValueError(
-            f"{key} needs a power of two of devices on tp and as many rows of a block as it has "
-            f"sides, but mesh.tp={n} and a block has {shape.rows}; use bidirectional"
-        )
+    """Raise: ValueError if `split` was asked for, but the blocks have an odd size."""
+    if overlap != "split" or shape.halves:
+        return
+    size = "data.sequence_length / (mesh.sp * mesh.tp)"
+    if RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
+        size = "model.hidden_size / mesh.tp"
+    raise ValueError(
+        f"parallel.overlap=split (or overlap_{kind}=split) sends half blocks, but {size} "
+        "is odd; make it even, or use bidirectional"
+    )
 
 
 def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:

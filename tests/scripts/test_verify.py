@@ -140,10 +140,10 @@ def test_an_error_outside_of_the_configuration_is_no_refusal(monkeypatch) -> Non
 
 def test_every_program_is_a_case_once() -> None:
     full, small = scaled("tp8.yaml")
-    # Two layouts gather, by four methods; the third gathers nothing.
-    assert len(find_cases(small, full, jax.devices(), "tp8").cases) == 2 * (4 + 4 + 1)
+    # Two layouts gather, by five methods; the third gathers nothing.
+    assert len(find_cases(small, full, jax.devices(), "tp8").cases) == 2 * (5 + 5 + 1)
     found = find_cases(small, full, jax.devices(), "dp8")
-    assert (len(found.cases), found.repeated) == (2, 2 * 11)
+    assert (len(found.cases), found.repeated) == (2, 2 * 14)
 
 
 def test_the_beginning_of_an_order_meets_every_choice() -> None:
@@ -206,7 +206,7 @@ def test_nothing_is_within_the_bounds_of_a_reference_that_is_not_finite(
 
 def test_a_verification_passes_and_continues_where_it_stopped(tiny, capsys) -> None:
     assert verify.main([*tiny, "--sample", "1"]) == 0
-    assert "405 of 406 cases were not run" in capsys.readouterr().out
+    assert "497 of 498 cases were not run" in capsys.readouterr().out
     assert verify.main([*tiny, "--sample", "2", "--json"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
