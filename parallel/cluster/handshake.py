@@ -113,6 +113,7 @@ class Stranger:
         if not isinstance(hello, Hello):
             raise ValueError("sent another message before its hello")
         self._socket.setblocking(True)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return hello, Connection(self._socket, outgoing=from_0, incoming=to_0)
 
     def close(self) -> None:

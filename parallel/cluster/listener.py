@@ -122,7 +122,10 @@ class Listener:
             return []
         try:
             authenticated = stranger.advance(self._token)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            self._drop(stranger, f"broke the connection ({error.strerror})")
+            return []
+        except ValueError as error:
             self._drop(stranger, str(error))
             return []
         if authenticated is None:

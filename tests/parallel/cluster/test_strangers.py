@@ -8,9 +8,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from process_groups import HOST, TIME_LIMIT, TOKEN, Processes, dial, free_address
+from process_groups import HOST, TIME_LIMIT, TOKEN, Processes, dial, free_address, timeouts
 from strangers import BAD_FIELDS, Strangers, hang_up, hello
 
 from parallel.cluster.connection import Connection
@@ -38,7 +38,7 @@ def meet(processes: Processes, strangers: Strangers, texts: list[bytes | None]) 
     """Let three processes of a run meet while strangers send these texts, None for any."""
     processes.address = free_address()
     del processes.groups[:], processes.failures[:]
-    processes.add(0, 1, 2, of=3)
+    processes.add(0, 1, 2, of=3, config=timeouts(start=20))  # a failure is seen after it
     first, one, two = processes.groups
     with ThreadPoolExecutor(3) as pool:
         connecting = [pool.submit(first.connect, processes.address)]
@@ -76,7 +76,10 @@ def parse_hello() -> Hello:
 
 
 FEW = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking would take hours
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
