@@ -30,6 +30,31 @@ SMALL = ModelConfig(
 )
 
 
+def rounding_bound(config: ModelConfig, passes: int) -> float:
+    """Return four standard deviations of the float32 rounding, relative to an array's largest.
+
+    A product of n terms is off by about sqrt(n) times the unit roundoff of 2^-24. Errors of
+    successive products are independent (Higham and Mary 2019): a pass over a model has six
+    products in each layer and one in the head, of up to 32 terms. A gradient has two passes.
+    """
+    products = passes * (6 * config.num_hidden_layers + 1)
+    return 4 * (products * 32) ** 0.5 * 2.0**-24
+
+
+def with_noise(params):
+    """Return parameters whose constant initial values (biases, norms, sinks) are random."""
+
+    def alter(path, leaf):
+        names = [key.key for key in path]
+        if not {"bias", "scale", "sinks", "logit_bias"} & set(names):
+            return leaf
+        rng = np.random.default_rng(sum(map(ord, "".join(names))))
+        noise = 0.2 * rng.standard_normal(leaf.shape).astype(np.float32)
+        return jax.device_put(np.asarray(leaf) + noise, leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(alter, params)
+
+
 class ModelRun(NamedTuple):
     """Loss, gradients and initial parameters in numpy, and the planned order of the rows."""
 

@@ -5,11 +5,11 @@ from functools import cache as once
 import jax
 import jax.numpy as jnp
 import numpy as np
-import plain_model
+import numpy_model
 import pytest
 from conftest import MESHES, ONE_DEVICE, sample, tensor_parallel
 from flax import nnx
-from model_runs import SMALL, ModelRun, assert_equal_runs, batch, run_model
+from model_runs import SMALL, ModelRun, assert_equal_runs, batch, run_model, with_noise
 
 from model.checks import check_model
 from model.config import ModelConfig, MoEConfig
@@ -107,7 +107,7 @@ def config_of(name: str) -> ModelConfig:
 @once
 def one_device(name: str) -> ModelRun:
     tp = tensor_parallel(ONE_DEVICE)
-    return run_model(config_of(name), tp, batch(B, L), alter=plain_model.with_noise)
+    return run_model(config_of(name), tp, batch(B, L), alter=with_noise)
 
 
 @once
@@ -116,7 +116,7 @@ def plain_formula(name: str) -> ModelRun:
     config, params = config_of(name), one_device(name).params
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
-        formula = jax.jit(jax.value_and_grad(lambda p: plain_model.loss(config, p, batch(B, L))))
+        formula = jax.jit(jax.value_and_grad(lambda p: numpy_model.loss(config, p, batch(B, L))))
         loss, gradients = jax.tree.map(np.asarray, formula(wide))
     return ModelRun(float(loss), gradients, params, None)
 
@@ -151,7 +151,7 @@ def test_loss_and_every_gradient_on_a_mesh_equal_a_plain_formula(
     tp = tensor_parallel((MESHES | MORE)[mesh], layout)
     kinds = dict.fromkeys(("qkv", "o", "mlp", "experts", "head"), overlap)
     tp = tp.replace(kind_overlaps=kinds | ({"experts": "none"} if overlap == "split" else {}))
-    got = run_model(config_of(name), tp, batch(B, L), alter=plain_model.with_noise)
+    got = run_model(config_of(name), tp, batch(B, L), alter=with_noise)
     assert_equal_runs(got, plain_formula(name))
 
 
@@ -184,24 +184,22 @@ def test_greedy_text_equals_that_of_a_plain_formula(name, cache) -> None:
     with jax.set_mesh(tp.mesh):
         definition = nnx.graphdef(nnx.eval_shape(build))
         params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build())))()
-        params = plain_model.with_noise(params)
+        params = with_noise(params)
         texts = Generator(definition, plan, cache=cache)(params, PROMPTS, max_new_tokens=8)
-    params = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, params))
-    zeros = np.zeros(16, np.int32)
-    logits = jax.jit(lambda p, t: plain_model.row_logits(config, p, t, np.arange(16), zeros))
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         assert len(text) == len(prompt) + 8 and (text[: len(prompt)] == prompt).all()
-        row = np.zeros(16, np.int32)
-        row[: len(text)] = text
-        best = np.asarray(logits(params, row))[:, : config.vocab_size].argmax(-1)
-        np.testing.assert_array_equal(text[len(prompt) :], best[len(prompt) - 1 : len(text) - 1])
+        place = np.arange(len(text))[None]
+        logits, _ = numpy_model.forward(config, wide, np.array([text]), place, 0 * place)
+        best = logits[0].argmax(-1)
+        np.testing.assert_array_equal(text[len(prompt) :], best[len(prompt) - 1 : -1])
 
 
 @pytest.mark.parametrize("name", ["biases", "latent"])
 def test_bfloat16_is_close_to_float32_and_gradients_are_summed_in_float32(name) -> None:
     config = config_of(name).model_copy(update={"dtype": "bfloat16"})
     tp = tensor_parallel(MESHES["dp2-fsdp2-tp2"], overlap="bidirectional")
-    got = run_model(config, tp, batch(B, L), alter=plain_model.with_noise)
+    got = run_model(config, tp, batch(B, L), alter=with_noise)
     want = one_device(name)
     assert got.loss == pytest.approx(want.loss, rel=5e-3)
     for a, b in zip(jax.tree.leaves(got.gradients), jax.tree.leaves(want.gradients), strict=True):

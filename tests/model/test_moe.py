@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ONE_DEVICE, sample, tensor_parallel
 from flax import nnx
-from plain_model import with_noise
+from model_runs import with_noise
 
 from model.config import ModelConfig, MoEConfig
 from model.moe import MoE, Router, auxiliary_loss
