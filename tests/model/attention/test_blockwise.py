@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from plain_mask import seen_BHLT
 
 from model.attention.blockwise import OutputGradients, attend, attend_gradients, block_pairs
 from model.attention.flash import flash_attention
@@ -21,7 +22,6 @@ from model.attention.mask import (
     MaskSpec,
     chunk_ids,
     dropout_keep_BHLT,
-    visible_BHLT,
 )
 
 B, h = 2, 8
@@ -39,7 +39,7 @@ def dense(q_BLHh, k_BTKh, v_BTKh, inputs: AttentionInputs, spec: AttentionSpec):
         scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     if inputs.bias_BHLT is not None:
         scores = scores + inputs.bias_BHLT
-    weights = jnp.exp(jnp.where(visible_BHLT(inputs, spec.mask), scores, -jnp.inf))
+    weights = jnp.exp(jnp.where(seen_BHLT(spec.mask, inputs), scores, -jnp.inf))
     norm = weights.sum(-1)
     if inputs.sinks_H is not None:
         norm = norm + jnp.exp(inputs.sinks_H)[:, None]

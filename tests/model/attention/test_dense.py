@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ONE_DEVICE, tensor_parallel
+from plain_mask import sees
 
 from model.attention.api import OperationRegistry
 from model.attention.dense import vanilla
@@ -28,8 +29,7 @@ def written_out(q, k, v, segments, mask=None, soft_cap=None, bias=None, sinks=No
     H, K = q.shape[2], k.shape[2]
     out = np.zeros(q.shape)
     for b, i, head in np.ndindex(B, L, H):
-        sees = [j for j in range(L) if mask.visible(np.int32(i), np.int32(j))]
-        seen = [j for j in sees if segments[b, j] == segments[b, i]]
+        seen = [j for j in range(L) if sees(mask, i, j) and segments[b, j] == segments[b, i]]
         if not seen:
             continue
         keys = k[b, seen, head // (H // K)].astype(np.float64)

@@ -17,6 +17,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
+from plain_mask import sees
 from test_blockwise import dense as dense_attention
 
 from model.attention import blockwise
@@ -265,7 +266,7 @@ def test_row_facts_say_what_the_mask_says(
     same = inputs.q_segment_ids_BL[0][:, None] == inputs.kv_segment_ids_BT[0]
     wide = q_index.astype(np.int64)[:, None], kv_index.astype(np.int64)[None]
     # numpy has no bound at 2^31; a prefix is within its document like everything else.
-    np.testing.assert_array_equal(seen, mask.visible(*wide) & same)
+    np.testing.assert_array_equal(seen, sees(mask, *wide) & same)
     kinds = visibility.kinds(query.reshape(1, 3, 2, 4), key.reshape(1, 2, 2, 4))[0]
     pairs = seen.reshape(2, 4, 2, 4).transpose(0, 2, 1, 3).reshape(2, 2, 16)
     assert np.all((kinds > grid.HIDDEN) | ~pairs.any(-1))

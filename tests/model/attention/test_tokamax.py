@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from plain_mask import seen_BHLT
 
 from model.attention import registry, tokamax_attention
 from model.attention.dense import vanilla
-from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, visible_BHLT
+from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec
 from model.attention.registry import Request, choose_operation
 
 needs_tokamax = pytest.mark.skipif(
@@ -57,7 +58,7 @@ def test_ranges_of_keys_are_the_mask(mask, segments) -> None:
         seen = seen & (index < np.asarray(end)[..., None])
     if mask.causal:
         seen = seen & (index[:, None] >= index)
-    want = np.asarray(visible_BHLT(rows(segments), mask))[:, 0]
+    want = seen_BHLT(mask, rows(segments))[:, 0]
     np.testing.assert_array_equal(np.broadcast_to(seen, want.shape), want)
 
 
