@@ -20,7 +20,7 @@ from pydantic import (
 
 from model.rope import RopeScaling
 from model.segments import LayerKind, LayerType, Segment, divide_layers
-from parallel.experts.names import ExchangeMethod, ExpertRule
+from parallel.experts.names import ExchangeMethod, ExpertRule, RowDtype
 
 
 class BlockSizes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -115,6 +115,10 @@ class MoEConfig(
     have room for all tokens."""
     exchange_chunks: PositiveInt = 1
     """Chunks of alltoall, sent hop by hop while other chunks are computed; 1: one collective."""
+    dispatch_dtype: RowDtype | None = None
+    """Dtype in which tokens travel to their experts in training, with a scale per token:
+    float8_e4m3fn, int8. Results and gradients travel in model.dtype. Experts read the rounded
+    tokens on every mesh. null: model.dtype."""
     grouped_matmul: str = "auto"
     """Implementation of the grouped matmul of tokens and expert kernels: auto, padded, ragged_dot,
     blocked, pallas, reference (for tests) or a registered one."""

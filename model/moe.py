@@ -271,6 +271,7 @@ class MoE(nnx.Module):
             capacity_factor=None if dropless else moe.capacity_factor,
             chunks=1 if dropless else moe.exchange_chunks,
             distances=choice.distances,
+            row_dtype=None if dropless else moe.dispatch_dtype,
             native=_platform(manager) != "cpu",
             # Measured: smaller blocks pad less on a CPU, larger ones fill a TPU's matrix units.
             block=512 if _platform(manager) == "tpu" else 128,

@@ -40,7 +40,7 @@ NOT_MATHEMATICS = frozenset(
     pad_vocab_to_multiple_of attention_dropout initializer_range dtype param_dtype attention
     operation_configs scan_ring_attention zigzag remat loss_chunk
     moe.router_aux_loss_coef moe.router_z_loss_coef moe.bias_update_speed moe.exchange
-    moe.capacity_factor moe.exchange_chunks moe.grouped_matmul moe.expert_rule
+    moe.capacity_factor moe.exchange_chunks moe.dispatch_dtype moe.grouped_matmul moe.expert_rule
     """.split()
 )
 """Fields of `ModelConfig` that config.json does not hold: how a model is computed and trained."""

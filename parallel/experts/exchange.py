@@ -8,7 +8,7 @@ Letters: A rows to send, R rows of the receiving buffer, E groups, M rows of a b
 share the experts, D features.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -98,6 +98,7 @@ class PermuteAllToAll:
         return [[0], *(rest[i : i + each] for i in range(0, len(rest), each))]
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RaggedAllToAll:
     """An all-to-all in which every pair of devices exchanges a different number of rows.
@@ -108,9 +109,9 @@ class RaggedAllToAll:
     buffers are full.
     """
 
-    axes: tuple[str, ...]
-    rows: int
-    native: bool
+    axes: tuple[str, ...] = field(metadata={"static": True})
+    rows: int = field(metadata={"static": True})
+    native: bool = field(metadata={"static": True})
     sent_nnE: jax.Array
     kept_nnE: jax.Array
 
@@ -146,7 +147,10 @@ class RaggedAllToAll:
         return jnp.where(slot_R < ends.shape[0], slot_R % groups, groups).astype(jnp.int32)
 
     def send(self, x_AD: jax.Array) -> jax.Array:
-        """Send rows sorted by global group to their owners: `R D`, ordered by source and group."""
+        """Send rows sorted by global group to their owners: `R D`, ordered by source and group.
+
+        x_AD: rows, or one number per row.
+        """
         return self._exchange(x_AD, *self._offsets(), self.rows)
 
     def send_back(self, y_RD: jax.Array, rows: int) -> jax.Array:
@@ -166,7 +170,7 @@ class RaggedAllToAll:
     ) -> jax.Array:
         me = lax.axis_index(self.axes)
         if self.native:
-            into = jnp.zeros_like(x, shape=(rows, x.shape[1]))
+            into = jnp.zeros_like(x, shape=(rows, *x.shape[1:]))
             here = at_source[me], counts[me], at_target[me], counts[:, me]
             return lax.ragged_all_to_all(x, into, *here, axis_name=self.axes)
         gathered = all_gather(x, self.axes, 0)

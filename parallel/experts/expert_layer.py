@@ -8,8 +8,10 @@ Letters: T tokens of this device, K assignments per token, R rows, E experts, e 
 device, n devices that share the experts, C expert capacity, M = e C rows of a block, D embed.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +21,14 @@ from jax.ad_checkpoint import checkpoint_name
 from parallel.experts.exchange import PermuteAllToAll, RaggedAllToAll, all_to_all, num_devices
 from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec, expert_mlp
 from parallel.experts.permutation import (
+    Permutation,
     permute,
     permute_blocks,
     permute_weights,
     sort_by_group,
     unpermute,
 )
+from parallel.experts.quantized_rows import send_quantized
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.ring import all_gather, pcast_varying, reduce_scatter
 from parallel.sharding.specs import FEATURES, ROWS
@@ -67,11 +71,32 @@ def apply_experts(
     run = {"dense": _dense, "alltoall": _all_to_all, "ragged": _ragged}[spec.exchange]
     if not spec.axes and spec.exchange != "dense":
         run = _local
+    if run in (_dense, _local):  # the others round what they send
+
+        def stay(_: None, x: jax.Array) -> jax.Array:
+            return x
+
+        tokens = replace(tokens, x_TD=_dispatch(tokens.x_TD, None, stay, stay, spec))
     y_TD, num_kept = run(tokens, kernels, spec)
     if spec.split_dim is None:
         y_TD = lax.psum(y_TD, spec.axis_name)
     dropped = jnp.sum(tokens.experts_TK >= 0) - num_kept
     return y_TD, dropped.astype(jnp.float32)
+
+
+def _dispatch(
+    x_TD: jax.Array,
+    route: Any,
+    send: Callable[[Any, jax.Array], Any],
+    send_back: Callable[[Any, Any], jax.Array],
+    spec: ExpertLayerSpec,
+) -> Any:
+    """Return `send(route, x)`, in the bytes of `spec.row_dtype`; send_back: its transpose."""
+    with jax.named_scope("dispatch"):
+        if spec.row_dtype is None:
+            return send(route, x_TD)
+        axis_name = spec.axis_name if spec.split_dim == FEATURES else None
+        return send_quantized(x_TD, route, send, send_back, spec.row_dtype, axis_name)
 
 
 def _local(
@@ -107,25 +132,39 @@ def _all_to_all(
     mlp = partial(_block_mlp, bound=tokens.assignment_bound, kernels=kernels, spec=spec)
     if chunked:
         sizes_ne = all_to_all(sizes_ne[position_n], spec.axes)[permutes.sources()]
-        blocks, results = permute_blocks(tokens.x_TD, permutation, n), []
+
+        def send(route: Permutation, x_TD: jax.Array) -> list[jax.Array]:
+            return [permutes.send(rows, i) for i, rows in enumerate(permute_blocks(x_TD, route, n))]
+
+        def send_back(route: Permutation, blocks: list[jax.Array]) -> jax.Array:
+            blocks = [permutes.send(rows, i, back=True) for i, rows in enumerate(blocks)]
+            return unpermute(blocks, route, T)
+
+        received, results = _dispatch(tokens.x_TD, permutation, send, send_back, spec), []
         for chunk in permutes.chunks(spec.chunks):
             with jax.named_scope("dispatch"):
-                received = [permutes.send(blocks[i], i) for i in chunk]
                 weights = jnp.stack([permutes.send(weights_nM[i], i) for i in chunk])
-            done = mlp(received, weights, sizes_ne[chunk[0] : chunk[-1] + 1])
+            done = mlp([received[i] for i in chunk], weights, sizes_ne[chunk[0] : chunk[-1] + 1])
             with jax.named_scope("combine"):
                 results += [
                     permutes.send(y, i, back=True) for i, y in zip(chunk, done, strict=True)
                 ]
     else:
         sizes_ne, weights_nM = (all_to_all(x, spec.axes) for x in (sizes_ne, weights_nM))
-        rows_nMD = permute(tokens.x_TD, permutation).reshape(n, -1, D)
-        with jax.named_scope("dispatch"):
-            parts = jnp.split(all_to_all(rows_nMD, spec.axes), n)
-            received = [part.reshape(-1, D) for part in parts]
-        y_nMD = jnp.stack(mlp(received, weights_nM, sizes_ne))
+
+        def exchange(rows: jax.Array) -> jax.Array:
+            return all_to_all(rows.reshape(n, -1, *rows.shape[1:]), spec.axes).reshape(rows.shape)
+
+        received = _dispatch(
+            tokens.x_TD,
+            permutation,
+            lambda route, x_TD: exchange(permute(x_TD, route)),
+            lambda route, rows: unpermute([exchange(rows)], route, T),
+            spec,
+        )
+        y_nMD = jnp.stack(mlp(jnp.split(received, n), weights_nM, sizes_ne))
         with jax.named_scope("combine"):
-            results = [all_to_all(y_nMD, spec.axes).reshape(-1, D)]
+            results = [exchange(y_nMD.reshape(-1, D))]
     return unpermute(results, permutation, T), jnp.sum(groups.sizes_E)
 
 
@@ -170,10 +209,16 @@ def _ragged(
     weights_A = permute_weights(tokens.weights_TK.reshape(-1), permutation)
     rows = spec.receive_rows(T, bound)
     exchange = RaggedAllToAll.create(groups.sizes_E, spec.axes, rows=rows, native=spec.native)
+    received = _dispatch(
+        tokens.x_TD,
+        (exchange, permutation),
+        lambda route, x_TD: route[0].send(permute(x_TD, route[1])),
+        lambda route, rows: unpermute([route[0].send_back(rows, bound)], route[1], T),
+        spec,
+    )
+    received = checkpoint_name(received, "expert_rows")
     with jax.named_scope("dispatch"):
-        received = exchange.send(permute(tokens.x_TD, permutation))
-        received = checkpoint_name(received, "expert_rows")
-        weights_R = checkpoint_name(exchange.send(weights_A[:, None])[:, 0], "expert_rows")
+        weights_R = checkpoint_name(exchange.send(weights_A), "expert_rows")
     layout = spec.layout(rows, spec.num_experts // num_devices(spec.axes))
     y_RD = _sorted_mlp(received, weights_R, exchange.groups_R(), layout, kernels, spec)
     with jax.named_scope("combine"):

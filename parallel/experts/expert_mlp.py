@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from parallel.experts.exchange import num_devices
 from parallel.experts.grouped_matmul import GROUPED_MATMULS, grouped_matmul
-from parallel.experts.names import ExchangeMethod
+from parallel.experts.names import ExchangeMethod, RowDtype
 from parallel.experts.row_layout import RowGroups, RowLayout
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.local_matmul import concat_columns, split_columns
@@ -73,6 +73,8 @@ class ExpertLayerSpec(ExpertLinearSpec):
     1: one collective."""
     distances: tuple[int, ...] = ()
     """Order of these permutes, see `PermuteAllToAll`."""
+    row_dtype: RowDtype | None = None
+    """Dtype in which rows travel to their experts (`quantized_rows`); None: their own."""
     native: bool = False
     """Use `lax.ragged_all_to_all`."""
     block: int = 128

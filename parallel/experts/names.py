@@ -8,6 +8,9 @@ ExchangeMethod = Literal["dense", "alltoall", "ragged"]
 dense: every expert computes every token. alltoall: every pair of devices exchanges buffers of equal
 size. ragged: every pair of devices exchanges exactly the assigned rows (`ragged_all_to_all`)."""
 
+RowDtype = Literal["float8_e4m3fn", "int8"]
+"""Dtype in which rows travel to their experts, instead of their own."""
+
 ExpertRule = Literal["split", "alt", "unified"]
 """Sharding rule of expert kernels.
 

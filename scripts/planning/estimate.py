@@ -183,7 +183,8 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         routed = shape.tokens / mesh.tp * model.moe.num_experts_per_tok * model.hidden_size
         factor = model.moe.capacity_factor or 1.0
         # To the experts and back, forward and backward; a quarter of the bytes of an all-gather.
-        moved = parts * sparse * 4 * factor * routed * shape.b * mesh.ep / 4
+        hops = 4 * shape.b if model.moe.dispatch_dtype is None else 3 * shape.b + 1
+        moved = parts * sparse * hops * factor * routed * mesh.ep / 4
         found["ep"] = ring(mesh.ep, moved, mesh.ep * mesh.sp * mesh.tp)
     if mesh.sp > 1:
         heads = 2 * model.num_key_value_heads * model.head_size / mesh.tp

@@ -2,8 +2,8 @@
 
 Experts are a discrete choice, which a rounding may turn where two of them are nearly equal. So that
 it decides nothing, a few features of the residual stream are kept for routing: each token has
-levels there that differ clearly from expert to expert, no layer writes to them, and the kernel of
-the router reads mostly them.
+levels there that differ clearly from expert to expert and from group to group, no layer writes to
+them, and the kernel of the router reads mostly them.
 """
 
 import dataclasses
@@ -66,9 +66,8 @@ def _decide_experts(params: Any, config: Config, rng: np.random.Generator) -> An
     def changed(path: tuple[Any, ...], value: np.ndarray) -> np.ndarray:
         keys = name_of(path).split("/")
         if keys[0] == "embed":
-            levels = HIGHEST_LEVEL * LEVEL_RATIO ** np.arange(experts)
             value = value.copy()
-            value[:, :experts] = rng.permuted(np.tile(levels, (len(value), 1)), axis=1)
+            value[:, :experts] = routing_levels(len(value), experts, config.model.moe.n_group, rng)
         elif keys[-2:] == ["router", "bias"]:
             value = ROUTER_BIAS_NOISE * rng.standard_normal(value.shape)
         elif keys[-2:] == ["router", "kernel"]:
@@ -80,6 +79,22 @@ def _decide_experts(params: Any, config: Config, rng: np.random.Generator) -> An
         return value
 
     return jax.tree_util.tree_map_with_path(changed, params)
+
+
+def routing_levels(tokens: int, experts: int, groups: int, rng: np.random.Generator) -> np.ndarray:
+    """Return a level per expert for every token, `T E`: the same levels in a random order.
+
+    A router ranks a group of experts by its one or two best. These are above the two best of every
+    lower group, so that the sums of two groups are never nearly equal.
+    """
+    levels = HIGHEST_LEVEL * LEVEL_RATIO ** np.arange(experts)
+    best = min(2, experts // groups)
+    highest, others = levels[: groups * best], levels[groups * best :]
+    others_TGM = rng.permuted(np.tile(others, (tokens, 1)), axis=1).reshape(tokens, groups, -1)
+    highest_TGM = np.broadcast_to(highest.reshape(groups, best), (tokens, groups, best))
+    levels_TGM = rng.permuted(np.concatenate([highest_TGM, others_TGM], axis=2), axis=2)
+    order_TG = rng.random((tokens, groups)).argsort(axis=1)
+    return np.take_along_axis(levels_TGM, order_TG[:, :, None], axis=1).reshape(tokens, experts)
 
 
 def random_batch(config: Config, seed: int) -> dict[str, np.ndarray]:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import verify
 from verification.bounds import check_finite, compare, failure
 from verification.cases import Case, factorisations, find_cases, spread
+from verification.inputs import LEVEL_RATIO, routing_levels
 from verification.results import Results
 from verification.scaling import as_tree, scale_down, shrink
 from verification.steps import StepResult
@@ -92,6 +93,18 @@ def test_every_configuration_of_the_repository_scales_down(path) -> None:
     small = scale_down(load_config(path))
     assert small.model.num_parameters < 1_000_000
     assert make_config(as_tree(small)) == small
+
+
+@pytest.mark.parametrize("scores_per_group", [1, 2])
+@pytest.mark.parametrize(("experts", "groups"), [(16, 4), (16, 1), (8, 4), (4, 4)])
+def test_no_two_experts_or_groups_are_nearly_equal(experts, groups, scores_per_group) -> None:
+    levels_TE = routing_levels(50, experts, groups, np.random.default_rng(0))
+    ordered_TE = np.sort(levels_TE, axis=1)
+    np.testing.assert_array_equal(ordered_TE[1:], ordered_TE[:-1])
+    assert len({tuple(row) for row in levels_TE.argsort(axis=1)}) > 10
+    best_TGm = np.sort(levels_TE.reshape(50, groups, -1), axis=2)[:, :, -scores_per_group:]
+    for values_TN in (ordered_TE, np.sort(best_TGm.sum(axis=2), axis=1)):
+        assert (values_TN[:, :-1] <= values_TN[:, 1:] * LEVEL_RATIO * 1.0001).all()
 
 
 # Cases.

@@ -313,6 +313,7 @@ OTHER_VALUES = {
     "moe.exchange": "dense",
     "moe.capacity_factor": 2.0,
     "moe.exchange_chunks": 2,
+    "moe.dispatch_dtype": "int8",
     "moe.grouped_matmul": "padded",
     "moe.expert_rule": "alt",
 }

@@ -37,13 +37,14 @@ class Case:
     overlap: str = "none"
     max_assignments: int | None = None
     distances: tuple[int, ...] = ()
+    row_dtype: str | None = None
     mesh: tuple[tuple[str, int], ...] = (("ep", 2), ("tp", 2))
 
     def __str__(self) -> str:
         mesh = "-".join(f"{name}{size}" for name, size in self.mesh)
         capacity = f"capacity{self.factor}" if self.factor else "dropless"
         parts = mesh, self.exchange, self.impl, self.residual, capacity, self.overlap, self.chunks
-        parts += self.distances
+        parts += self.distances if self.row_dtype is None else (self.row_dtype,)
         return "-".join(map(str, parts))
 
     @property
@@ -71,6 +72,7 @@ class Case:
             capacity_factor=self.factor,
             chunks=self.chunks,
             distances=self.distances,
+            row_dtype=self.row_dtype,
             block=4,
         )
 
@@ -205,6 +207,8 @@ def assert_equals_every_expert_on_every_token(
 ):
     (y, dropped, gradient), _ = run(case, **options)
     arrays, experts, cotangent = inputs(**options)
+    if case.row_dtype is not None:
+        arrays = (in_one_byte(arrays[0], case.row_dtype), *arrays[1:])
     assert y.dtype == arrays[0].dtype and gradient[1].dtype == dropped.dtype == np.float32
     kept = kept_by(case, experts)
     lost_of = ((experts >= 0) & ~kept).reshape(math.prod(case.sources), -1).sum(1)
@@ -269,6 +273,42 @@ def test_full_buffers_without_a_capacity_drop_nothing(exchange) -> None:
 def test_bfloat16_differs_by_a_few_roundings_and_drops_the_same_tokens() -> None:
     case = Case("alltoall", "ragged_dot", mesh=FOUR)
     assert_equals_every_expert_on_every_token(case, *BFLOAT16_BOUNDS, dtype=jnp.bfloat16)
+
+
+def in_one_byte(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Return rows rounded to one byte per number times a power of two for each row."""
+    most = float(jnp.finfo(dtype).max if dtype.startswith("float") else jnp.iinfo(dtype).max)
+    rounded = np.empty_like(x)
+    for row, out in zip(x, rounded, strict=True):
+        scale = 2.0 ** math.ceil(math.log2(np.abs(row).max() / most))
+        scaled = row / scale if dtype.startswith("float") else np.rint(row / scale)
+        out[:] = scale * scaled.astype(jnp.dtype(dtype)).astype(np.float64)
+    return rounded
+
+
+BYTES = [
+    Case("alltoall", "ragged_dot", mesh=FOUR, row_dtype="float8_e4m3fn"),
+    Case("alltoall", "padded", "hidden", chunks=2, row_dtype="int8"),
+    Case("ragged", "ragged_dot", "sequence", row_dtype="int8"),
+    Case("alltoall", "padded", mesh=(("tp", 2),), row_dtype="float8_e4m3fn"),
+    Case("dense", "einsum", "hidden", row_dtype="int8"),
+]
+
+
+@pytest.mark.parametrize("case", BYTES, ids=str)
+def test_experts_read_rows_in_one_byte_per_number_on_every_mesh(case) -> None:
+    """The results and gradients are those of rounded rows, however and whether they travel."""
+    assert_equals_every_expert_on_every_token(case)
+
+
+@pytest.mark.parametrize(("chunks", "collective"), [(1, "all-to-all"), (3, "collective-permute")])
+def test_rows_travel_in_one_byte_per_number(chunks, collective) -> None:
+    case = Case("alltoall", "padded", mesh=FOUR, chunks=chunks, row_dtype="float8_e4m3fn")
+    _, program = run(case)
+    sent = re.findall(rf"= \(?(\w+)\[[\d,]*\b{D}\]\S* .*{collective}\(.*/dispatch/", program)
+    there = back = 1 if chunks == 1 else 3
+    # The gradients return in their own dtype.
+    assert sorted(sent) == ["f32"] * back + ["u8"] * there
 
 
 REMAT = jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES)
