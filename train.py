@@ -22,7 +22,7 @@ from configs.build import (
     open_devices,
 )
 from configs.preflight import describe_machine, describe_program
-from configs.schema import Config, dump_config, load_config
+from configs.schema import Config, dump_config, fill_mesh, load_config
 from data.files import DataError
 from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer, with_bos, without_ends
@@ -54,6 +54,8 @@ def open_session(
     """
     if group.is_primary:
         check_reference(config.run, config.training, config.checkpoint)
+    devices, notice = open_devices(config)
+    config = fill_mesh(config, len(devices))
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
@@ -64,7 +66,6 @@ def open_session(
         dataset = Dataset(config.data, tokenizer)
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
-    devices, notice = open_devices(config)
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
@@ -135,7 +136,7 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
     cluster = select_cluster(given, config.cluster, os.environ, detect=args.distributed)
     if cluster is None:
         return ProcessGroup()
-    group = initialize(cluster, config.cluster, config.mesh.num_devices)
+    group = initialize(cluster, config.cluster, config.mesh.given_devices)
     if not group.is_primary:
         log.addHandler(logging.NullHandler())  # until its own log file is open
     group.check_equal("preflight", describe_program(config))

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from configs.memory import resolve_remat
-from configs.schema import Config
+from configs.schema import Config, fill_mesh
 from data.batch import FIELDS
 from data.config import values_by_step
 from model.config import LinearKind
@@ -49,7 +49,8 @@ def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
 
     Also turns on the compilation cache of the configuration.
     """
-    devices, notice = find_devices(config.mesh.num_devices)
+    mesh = config.mesh
+    devices, notice = find_devices(mesh.num_devices, take_all=mesh.given_devices is None)
     if config.run.compilation_cache is not None:
         cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
         jax.config.update("jax_compilation_cache_dir", cache)
@@ -64,6 +65,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
     Raises:
         ValueError: The configuration cannot run on these devices; names the key and a remedy.
     """
+    config = fill_mesh(config, len(devices))
     tp = TensorParallelConfig(
         mesh=build_mesh(config.mesh, devices),
         partition_axis=residual_rules(config.parallel.residual),

@@ -12,7 +12,7 @@ import numpy as np
 
 from configs.build import build_program, open_devices
 from configs.reading import apply_overrides, import_plugins
-from configs.schema import Config, dump_config, load_config, make_config
+from configs.schema import Config, dump_config, fill_mesh, load_config, make_config
 from data.tokenizers.base import (
     TOKENIZER_FILE,
     TOKENIZER_FOLDER,
@@ -138,6 +138,7 @@ def import_model(
         check_empty(run)
     group.barrier("empty")
     devices, notice = open_devices(config)
+    config = fill_mesh(config, len(devices))
     program = build_program(config, devices)
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(program.tp.manager.mesh))

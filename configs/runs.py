@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from configs.build import build_program, open_devices
-from configs.schema import Config, load_config
+from configs.schema import Config, fill_mesh, load_config
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_tokenizer
 from model.lora import LoRAConfig, merge_adapters
 from training.checkpoint import Checkpoints
@@ -98,6 +98,7 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
         raise ValueError(f"{directory} has no config.yaml; give a run directory of train.py")
     config = load_config(path, overrides)
     devices, notice = open_devices(config)
+    config = fill_mesh(config, len(devices))
     saved = saved_tokenizer(directory)
     name = config.data.tokenizer if saved is None else str(saved)
     tokenizer = open_tokenizer(name, config.data.eos_token)

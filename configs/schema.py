@@ -29,7 +29,7 @@ from model.router import ROUTERS, check_router
 from parallel.cluster.config import ClusterConfig
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
 from parallel.linear.choice import OverlapChoice
-from parallel.sharding.mesh import MeshConfig
+from parallel.sharding.mesh import AUTO_SIZES, AXIS_NAMES, MeshConfig
 from parallel.sharding.residual import DEFAULT_RESIDUAL, RESIDUAL_LAYOUTS
 from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint_policy import CheckpointConfig
@@ -107,7 +107,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises: ConfigError.
     """
-    return make_config(read_tree(path, overrides))
+    tree = read_tree(path, overrides)
+    mesh, named = tree.get("mesh"), {override.partition("=")[0] for override in overrides}
+    if isinstance(mesh, dict):
+        # An override that is auto takes over from an axis that is auto in the file.
+        automatic = [axis for axis in AXIS_NAMES if mesh.get(axis) in AUTO_SIZES]
+        replaced = [axis for axis in automatic if f"mesh.{axis}" not in named]
+        if 0 < len(replaced) < len(automatic):
+            mesh |= dict.fromkeys(replaced, 1)
+    return make_config(tree)
 
 
 def make_config(tree: dict[str, Any]) -> Config:
@@ -117,8 +125,25 @@ def make_config(tree: dict[str, Any]) -> Config:
     """
     import_plugins(tree)
     config = validate({**tree, "plugins": tuple(tree.get("plugins") or ())}, Config)
-    _cross_check(config)
+    # What an automatic axis divides is checked by `fill_mesh`: its size is not known yet.
+    _cross_check(config.model_copy(update={"mesh": config.mesh.smallest()}))
     return config
+
+
+def fill_mesh(config: Config, num_devices: int) -> Config:
+    """Return the configuration with the size that an automatic mesh axis has on these devices.
+
+    Raises: ConfigError if the mesh, or what it divides, does not fit this number of devices.
+    """
+    axis = config.mesh.auto_axis
+    if axis is None:
+        return config
+    try:
+        filled = config.model_copy(update={"mesh": config.mesh.filled(num_devices)})
+        _cross_check(filled)
+    except ValueError as error:
+        raise ConfigError(f"mesh.{axis}=auto on {num_devices} devices: {error}") from error
+    return filled
 
 
 def dump_config(config: Config) -> str:

@@ -81,7 +81,7 @@ def from_hf(args: argparse.Namespace) -> None:
     cluster = select_cluster(given, config.cluster, os.environ, detect=args.distributed)
     group = ProcessGroup()
     if cluster is not None:
-        group = initialize(cluster, config.cluster, config.mesh.num_devices)
+        group = initialize(cluster, config.cluster, config.mesh.given_devices)
     begin = time.perf_counter()
     try:
         with ProgressBar("reading", silent=not group.is_primary) as bar:

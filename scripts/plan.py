@@ -30,7 +30,7 @@ from planning.step import StepPlan, check_mesh, plan_step
 from rich.console import Console
 from rich.status import Status
 
-from configs.schema import Config, load_config
+from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import read_topology
 from parallel.planning.trace import write_trace
@@ -135,8 +135,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         if (nodes := gpus.read_gpus(options.topology)) is not None:
-            return _plan_gpus(options, config, nodes)
+            return _plan_gpus(options, fill_mesh(config, nodes.num_gpus), nodes)
         topology = read_topology(options.topology)
+        config = fill_mesh(config, topology.num_chips)
         check_mesh(config, topology)
         if options.check_mesh:
             print(f"mesh {report.mesh_name(config)} fits {topology}", file=sys.stderr)

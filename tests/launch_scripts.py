@@ -10,7 +10,7 @@ from conftest import ROOT
 LAUNCH = ROOT / "scripts" / "launch"
 BASH = shutil.which("bash") or "/bin/bash"
 PLACE = ["--name", "torus", "--zone", "z"]
-TRAIN = ["--config", "configs/tp8.yaml", "mesh.dp=2"]
+TRAIN = ["--config", "configs/tp8.yaml", "mesh.dp=2", "mesh.tp=8"]
 UP = ["up", *PLACE, "--accelerator", "v5litepod-16"]
 STRANGE = ["data.files=a b/*.txt", "x='q' \"r\" & \\n $HOME `id`", "--flag="]
 

@@ -13,7 +13,7 @@ from jax._src import clusters
 from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ClusterConfig
 from parallel.cluster.listener import is_loopback
 from parallel.cluster.process_group import ProcessGroup
-from parallel.sharding.devices import prevent_deadlocks
+from parallel.sharding.devices import NUM_SIMULATED, prevent_deadlocks
 
 TOKEN_VARIABLE = "TORUS_RUN_TOKEN"
 """Environment variable with the secret of this attempt of a run. The launch scripts set it."""
@@ -94,15 +94,18 @@ def select_cluster(
     return replace(find_cluster(config), token=token)
 
 
-def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int) -> ProcessGroup:
+def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int | None) -> ProcessGroup:
     """Connect all processes, then initialize jax.distributed; call before any jax backend starts.
 
-    num_devices: of the whole mesh; without accelerators each process simulates its share.
+    num_devices: of the whole mesh; without accelerators each process simulates its share. None: the
+        mesh takes all devices; without accelerators the processes simulate 8 together.
 
     Raises: ProcessGroupError if a process is missing, unreachable, or has a wrong clock;
         ValueError.
     """
     _check(cluster)
+    if num_devices is None:
+        num_devices = max(1, NUM_SIMULATED // cluster.num_processes) * cluster.num_processes
     if num_devices % cluster.num_processes:
         raise ValueError(
             f"mesh.* multiplies to {num_devices} devices, which do not divide over "

@@ -7,28 +7,33 @@ from dataclasses import dataclass
 
 import jax
 
+NUM_SIMULATED = 8
+"""Devices that an automatic mesh axis fills on a machine without accelerators."""
 
-def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
+
+def find_devices(
+    num_devices: int, *, take_all: bool = False
+) -> tuple[list[jax.Device], str | None]:
     """Return the devices of a run, and a line to log if they are simulated.
 
-    Accelerators if there are exactly enough of them, otherwise simulated CPU devices. Call this
-    before anything else starts a jax backend, which fixes the number of CPU devices.
+    CPU devices are simulated where jax finds no accelerator, or where JAX_PLATFORMS=cpu hides them.
+    Call this before anything else starts a jax backend, which fixes the number of CPU devices.
 
-    Raises: ValueError if accelerators would stay unused, or if the backend has too few devices.
+    Args:
+        num_devices: Devices of the mesh.
+        take_all: Return all accelerators, or the number of CPU devices in JAX_NUM_CPU_DEVICES;
+            num_devices is what to simulate without either.
+
+    Raises: ValueError if there is another number of accelerators, or if the backend has too few
+        devices.
     """
     describe_missing_tpu()
-    is_alone = not jax.distributed.is_initialized()
-    if is_alone and num_devices > 1:
-        prevent_deadlocks()
     # JAX_NUM_CPU_DEVICES may ask for enough already.
-    if is_alone and jax.config.values["jax_num_cpu_devices"] < num_devices:
-        try:
-            jax.config.update("jax_num_cpu_devices", num_devices)
-        except RuntimeError as error:
-            raise ValueError(
-                f"the mesh needs {num_devices} CPU devices, but jax already started with "
-                f"{jax.device_count('cpu')}; build the mesh first"
-            ) from error
+    configured = jax.config.values["jax_num_cpu_devices"]
+    if take_all and configured > 0:
+        num_devices = configured
+    if not jax.distributed.is_initialized():
+        _simulate(num_devices, at_least=configured)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -36,34 +41,40 @@ def find_devices(num_devices: int) -> tuple[list[jax.Device], str | None]:
             f"jax finds no device: {str(error).splitlines()[0] if str(error) else 'no backend'}; "
             "check JAX_PLATFORMS and the installed plugins"
         ) from error
-    platform = devices[0].platform
-    if jax.process_count() > 1:
-        if not jax.distributed.is_initialized():
-            raise ValueError(
-                f"these {platform} devices belong to {jax.process_count()} processes; start "
-                "train.py on all of them with --distributed"
-            )
-        if len(devices) != num_devices:
-            raise ValueError(
-                f"mesh.* multiplies to {num_devices} but the {jax.process_count()} processes have "
-                f"{len(devices)} {platform} devices; make the product {len(devices)}"
-            )
-        return list(devices), None
-    if platform != "cpu":
-        if len(devices) == num_devices:
-            return list(devices), None
-        if len(devices) > num_devices:
-            raise ValueError(
-                f"mesh.* multiplies to {num_devices} but there are {len(devices)} {platform} "
-                f"devices; make the product {len(devices)}, or hide the rest from jax"
-            )
-        found = f"{len(devices)} {platform} device{'s' if len(devices) > 1 else ''}"
-        jax.config.update("jax_default_device", jax.devices("cpu")[0])
-    else:
-        found = "no accelerator"
-    cpus = jax.devices("cpu")[:num_devices]
-    noun = "device" if num_devices == 1 else "devices"
-    return cpus, f"found {found}; simulating {num_devices} {noun} on the CPU"
+    platform, several = devices[0].platform, jax.process_count() > 1
+    if several and not jax.distributed.is_initialized():
+        raise ValueError(
+            f"these {platform} devices belong to {jax.process_count()} processes; start train.py "
+            "on all of them with --distributed"
+        )
+    if platform == "cpu" and not several:
+        noun = "device" if num_devices == 1 else "devices"
+        notice = f"found no accelerator; simulating {num_devices} {noun} on the CPU"
+        return jax.devices("cpu")[:num_devices], notice
+    if len(devices) != num_devices and not take_all:
+        noun = f"{platform} device{'s' if len(devices) > 1 else ''}"
+        owners = f"the {jax.process_count()} processes have" if several else "this machine has"
+        raise ValueError(
+            f"mesh.* multiplies to {num_devices}, but {owners} {len(devices)} {noun}; make the "
+            f"product {len(devices)}, or give one axis as auto"
+            + ("" if several else f"; JAX_PLATFORMS=cpu simulates {num_devices} on the CPU")
+        )
+    return list(devices), None
+
+
+def _simulate(num_devices: int, at_least: int) -> None:
+    """Let jax start with this many CPU devices; it has `at_least` by its configuration."""
+    if num_devices > 1:
+        prevent_deadlocks()
+    if at_least >= num_devices:
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the mesh needs {num_devices} CPU devices, but jax already started with "
+            f"{jax.device_count('cpu')}; build the mesh first"
+        ) from error
 
 
 def describe_missing_tpu() -> None:

@@ -17,17 +17,32 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
-from pydantic import BaseModel, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ModelWrapValidatorHandler,
+    PositiveInt,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
+from parallel.sharding.devices import NUM_SIMULATED
 from parallel.sharding.partition import refuse_unknown_keys
 
 _LOG = logging.getLogger(__name__)
 
 AXIS_NAMES = ("dp", "fsdp", "ep", "sp", "tp")
+AUTO_SIZES = ("auto", -1)
+"""Sizes of a mesh axis that takes the devices which the other axes leave."""
 
 
 class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Number of devices along each mesh axis; their product is the number of devices."""
+    """Number of devices along each mesh axis; their product is the number of devices.
+
+    One axis may be `auto` or -1: it takes the accelerators that the other axes leave. Until these
+    are counted (`filled`), and without accelerators, it makes the product at most 8.
+    """
 
     dp: PositiveInt = 1
     """Data parallel: splits the batch; every dp rank holds all parameters."""
@@ -43,6 +58,70 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """Number of TPU slices that dp spans; does not change the number of devices. Only gradient and
     loss reductions cross the data-centre network between slices. CPU and GPU devices are divided
     into slices in order."""
+    _auto: str | None = PrivateAttr(None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read_auto(cls, data: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, Mapping):
+            return validate(data)
+        automatic = [name for name in AXIS_NAMES if data.get(name) in AUTO_SIZES]
+        if not automatic:
+            return validate(data)
+        if len(automatic) > 1:
+            raise ValueError(
+                f"mesh.{automatic[0]} and mesh.{automatic[1]} are both auto, but only one axis can "
+                f"take the remaining devices; give one of them a size, such as "
+                f"mesh.{automatic[1]}=1"
+            )
+        (axis,) = automatic
+        others = validate({**data, axis: 1}).num_devices
+        config = validate({**data, axis: max(1, NUM_SIMULATED // others)})
+        config._auto = axis  # type: ignore[misc]  # private attributes are not frozen
+        return config
+
+    @model_serializer(mode="wrap")
+    def _write_auto(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return serialize(self) | ({self._auto: "auto"} if self._auto else {})
+
+    @property
+    def auto_axis(self) -> str | None:
+        """The axis that takes the devices which the others leave; None: all have a given size."""
+        return self._auto
+
+    @property
+    def given_devices(self) -> int | None:
+        """The product of all axes; None if one of them takes all devices that there are."""
+        return None if self._auto else self.num_devices
+
+    def smallest(self) -> "MeshConfig":
+        """Return the mesh with one device along its automatic axis."""
+        return (
+            self
+            if self._auto is None
+            else self.filled(self.num_devices // getattr(self, self._auto))
+        )
+
+    def filled(self, num_devices: int) -> "MeshConfig":
+        """Return the mesh whose automatic axis takes all of these devices, as a size.
+
+        Raises: ValueError if the other axes do not divide the number of devices.
+        """
+        if self._auto is None:
+            return self
+        sizes = {name: getattr(self, name) for name in type(self).model_fields}
+        others = self.num_devices // sizes[self._auto]
+        if num_devices % others:
+            axes = " * ".join(
+                f"mesh.{name}={sizes[name]}"
+                for name in AXIS_NAMES
+                if name != self._auto and sizes[name] > 1
+            )
+            raise ValueError(
+                f"mesh.{self._auto}=auto: {axes} does not divide {num_devices} "
+                f"device{'s' if num_devices > 1 else ''}; make it a divisor of {num_devices}"
+            )
+        return MeshConfig(**(sizes | {self._auto: num_devices // others}))
 
     @model_validator(mode="after")
     def _has_whole_slices(self) -> Self:

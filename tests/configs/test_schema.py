@@ -8,9 +8,12 @@ from conftest import ROOT
 from pydantic import BaseModel
 
 from configs.reading import ConfigError, config_keys, section_of
-from configs.schema import Config, dump_config, load_config
+from configs.schema import Config, dump_config, fill_mesh, load_config
+from parallel.sharding.mesh import MeshConfig
 
 TP8 = ROOT / "configs" / "tp8.yaml"
+FIXED = "mesh.tp=8"
+"""Without it, the size of tp depends on the machine."""
 
 LONGROPE = (
     "{type: longrope, factor: 2, original_max_position_embeddings: 64, short_factor: [1], "
@@ -208,8 +211,9 @@ EXPERT_REFUSALS = {
 
 
 def refusal(path, *overrides: str) -> str:
+    fixed = [FIXED] if path == TP8 else []
     with pytest.raises(ConfigError) as error:
-        load_config(path, overrides)
+        load_config(path, [*fixed, *overrides])
     return str(error.value)
 
 
@@ -302,7 +306,7 @@ def test_an_unquoted_string_in_an_override_is_kept_whole(text, value):
 
 
 def test_an_override_keeps_the_other_keys_of_its_section():
-    plain, changed = load_config(TP8), load_config(TP8, ["mesh.dp=2"])
+    plain, changed = load_config(TP8, [FIXED]), load_config(TP8, [FIXED, "mesh.dp=2"])
     assert changed.mesh == plain.mesh.model_copy(update={"dp": 2})
     assert changed == plain.model_copy(update={"mesh": changed.mesh})
 
@@ -366,9 +370,39 @@ def test_a_binary_file_is_refused_by_name(tmp_path):
     assert f"--config {path}" in refusal(path)
 
 
+@pytest.mark.parametrize("size", ["auto", "-1"])
+def test_an_automatic_axis_takes_the_devices_that_the_others_leave(size):
+    config = load_config(TP8, [f"mesh.fsdp={size}", "mesh.dp=2"])
+    assert config.mesh == MeshConfig(dp=2, fsdp=size if size == "auto" else -1)
+    assert (config.mesh.fsdp, config.mesh.given_devices) == (4, None)
+    mesh = fill_mesh(config, 2).mesh
+    assert mesh == MeshConfig(dp=2) and mesh.given_devices == 2
+    assert fill_mesh(config, 16).mesh == MeshConfig(dp=2, fsdp=8)
+    assert fill_mesh(load_config(TP8, [FIXED]), 1).mesh == MeshConfig(tp=8)
+
+
+def test_an_override_takes_over_from_the_automatic_axis_of_the_file():
+    assert load_config(TP8).mesh == MeshConfig(tp="auto")
+    assert load_config(TP8, ["mesh.fsdp=auto"]).mesh == MeshConfig(fsdp="auto")
+    assert load_config(TP8, ["mesh.dp=4"]).mesh.tp == 2
+
+
+def test_an_automatic_axis_that_does_not_fit_is_refused_on_one_line(tmp_path):
+    message = refusal(written(tmp_path, "mesh: {tp: auto, sp: auto}"))
+    assert message.startswith("mesh.sp and mesh.tp are both auto, but only one axis")
+    odd = load_config(TP8, ["mesh.tp=4", "mesh.dp=auto"])
+    with pytest.raises(ConfigError, match=r"mesh\.tp=4 does not divide 6 devices; make it a div"):
+        fill_mesh(odd, 6)
+    wide = r"mesh\.tp=auto on 16 devices: model\.num_attention_heads=8 is not divisible by mesh\.tp"
+    with pytest.raises(ConfigError, match=wide):
+        fill_mesh(load_config(TP8), 16)
+    # A size that this machine would refuse may fit another one.
+    load_config(TP8, ["data.global_batch_size=2", "mesh.fsdp=auto"])
+
+
 def test_all_wrong_values_are_reported_on_one_line():
-    message = refusal(TP8, "training.steps=ten", "mesh.dp=-1")
-    assert "training.steps='ten'" in message and "mesh.dp=-1" in message
+    message = refusal(TP8, "training.steps=ten", "mesh.dp=-2")
+    assert "training.steps='ten'" in message and "mesh.dp=-2" in message
     assert "\n" not in message
 
 

@@ -1,16 +1,49 @@
-"""Opening devices: libtpu without a TPU prints nothing, and a TPU VM finds its own values."""
+"""Opening devices: a mesh takes the accelerators or says why not; libtpu stays silent."""
 
 import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
 import pytest
 from conftest import ROOT
 
-from parallel.sharding.devices import describe_missing_tpu
+from configs.build import open_devices
+from configs.schema import load_config
+from parallel.sharding.devices import describe_missing_tpu, find_devices
 
 VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
+
+
+def have_gpus(monkeypatch, count: int) -> None:
+    gpus = [SimpleNamespace(platform="gpu", id=i) for i in range(count)]
+    cpus = jax.devices("cpu")
+    monkeypatch.setattr("jax.devices", lambda backend=None: cpus if backend else gpus)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_demo_takes_the_accelerators_that_there_are(monkeypatch, count) -> None:
+    have_gpus(monkeypatch, count)
+    config = load_config(ROOT / "configs" / "tp8.yaml", ["run.compilation_cache=null"])
+    devices, notice = open_devices(config)
+    assert [device.platform for device in devices] == ["gpu"] * count and notice is None
+
+
+@pytest.mark.parametrize(("count", "have"), [(1, "1 gpu device"), (16, "16 gpu devices")])
+def test_nothing_is_simulated_beside_accelerators(monkeypatch, count, have) -> None:
+    have_gpus(monkeypatch, count)
+    remedy = f"make the product {count}, or give one axis as auto; JAX_PLATFORMS=cpu simulates 8"
+    with pytest.raises(ValueError, match=f"8, but this machine has {have}; {remedy}"):
+        find_devices(8)
+
+
+def test_without_accelerators_the_automatic_axis_simulates_as_many_as_jax_is_told() -> None:
+    assert find_devices(3, take_all=True) == (
+        jax.devices(),
+        "found no accelerator; simulating 8 devices on the CPU",
+    )
 
 
 @pytest.mark.parametrize(
