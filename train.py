@@ -31,11 +31,11 @@ from model.generation.sampling import SamplingConfig
 from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
-from parallel.cluster.signals import StopRequest
+from parallel.cluster.signals import StoppedEarly, StopRequest
 from parallel.planning.sharding_table import render
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
-from training.logs import log
+from training.logs import aligned, log
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
 from training.trainer import EXIT_RESUMABLE
@@ -70,7 +70,7 @@ def open_session(
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
     announce = [
-        *([notice] if notice else []),
+        *([f"devices: {notice}"] if notice else []),
         *program.plan.describe(),
         *program.describe_objective(),
         *(source.summary for source in dataset.sources),
@@ -95,7 +95,7 @@ def open_session(
         jax.set_mesh(program.tp.manager.mesh),
         open_run(program, dataset, settings, generate=sample, stop=stop, group=group) as trainer,
     ):
-        for line in announce:
+        for line in aligned(announce):
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
         yield trainer.train
@@ -110,7 +110,7 @@ def print_plan(config: Config) -> None:
     devices, notice = open_devices(config)
     program = build_program(config, devices)
     lines = [*program.plan.describe(), *program.describe_objective()]
-    print(*([notice] if notice else []), *lines, sep="\n")
+    print(*aligned([*([f"devices: {notice}"] if notice else []), *lines]), sep="\n")
 
 
 def print_sharding(config: Config) -> None:
@@ -145,11 +145,12 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
 
 def train(config: Config, args: argparse.Namespace) -> int:
     """Run one process of a training run, and return its exit code."""
-    stop, group = StopRequest().install(), ProcessGroup()
+    stop, group = StopRequest().install(_answer), ProcessGroup()
     try:
         with contextlib.ExitStack() as stack:
             try:
                 group = open_cluster(config, args)
+                stop.has_nothing_to_save = group.num_processes == 1
                 run = stack.enter_context(open_session(config, stop, group))
             except (ValueError, OSError) as error:
                 return _end(group, EXIT_BAD_INPUT, error)
@@ -158,6 +159,9 @@ def train(config: Config, args: argparse.Namespace) -> int:
                 jax.distributed.shutdown()  # before the group stops watching for lost processes
                 group.close()
             return code
+    except StoppedEarly as stopped:
+        print(stopped)
+        return EXIT_RESUMABLE
     except ProcessGroupError as error:
         return _end(group, error.exit_code, error)
     except (CheckpointError, TrainingError, DataError, OSError) as error:
@@ -174,6 +178,14 @@ def train(config: Config, args: argparse.Namespace) -> int:
         )
         group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], code)
         return code
+
+
+def _answer(text: str) -> None:
+    """Show the answer to a signal, also before the log of the run is open."""
+    if log.handlers:
+        log.info("%s", text)
+    else:
+        print(text, flush=True)
 
 
 def _end(group: ProcessGroup, code: int, error: Exception) -> int:

@@ -256,7 +256,7 @@ def describe_parameters(program: Program, table: Mapping[str, list[Row]]) -> Ite
     state = program.abstract_state
     parts = {"optimizer": True, "moving average": state.ema, "reference model": state.reference}
     others = [name for name, part in parts.items() if part is not None]
-    yield f"{_joined(['parameters', *others])}: {summary(rows)}"
+    yield f"memory of {_joined(['parameters', *others])}: {summary(rows)}"
     if program.plan.lora.rank:
         trained, total = (
             sum(math.prod(x.shape) for x in jax.tree.leaves(tree))

@@ -146,7 +146,7 @@ class ExecutionPlan:
             rows = self._of_lengths([length for length, _ in found])
             yield f"attention {name} for {kind}{rows and f', rows{rows}'}: {found[0][1].reason}"
         if self.attend_across_documents:
-            yield "tokens attend to earlier documents of their row (data.attend_across_documents)"
+            yield "documents: tokens attend to earlier ones of their row too"
         if self.tpu_forms:
             yield self._tpu_line()
         if model.mla is not None:
@@ -170,7 +170,7 @@ class ExecutionPlan:
         if model.num_key_value_heads % sizes[self.tp.axis_name]:
             width = 2 * model.num_key_value_heads * model.head_size
             yield (
-                f"{model.num_key_value_heads} key-value heads do not divide over "
+                f"heads: {model.num_key_value_heads} key-value heads do not divide over "
                 f"{self.tp.axis_name}={sizes[self.tp.axis_name]}: every device gathers all keys "
                 f"and values, {width * jnp.dtype(model.dtype).itemsize:,} bytes per token and layer"
             )

@@ -74,6 +74,7 @@ def kept_signals() -> Iterator[None]:
     try:
         yield
     finally:
+        signal.set_wakeup_fd(-1)
         for number, handler in before.items():
             signal.signal(number, handler)
 

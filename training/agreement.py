@@ -37,6 +37,10 @@ class StepCoordinator:
         self._save_requested = self._is_report_pending = False
         self._num_reports = 0
 
+    def begin_step(self) -> None:
+        """Let a signal that comes from now on wait for the end of the step, and save."""
+        self._stop.has_nothing_to_save = False
+
     def agree_on_step(
         self, step: int, *, finished_save: int | None = None, wants_save: bool = False
     ) -> StepAgreement:

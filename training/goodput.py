@@ -39,6 +39,7 @@ class Goodput:
     Args:
         before: `seconds` of the earlier processes, from metrics.jsonl or a checkpoint.
         clock: returns the age of this process in seconds.
+        show_phase: called with the label whenever `spend` begins.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Goodput:
         before: Mapping[str, float] | None = None,
         *,
         clock: Callable[[], float] = process_seconds,
+        show_phase: Callable[[str], None] | None = None,
     ):
+        self._show_phase = show_phase
         self._clock, self._seconds = clock, dict.fromkeys(LABELS, 0.0) | dict(before or {})
         self._before = dict(self._seconds)
         # The label of the innermost `spend`; None outside, where time counts as `_idle`.
@@ -61,6 +64,8 @@ class Goodput:
         """
         assert label in LABELS, label
         outer = self._switch(label)
+        if self._show_phase is not None:
+            self._show_phase(label)
         if label in ("compile", "step"):
             self._idle = "other"
         try:

@@ -3,9 +3,11 @@
 import contextlib
 import logging
 import os
+import re
 import resource
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -66,14 +68,29 @@ class _FileHandler(logging.FileHandler):
 
 
 class _RichHandler(logging.Handler):
-    """Handler that prints above a live progress bar."""
+    """Handler that prints above a live progress bar; wraps a long line between words."""
 
     def __init__(self, console: Console):
         super().__init__()
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(self.format(record), highlight=False, markup=False)
+        text = self.format(record)
+        if "\n" not in text:  # not a generated text, which stays as it is
+            label = re.match(r"\S+ {2,}", text)
+            indent = " " * (len(label[0]) if label else 2)
+            text = textwrap.fill(
+                text, self._console.width, subsequent_indent=indent, break_on_hyphens=False
+            )
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def aligned(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines with their first words, without a colon, as a column of labels."""
+    pairs = [line.split(" ", 1) for line in lines]
+    width = max((len(label.rstrip(":")) for label, _ in pairs), default=0)
+    for label, text in pairs:
+        yield f"{label.rstrip(':'):{width}}  {text}"
 
 
 def peak_memory() -> int:

@@ -144,7 +144,8 @@ def build_trainer(
     group = checkpoints.group
     # The last process may have logged seconds after its last checkpoint.
     ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
-    goodput = Goodput(max(ledgers, key=lambda seconds: sum(seconds.values())))
+    before = max(ledgers, key=lambda seconds: sum(seconds.values()))
+    goodput = Goodput(before, show_phase=writers.show_phase)
     clock = StepClock(program)
     stragglers = StragglerMonitor(group)
     spikes = SpikeHandler(config.guard, resumer, goodput)

@@ -110,6 +110,7 @@ class Trainer:
         if runner.needs_compile:
             self.reporter.finish_step()
             runner.compile(state)
+        self.coordinator.begin_step()
         state, metrics = runner.run(step, state)
         self.reporter.finish_step()
         self.reporter.add_step(step, metrics)

@@ -2,30 +2,62 @@
 
 import os
 import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
+EXIT_KILLED = 1
+_STOPS = (signal.SIGTERM, signal.SIGINT)
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+class StoppedEarly(BaseException):
+    """A signal asked a process that runs alone to stop before its first step; nothing to save."""
+
+    def __init__(self, by: signal.Signals):
+        super().__init__(
+            f"stopped by {by.name} before the first step; run again to start or resume"
+        )
+
 
 class StopRequest:
     """A flag that the first SIGTERM or SIGINT sets and the training loop reads between steps.
 
-    A second signal exits at once with code 1. SIGUSR1 asks for a checkpoint only. In a run with
-    several processes, jax's preemption service decides after which step all of them stop. It takes
-    over SIGTERM when jax.distributed starts, so `install` must be called before.
+    The signal is answered with a line at once, even while a program compiles. A second one exits
+    with code 1. SIGUSR1 asks for a checkpoint only. In a run with several processes, jax's
+    preemption service decides after which step all of them stop. It takes over SIGTERM when
+    jax.distributed starts, so `install` must be called before.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The signal that asks this run to stop."""
+        self.has_nothing_to_save = False
+        """Whether to raise `StoppedEarly` at a signal instead of setting the flag."""
         self._wants_checkpoint = self._is_interrupted = self._is_agreed = False
 
-    def install(self) -> "StopRequest":
-        """Handle SIGTERM, SIGINT and SIGUSR1 of this process; return this object."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+    def install(self, answer: Callable[[str], None] = print) -> "StopRequest":
+        """Handle SIGTERM, SIGINT and SIGUSR1 of this process; return this object.
+
+        answer: Shows the line that answers the first signal; called in another thread.
+        """
+        for number in _STOPS:
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_checkpoint)
+        # A Python handler runs when the main thread returns from jax, which may take minutes. The
+        # number of the signal, which the interpreter writes to this socket, arrives at once.
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        # Never closed: another file with the same number would receive the signals.
+        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        threading.Thread(
+            target=self._answer, args=(reader, answer), name="signals", daemon=True
+        ).start()
         return self
 
     def take_checkpoint_request(self) -> bool:
@@ -50,14 +82,39 @@ class StopRequest:
             signal.signal(signal.SIGTERM, self._on_stop)  # from jax: the next one exits
         return self.signal
 
+    def _answer(self, reader: socket.socket, answer: Callable[[str], None]) -> None:
+        has_answered = False
+        while numbers := reader.recv(1):
+            if numbers[0] not in _STOPS:
+                continue
+            if has_answered:
+                _quit()
+            elif self.has_nothing_to_save:
+                answer("stopping now; press Ctrl-C again to quit at once")
+            else:
+                answer(
+                    "stopping after this step and saving; press Ctrl-C again to quit without saving"
+                )
+            has_answered = True
+
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self._wants_checkpoint = True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self._is_interrupted:
-            os._exit(1)
+            _quit()
         self._is_interrupted = True
         if jax.distributed.is_initialized() and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)  # jax handles it
-        else:
-            self.signal = signal.Signals(number)
+            return
+        self.signal = signal.Signals(number)
+        if self.has_nothing_to_save:
+            raise StoppedEarly(self.signal)
+
+
+def _quit() -> None:
+    """Exit without saving; a progress bar has hidden the cursor of the terminal."""
+    if sys.stdout.isatty():
+        os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
+    os.write(2, b"quit without saving; the newest checkpoint is as it was\n")
+    os._exit(EXIT_KILLED)

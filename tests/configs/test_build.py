@@ -162,7 +162,7 @@ def test_attention_across_documents_reaches_the_plan() -> None:
     for across in (True, False):
         _, program = build(MeshConfig(), f"data.attend_across_documents={str(across).lower()}")
         assert program.plan.attend_across_documents is across
-        assert any("earlier documents" in line for line in program.plan.describe()) is across
+        assert any(line.startswith("documents: ") for line in program.plan.describe()) is across
 
 
 @pytest.mark.parametrize(

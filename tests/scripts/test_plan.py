@@ -23,7 +23,7 @@ from planning.scaling import scale
 from planning.search import advise, as_it_is, larger_slices, rank, search
 from planning.step import StepPlan, check_mesh
 
-from configs.schema import Config, load_config
+from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.compiler import CompiledProgram
 from parallel.planning.memory import MemoryUse
 from parallel.planning.refusals import OutOfMemory
@@ -103,7 +103,8 @@ def test_estimates_are_near_compiled_steps(overrides: list[str], milliseconds: f
 
 
 def test_candidates_train_the_same_model_on_all_chips() -> None:
-    config, topology = load_config(ROOT / "configs" / "moe_ep8.yaml"), read_topology("v5e-8")
+    topology = read_topology("v5e-8")
+    config = fill_mesh(load_config(ROOT / "configs" / "moe_ep8.yaml"), topology.num_chips)
     found = list(all_candidates(config, topology))
     assert len({candidate.overrides for candidate in found}) == len(found) > 100
     assert {candidate.config.mesh.num_devices for candidate in found} == {8}
@@ -120,7 +121,7 @@ def test_candidates_train_the_same_model_on_all_chips() -> None:
         )
         assert undone is not None and undone.config == config
         again = load_config(ROOT / "configs" / "moe_ep8.yaml", candidate.overrides)
-        assert again == candidate.config
+        assert fill_mesh(again, topology.num_chips) == candidate.config
 
 
 def test_the_ranking_leaves_out_what_cannot_fit() -> None:

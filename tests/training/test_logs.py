@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from rich.console import Console
 
-from training.logs import log, logging_to
+from training.logs import aligned, log, logging_to
 
 
 def test_a_closed_pipe_stops_neither_the_run_nor_its_log(tmp_path):
@@ -57,3 +57,20 @@ def test_nothing_is_logged_after_the_context_even_after_an_error(tmp_path, capsy
     log.info("too late")
     assert log.handlers == before
     assert capsys.readouterr().out == "" and (tmp_path / "log.txt").read_text() == ""
+
+
+def test_a_long_line_above_a_progress_bar_wraps_between_words_below_its_text(tmp_path):
+    screen = io.StringIO()
+    lines = [*aligned(["mesh: tp8", "attention " + "word-with-hyphens " * 5])]
+    with logging_to(tmp_path / "log.txt", Console(file=screen, width=50)):
+        for line in [*lines, "saved " + "word " * 12]:
+            log.info("%s", line)
+    assert screen.getvalue().splitlines() == [
+        "mesh       tp8",
+        "attention  word-with-hyphens word-with-hyphens",
+        "           word-with-hyphens word-with-hyphens",
+        "           word-with-hyphens",
+        "saved word word word word word word word word word",
+        "  word word word",
+    ]
+    assert lines[1].rstrip() in (tmp_path / "log.txt").read_text()

@@ -268,7 +268,7 @@ def test_the_start_lines_count_what_is_trained(base_dtype):
     both, lora = describe_parameters(program, table)
     trained = sum(x.size for x in jax.tree.leaves(adapters_of(program.abstract_state.params)))
     total = trained + program.config.num_parameters  # scales of int8 kernels are not counted
-    assert both.startswith("parameters, optimizer and moving average: ")
+    assert both.startswith("memory of parameters, optimizer and moving average: ")
     assert lora.startswith(f"LoRA: {trained:,} trainable of {total:,} parameters")
     assert "; optimizer and moving average: " in lora
     assert any("LoRA of rank 4, scale 1.5" in line for line in program.plan.describe())

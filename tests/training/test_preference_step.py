@@ -219,7 +219,7 @@ def test_the_start_lines_name_the_objective_and_count_the_reference():
     table = build_sharding_table(config_on(GRID), program_on(GRID))
     assert "{mu,nu,reference}.norm.scale" in {row.name for row in table["optimizer"]}
     (line,) = describe_parameters(program_on(GRID), table)
-    assert line.startswith("parameters, optimizer and reference model: ")
+    assert line.startswith("memory of parameters, optimizer and reference model: ")
 
 
 def test_the_flops_include_the_forward_of_the_reference():

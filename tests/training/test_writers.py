@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from rich.console import Console
 
+from training.goodput import Goodput
 from training.logs import logging_to
 from training.writers import registry
 from training.writers.console import ConsoleWriter
@@ -144,6 +146,31 @@ def test_the_console_shows_the_first_the_last_and_every_nth_step(tmp_path, capsy
     assert [line.split()[1] for line in shown] == ["5/23", "10/23", "20/23", "23/23"]
     assert "loss 1.0000  grad 1.00  lr 1.0e-03  1,000 tok/s  0.500 s/step" in shown[1]
     assert shown[0].endswith("eta 0:09") and shown[-1].endswith("eta 0:00")
+
+
+def test_the_bar_of_a_terminal_shows_what_the_run_does_its_loss_and_its_rate(tmp_path):
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=100)
+    numbers = {"loss": 1.5, "grad_norm": 1.0, "learning_rate": 1e-3, "data_wait": 0.0}
+    numbers |= {"step_time": 0.5, "tokens_per_second": 1234.0}
+    writer = console(tmp_path, 9, 100, console=terminal)
+    goodput = Goodput(show_phase=writer.show_phase)
+    shown = []
+
+    def bar() -> str:
+        plain = io.StringIO()
+        Console(file=plain, width=100).print(writer.progress)
+        return plain.getvalue()
+
+    with begun(writer, 2):
+        writer.preview(5, numbers)
+        for label in ("compile", "step", "data_wait", "evaluation", "checkpoint"):
+            with goodput.spend(label):
+                shown.append(bar())
+    assert [line.split()[0] for line in shown] == [
+        "compiling", "training", "training", "evaluating", "saving",
+    ]  # fmt: skip
+    assert all("5/9 loss 1.5000  1,234 tok/s" in line for line in shown)
 
 
 def test_a_console_line_averages_the_steps_since_the_last_line(tmp_path, capsys):

@@ -8,45 +8,65 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from training.logs import log
 from training.writers.registry import MetricsWriter, WriterContext, register
 
+# What the bar calls the labels of `Goodput.spend`; others keep their name.
+_PHASES = {
+    "compile": "compiling",
+    "step": "training",
+    "evaluation": "evaluating",
+    "checkpoint": "saving",
+}
+
 
 def find_terminal() -> Console | None:
     """Return the terminal that stdout is; None if output goes to a file or a pipe."""
-    console = Console(soft_wrap=True)
+    console = Console()
     return console if console.is_terminal else None
 
 
 @register("console")
 class ConsoleWriter(MetricsWriter):
-    """Logs a line with the means since the last one; shows progress and remaining time."""
+    """Logs a line with the means since the last one.
+
+    On a terminal, a bar shows what the run does, its loss and rate, and the remaining time.
+    """
 
     def __init__(self, context: WriterContext):
         self._context, self._first_step = context, 1
         self._step_times: list[float] = []
-        self._progress: Progress | None = None
+        self.progress: Progress | None = None
+        """The bar; None if output is a plain log."""
         if context.console is not None:
-            self._progress = Progress(
-                TextColumn("[bold]training"),
-                BarColumn(),
+            self.progress = Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
                 MofNCompleteColumn(),
+                TextColumn("{task.fields[rates]}"),
                 TimeRemainingColumn(),
                 console=context.console,
             )
-            self._task = self._progress.add_task("", total=context.steps)
+            self._task = self.progress.add_task("starting", total=context.steps, rates="")
 
     def begin(self, resumed_step: int) -> None:
         """Show the bar, and count from the resumed step."""
         self._first_step = resumed_step + 1
         self._step_times.clear()
-        if self._progress is not None:
-            self._progress.update(self._task, completed=resumed_step)
-            self._progress.start()
+        if self.progress is not None:
+            self.progress.update(self._task, completed=resumed_step)
+            self.progress.start()
+
+    def show_phase(self, label: str) -> None:
+        """Show on the bar what the run does."""
+        # The wait for a batch is most often too short to be read.
+        if self.progress is not None and label != "data_wait":
+            self.progress.update(self._task, description=_PHASES.get(label, label))
 
     def preview(self, step: int, values: Mapping[str, float]) -> None:
         """Log the first step, the last one, and every `log_every`-th."""
         last_step = self._context.steps
         self._step_times.append(values["step_time"])
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+        if self.progress is not None:
+            rates = f"loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tok/s"
+            self.progress.update(self._task, completed=step, rates=rates)
         if step % self._context.log_every and step not in (self._first_step, last_step):
             return
         step_time = sum(self._step_times) / len(self._step_times)
@@ -69,5 +89,5 @@ class ConsoleWriter(MetricsWriter):
 
     def close(self) -> None:
         """Remove the bar."""
-        if self._progress is not None:
-            self._progress.stop()
+        if self.progress is not None:
+            self.progress.stop()

@@ -46,6 +46,9 @@ class MetricsWriter:
         Called at the start, and after a rollback once more, behind `close`.
         """
 
+    def show_phase(self, label: str) -> None:
+        """Show what the run does now: a label of `training.goodput.LABELS`."""
+
     def preview(self, step: int, values: Mapping[str, float]) -> None:
         """Show the training metrics of a step before spike handling and evaluation."""
 
@@ -84,6 +87,11 @@ class MetricsWriters(MetricsWriter):
         """Start every writer."""
         for writer in self._writers:
             writer.begin(resumed_step)
+
+    def show_phase(self, label: str) -> None:
+        """Show what the run does with every writer."""
+        for writer in self._writers:
+            writer.show_phase(label)
 
     def preview(self, step: int, values: Mapping[str, float]) -> None:
         """Show the training metrics of a step with every writer."""

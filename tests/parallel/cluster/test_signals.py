@@ -1,5 +1,6 @@
 """Signals: which of them stop a run, after which step, alone and among several processes."""
 
+import queue
 import signal
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from parallel.cluster import signals as module
-from parallel.cluster.signals import StopRequest
+from parallel.cluster.signals import StoppedEarly, StopRequest
 
 
 @pytest.fixture
@@ -60,3 +61,26 @@ def test_a_signal_from_before_jax_started_is_passed_on_to_the_service(stop, serv
     assert [stop.agree(step) for step in (1, 2)] == [None, None]
     service["step"] = 3
     assert stop.agree(3) == signal.SIGTERM and service["signals"] == [signal.SIGTERM]
+
+
+def test_the_first_signal_is_answered_at_once_and_the_second_one_exits(signals, monkeypatch):
+    lines, exits = queue.Queue[str](), queue.Queue[int]()
+    monkeypatch.setattr(module, "_quit", lambda: exits.put(1))
+    stop = StopRequest().install(lines.put)
+    signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGINT)
+    expected = "stopping after this step and saving; press Ctrl-C again to quit without saving"
+    assert lines.get(timeout=60) == expected
+    assert stop.agree(1) == signal.SIGINT and exits.empty()
+    signal.raise_signal(signal.SIGINT)
+    # The thread may be faster than the handler, which waits for the main thread, and the reverse.
+    assert [exits.get(timeout=60) for _ in range(2)] == [1, 1] and lines.empty()
+
+
+def test_before_the_first_step_a_signal_ends_the_process_without_a_save(signals):
+    lines = queue.Queue[str]()
+    stop = StopRequest().install(lines.put)
+    stop.has_nothing_to_save = True
+    with pytest.raises(StoppedEarly, match="stopped by SIGTERM before the first step; run again"):
+        signal.raise_signal(signal.SIGTERM)
+    assert lines.get(timeout=60) == "stopping now; press Ctrl-C again to quit at once"
