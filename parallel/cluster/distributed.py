@@ -12,6 +12,7 @@ from jax._src import clusters
 
 from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ClusterConfig
 from parallel.cluster.listener import is_loopback
+from parallel.cluster.liveness import delay_abort
 from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.devices import NUM_SIMULATED, prevent_deadlocks
 
@@ -127,7 +128,8 @@ def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int | None)
     if not group.is_primary:
         _wait_for_port(host, port, group)
     # The process group reports a lost process earlier and with its name. An exception is the loss
-    # of process 0 while the main thread holds the interpreter: jax may abort first (code 134).
+    # of process 0, which a thread of jax notices at the same time.
+    delay_abort()
     jax.distributed.initialize(
         f"{host}:{port}",
         cluster.num_processes,

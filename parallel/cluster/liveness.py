@@ -6,7 +6,9 @@ is in ("compiling", "step 12"). A closed connection means a killed process, sile
 lasts longer than `cluster.stall_timeout`, the run has stalled.
 """
 
+import ctypes
 import selectors
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +19,25 @@ from parallel.cluster.connection import Connection
 from parallel.cluster.messages import Abort, Heartbeat, Message
 
 HEARTBEAT_SECONDS = 1.0
+
+
+def delay_abort() -> None:
+    """Let every `abort()` of C and C++ in this process wait six seconds, so that others can report.
+
+    When process 0 is lost, a C++ thread of jax aborts this process at once. The monitor knows the
+    lost process, but it is a Python thread, and another thread may hold the interpreter. jax has a
+    callback for this (`missed_heartbeat_callback`), but jaxlib 0.10.2 and 0.12.0.1 cannot convert
+    its argument to Python.
+
+    The handler is the function `sleep` of C, because it needs no interpreter. Its argument is the
+    number of the signal, and SIGABRT is 6. Then `abort` ends the process as usual. A SIGABRT from
+    outside is ignored the first time.
+    """
+    libc = ctypes.CDLL(None)
+    install = getattr(libc, "sysv_signal", libc.signal)  # reset at the first signal, where possible
+    install.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    install.restype = ctypes.c_void_p
+    install(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 @dataclass

@@ -2,13 +2,22 @@
 
 import os
 import socket
+import subprocess
+import sys
 from typing import Any
 
 import jax
 import pytest
+from conftest import ROOT
+from process_groups import HOST, free_address
 
 from parallel.cluster import distributed
-from parallel.cluster.config import EXIT_MISMATCH, ClusterConfig, ProcessGroupError
+from parallel.cluster.config import (
+    EXIT_MISMATCH,
+    EXIT_PROCESS_LOST,
+    ClusterConfig,
+    ProcessGroupError,
+)
 from parallel.cluster.distributed import (
     MAX_CLOCK_SKEW,
     Cluster,
@@ -163,6 +172,7 @@ def start_calls(monkeypatch) -> list[Any]:
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     monkeypatch.setattr(distributed, "_silence_gloo", lambda: None)
+    monkeypatch.setattr(distributed, "delay_abort", lambda: None)  # it is for the whole process
     monkeypatch.setattr(jax.config, "update", lambda name, value: calls.append((name, value)))
     return calls
 
@@ -230,3 +240,38 @@ def test_the_environment_may_set_the_number_of_simulated_devices(monkeypatch, st
     with pytest.raises(Started):
         initialize(Cluster("host:1", 2, 0, token=TOKEN), ClusterConfig(), 8)
     assert ("jax_num_cpu_devices", 2) in start_calls
+
+
+MEMBER = """
+import ctypes, sys, time
+from parallel.cluster.config import ClusterConfig
+from parallel.cluster.distributed import Cluster, initialize
+
+group = initialize(Cluster(sys.argv[1], 2, int(sys.argv[2])), ClusterConfig(), 2)
+print("connected", flush=True)
+if not group.is_primary:
+    ctypes.PyDLL(None).usleep(3_000_000)  # holds the interpreter, as a long call of C++ does
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_the_loss_of_process_0_is_named_although_jax_aborts_on_it():
+    address, processes = free_address(), []
+    for number in range(2):
+        arguments = [sys.executable, "-c", MEMBER, address, str(number)]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        processes.append(subprocess.Popen(arguments, cwd=ROOT, env=environment, text=True, **pipes))
+    first, other = processes
+    try:
+        for process in processes:
+            assert process.stdout.readline() == "connected\n", process.stderr.read()
+        first.kill()
+        first.communicate()
+        errors = other.communicate(timeout=60)[1]
+    finally:
+        other.kill()
+    assert "JAX distributed service detected fatal errors" in errors  # or this tests nothing
+    assert f"error: process 0 on {HOST} is lost: its connection closed" in errors
+    assert other.returncode == EXIT_PROCESS_LOST

@@ -1,10 +1,14 @@
 """Liveness of a process group: lost, silent and stalled processes are named on all others."""
 
 import re
+import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
+from conftest import ROOT
 from process_groups import HOST, shut_down, timeouts, wait_until
 
 from parallel.cluster import liveness
@@ -124,3 +128,37 @@ def test_the_lost_process_is_named_rather_than_one_that_failed_because_of_it(con
     for number in (0, 2):
         reason, code = connected.wait_for_failure(number)
         assert code == EXIT_PROCESS_LOST and reason.startswith(f"process 1 on {HOST} is lost")
+
+
+ABORT = """
+import ctypes, os, sys, threading, time
+from parallel.cluster.liveness import delay_abort
+
+def report():  # as the monitor does, as soon as it gets the interpreter
+    time.sleep(0.2)
+    os._exit(76)
+
+if sys.argv[1] == "report":
+    threading.Thread(target=report).start()
+delay_abort()
+threading.Thread(target=ctypes.CDLL(None).abort).start()  # as a thread of jax does
+ctypes.PyDLL(None).usleep(1_000_000)  # holds the interpreter
+time.sleep(60)
+"""
+
+
+def abort_in_a_thread(what: str) -> int:
+    return subprocess.run([sys.executable, "-c", ABORT, what], cwd=ROOT).returncode
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_the_monitor_reports_before_an_abort_even_while_another_thread_holds_the_interpreter():
+    assert abort_in_a_thread("report") == EXIT_PROCESS_LOST
+
+
+@pytest.mark.slow  # it sleeps six seconds
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of Linux")
+def test_a_delayed_abort_still_ends_the_process():
+    began = time.monotonic()
+    assert abort_in_a_thread("nothing") == -signal.SIGABRT
+    assert time.monotonic() - began > 5.5
