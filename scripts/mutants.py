@@ -9,6 +9,7 @@ test is wrong, 130 interrupted.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -158,7 +159,7 @@ class Copy:
 
     def _run(self, tests: Sequence[str], timeout: float, name: str) -> Result:
         begin = time.monotonic()
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, *_PYTEST, *tests],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.folder)},
@@ -167,18 +168,15 @@ class Copy:
             text=True,
             errors="replace",
             start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return Result(name, "timed out", time.monotonic() - begin)
-        finally:
-            # Also what a test has left behind.
+        ) as process:
             try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+                output, _ = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                return Result(name, "timed out", time.monotonic() - begin)
+            finally:
+                # Also what a test has left behind.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         seconds, code = time.monotonic() - begin, process.returncode
         if code in _NO_VERDICT:
             last = "\n".join(output.splitlines()[-15:])
@@ -198,7 +196,8 @@ class Results:
         for line in path.read_bytes().splitlines(True) if path.exists() else []:
             if line.endswith(b"\n"):
                 entry = json.loads(line)
-                self._done[entry.pop("digest")] = Result(**entry)
+                digest = entry.pop("digest")
+                self._done[digest] = Result(**entry)
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def get(self, digest: str) -> Result | None:
@@ -235,9 +234,8 @@ def run_faults(
                 _check_without_fault(result, fault, copy, results, timeout)
             results.add(digest, result)
             spent.append(time.monotonic() - begin)
-            _report(
-                f"    {result.verdict} after {result.seconds:.0f} s: {result.failure or result.code}"
-            )
+            why = result.failure or f"exit code {result.code}"
+            _report(f"    {result.verdict} after {result.seconds:.0f} s: {why}")
         yield fault, result
 
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache, partial
@@ -20,6 +21,7 @@ from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import DamageError
 from training.logs import logging_to
 from training.step import Program, TrainState
 
@@ -115,6 +117,27 @@ def test_the_record_is_read_back_unchanged(open_at):
     record = open_at().record(7)
     assert {name: record[name] for name in given} == given == json.loads(json.dumps(given))
     assert record["leaves"].keys() == record["fingerprints"].keys()
+
+
+def test_a_checkpoint_copied_under_another_step_number_is_refused(open_at, tmp_path):
+    save(open_at(), 3)
+    shutil.copytree(tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / "5")
+    checkpoints = open_at()
+    assert checkpoints.latest_step == 5
+    for read in (checkpoints.record, lambda step: checkpoints.restore(step, abstract_on(GRID))):
+        with pytest.raises(DamageError, match="checkpoint 5 is damaged: checksum mismatch"):
+            read(5)
+
+
+def test_intact_arrays_of_another_step_do_not_fit_the_record(open_at, tmp_path):
+    """The file format has no objection: only the fingerprints tell them apart."""
+    for step in (3, 4):
+        save(open_at(), step)
+    folder = tmp_path / "checkpoints"
+    shutil.rmtree(folder / "3" / "state")
+    shutil.copytree(folder / "4" / "state", folder / "3" / "state")
+    with pytest.raises(DamageError, match="checkpoint 3 is damaged: .*: fingerprint mismatch"):
+        open_at().restore(3, abstract_on(GRID))
 
 
 def test_a_saved_step_is_not_saved_again(open_at):
