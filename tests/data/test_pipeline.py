@@ -286,6 +286,15 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
+def test_every_source_has_an_order_of_its_own(folder):
+    same = {"files": str(folder / "a.txt")}
+    orders = [
+        [source.train_row(n)["tokens"].tolist() for n in range(source.num_items)]
+        for source in rows_in(folder, sources={"one": same, "other": same}).sources
+    ]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
 def test_another_seed_gives_another_order_of_the_same_rows(folder):
     one, two = single(folder, seed=1).sources[0], single(folder, seed=2).sources[0]
     count = one.packed.train.num_rows

@@ -146,9 +146,7 @@ def test_accumulation_changes_no_loss_and_no_count(one_device) -> None:
 def test_two_equal_microbatches_have_the_loss_and_gradients_of_one(objective) -> None:
     """So the loss of experts, which is large here, is a mean over microbatches too."""
     changes = {"router_aux_loss_coef": 1.0, "first_k_dense_replace": 0, "decoder_sparse_step": 1}
-    model = MODEL.model_copy(
-        update={"num_hidden_layers": 1, "moe": MOE.model_copy(update=changes)}
-    )
+    model = MODEL.model_copy(update={"num_hidden_layers": 1, "moe": MOE.model_copy(update=changes)})
     training = {"steps": 10, "seed": 3, "objective": objective}
     data = {"sequence_length": L, "global_batch_size": B}
     if objective == "dpo":

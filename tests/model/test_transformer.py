@@ -24,7 +24,8 @@ from model.head import Head
 from model.lora import LoRAConfig
 from model.moe import Router, SharedExpertGate
 from model.plan import make_plan
-from model.transformer import Transformer
+from model.segments import LayerKind, LayerType, divide_layers
+from model.transformer import Transformer, _scan_layers
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from training.optimizers import decays
@@ -254,6 +255,25 @@ def test_every_layer_drops_attention_weights_of_its_own() -> None:
     first, second = (np.asarray(x_BLD)[:, 0, heads * n : heads * (n + 1)] != 0 for n in (1, 2))
     for kept in (first, second, first != second):
         assert 0.25 < kept.mean() < 0.75  # four standard deviations of 64 coins
+
+
+@pytest.mark.parametrize("letters", ["a", "aaabb", "ababa", "abABabABa", "aBcaBcaBcAA", "abcd"])
+def test_layers_run_in_order_with_their_own_numbers_and_parameters(letters) -> None:
+    """A letter is a kind of layer, upper case a sparse one; some repeat a pattern, some do not."""
+    types = dict(zip("abcd", [*get_args(LayerType), "full_attention"], strict=True))
+    kinds = tuple(LayerKind(types[x.lower()], x.isupper(), x.lower() != "d") for x in letters)
+    counts = {sparse: sum(kind.is_sparse == sparse for kind in kinds) for sparse in (False, True)}
+    stacks = {sparse: jnp.arange(count) for sparse, count in counts.items() if count}
+
+    def body(place, parameter, number, kind):
+        return place + 1, jnp.stack([place, number, parameter, jnp.int32(kind.is_sparse)])
+
+    place, found = _scan_layers(body, jnp.int32(0), stacks, divide_layers(kinds))
+    used = {False: 0, True: 0}
+    for number, kind in enumerate(kinds):
+        parameter, used[kind.is_sparse] = used[kind.is_sparse], used[kind.is_sparse] + 1
+        np.testing.assert_array_equal(found[number], [number, number, parameter, kind.is_sparse])
+    assert place == len(letters) == len(found)
 
 
 def test_initial_weights_have_the_standard_deviations_of_gpt_2(one_device) -> None:
