@@ -136,7 +136,7 @@ def test_intact_arrays_of_another_step_do_not_fit_the_record(open_at, tmp_path):
     folder = tmp_path / "checkpoints"
     shutil.rmtree(folder / "3" / "state")
     shutil.copytree(folder / "4" / "state", folder / "3" / "state")
-    with pytest.raises(DamageError, match="checkpoint 3 is damaged: .*: fingerprint mismatch"):
+    with pytest.raises(DamageError, match=r"checkpoint 3 is damaged: .*: fingerprint mismatch"):
         open_at().restore(3, abstract_on(GRID))
 
 
@@ -159,6 +159,23 @@ def test_buffers_may_be_donated_after_save_returns(open_at):
     restored = jax.tree.leaves(checkpoints.restore(1, abstract_on(GRID)))
     for got, want in zip(restored, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_after_failed_saves_the_waits_double_up_to_the_cadence(open_at, monkeypatch):
+    checkpoints, step, waits = open_at(every=4), 10, []
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    for _ in range(5):
+        monkeypatch.setattr(checkpoints._saver, "save_checkpointables_async", fail)
+        checkpoints.save(numbered_state(GRID), step, {})
+        due = next(n for n in range(1, 99) if checkpoints.needs_retry(step + n))
+        waits.append(due)
+        step += due
+    assert waits == [1, 2, 4, 4, 4]
+    save(checkpoints, step)
+    assert not checkpoints.needs_retry(step + 99)
 
 
 def test_every_save_is_logged_once(open_at, tmp_path):

@@ -229,6 +229,32 @@ def test_sigusr1_saves_and_training_continues(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
 
 
+def test_a_step_is_timed_and_shown_before_its_evaluation_and_its_save(tmp_path, monkeypatch):
+    """So neither counts as time of the step, and a spike is handled before both."""
+    events = []
+
+    def shown(self, step, values):
+        events.append(("shown", step))
+
+    def evaluated(self, step, params):
+        events.append(("evaluated", step))
+        return {"eval_loss": 3.5}
+
+    def saved(self, state, step, *_, **__):
+        events.append(("saved", step))
+        return 0.0
+
+    monkeypatch.setattr(ConsoleWriter, "preview", shown)
+    monkeypatch.setattr(Evaluation, "run", evaluated)
+    monkeypatch.setattr(Checkpoints, "save", saved)
+    steps = ["training.steps=4", "training.eval_every=3", "checkpoint.every=2"]
+    assert run(write_config(tmp_path), *steps) == 0
+    assert events == [
+        *(("shown", 1), ("shown", 2), ("saved", 2), ("shown", 3), ("evaluated", 3)),
+        *(("shown", 4), ("evaluated", 4), ("saved", 4)),
+    ]
+
+
 def test_a_signal_during_an_evaluation_stops_the_run_at_its_end(tmp_path, monkeypatch):
     """Evaluations take long, so many signals arrive in one. No further step is trained."""
     signals = iter([signal.SIGTERM])
