@@ -176,6 +176,9 @@ def test_a_step_returns_expert_metrics_and_updates_the_bias() -> None:
     load = arrays["load_NE"]
     np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load))
     assert (arrays["dropped_N"] == 0).all() and (arrays["balance_N"] >= 0.9).all()
+    # Per token, whatever the number of its experts; a fresh router is nearly undecided.
+    assert (0.9 * np.log(8) < arrays["entropy_N"]).all()
+    assert (arrays["entropy_N"] <= np.log(8) + 1e-6).all()
 
 
 def test_a_frozen_bias_takes_part_in_the_choice_and_never_changes() -> None:
