@@ -143,12 +143,13 @@ class Copy:
 
     def run(self, tests: Sequence[str], timeout: float, fault: Fault | None = None) -> Result:
         """Run tests, with a fault or without. Raises: ValueError if pytest gives no verdict."""
-        path = self.folder / (fault.file if fault else FAULTS)
+        if fault is None:
+            return self._run(tests, timeout, "")
+        path = self.folder / fault.file
         text = path.read_text()
         try:
-            if fault:
-                self._write(path, fault.apply(text))
-            return self._run(tests, timeout, fault.name if fault else "")
+            self._write(path, fault.apply(text))
+            return self._run(tests, timeout, fault.name)
         finally:
             self._write(path, text)
 

@@ -287,11 +287,8 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
 
 
 def test_every_source_has_an_order_of_its_own(folder):
-    same = {"files": str(folder / "a.txt")}
-    orders = [
-        [source.train_row(n)["tokens"].tolist() for n in range(source.num_items)]
-        for source in rows_in(folder, sources={"one": same, "other": same}).sources
-    ]
+    rows = rows_in(folder, sources={n: {"files": str(folder / "a.txt")} for n in "ab"}).sources
+    orders = [[s.train_row(n)["tokens"].tolist() for n in range(s.num_items)] for s in rows]
     assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
 
 
