@@ -252,7 +252,7 @@ def drop_features(params: Mapping[str, Any], key: jax.Array, probability: float)
         )
         shape = (*factor.shape[:-1], 1)
         words = jax.random.bits(own, shape, jnp.uint32, out_sharding=P(*spec[:-1], None))
-        is_kept = words >= round(probability * 2**32)
+        is_kept = words >= np.uint32(min(round(probability * 2**32), 2**32 - 1))
         return jnp.where(is_kept, factor / (1 - probability), 0)
 
     return with_adapters(params, jax.tree_util.tree_map_with_path(drop, adapters_of(params)))

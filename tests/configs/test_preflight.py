@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 from runs import write_config
+from test_architecture import PACKAGES
 
 from configs import preflight
 from configs.preflight import describe_machine, describe_program
@@ -56,6 +57,14 @@ def test_the_code_hash_changes_with_a_byte_a_name_or_a_file(config, sources, cha
     before = describe_program(config)["code"]
     assert describe_program(config)["code"] == before
     change(sources)
+    assert describe_program(config)["code"] != before
+
+
+@pytest.mark.parametrize("room", sorted(PACKAGES))
+def test_the_code_hash_covers_every_package(config, sources, room):
+    before = describe_program(config)["code"]
+    (sources / room / "deep").mkdir(parents=True)
+    (sources / room / "deep" / "more.py").touch()
     assert describe_program(config)["code"] != before
 
 

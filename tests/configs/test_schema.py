@@ -335,6 +335,17 @@ def test_mistakes_are_refused_with_path_rule_and_remedy(override):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(("length", "row_length"), [(64, None), (128, 128), (32, None)])
+def test_rows_that_fit_the_chosen_factors_of_longrope_are_accepted(length, row_length):
+    factors = f"short_factor: [{','.join('1' * 16)}], long_factor: [{','.join('2' * 16)}]"
+    scaling = (
+        "{type: longrope, factor: 2, original_max_position_embeddings: 64, "
+        f"row_length: {row_length or 'null'}, {factors}}}"
+    )
+    overrides = [f"model.rope_scaling={scaling}", f"data.sequence_length={length}"]
+    assert load_config(TP8, overrides).model.rope_scaling.row_length == row_length
+
+
 def test_a_missing_file_suggests_the_shipped_files(monkeypatch):
     monkeypatch.chdir(ROOT)
     message = refusal("configs/tp9.yaml")

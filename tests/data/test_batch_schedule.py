@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.batch_schedule import BatchSchedule
+from data.batch import FIELDS
+from data.batch_schedule import BatchSchedule, batch_number
 from data.config import DataConfig
 
 ROW = 12
@@ -80,6 +81,23 @@ def test_without_changes_a_batch_is_whole_rows_one_after_another():
 def test_rows_that_cannot_be_cut_are_refused_with_a_remedy(lengths, sizes, law):
     with pytest.raises(ValueError, match=law):
         schedule_of(lengths, sizes)
+
+
+@pytest.mark.parametrize("ranges", [(), [(0, 1)], [(2, 4), (4, 5)], [(3, 3)], [(1, 4), (6, 9)]])
+def test_steps_take_the_batches_outside_of_the_skipped_ranges(ranges):
+    left = [n for n in range(20) if not any(first <= n < last for first, last in ranges)]
+    assert [batch_number(step, ranges) for step in range(10)] == left[:10]
+
+
+def test_only_the_document_that_is_cut_restarts():
+    segments = np.array([3, 3, 4, 4, 4, -1, -1])
+    fields = {"positions": np.array([5, 6, 0, 1, 2, 0, 1]), "segment_ids": segments.copy()}
+    for name, values in fields.items():
+        restart = FIELDS[name].restart
+        assert restart is not None
+        restart(values, segments)
+    np.testing.assert_array_equal(fields["positions"], [0, 1, 0, 1, 2, 0, 1])
+    np.testing.assert_array_equal(fields["segment_ids"], [0, 0, 1, 1, 1, -1, -1])
 
 
 def test_the_step_that_a_refusal_names_is_accepted():

@@ -8,13 +8,15 @@ import pytest
 from hypothesis import assume, given
 from token_rows import PACKERS, inputs, loss_pairs, read, read_all, store_of
 
-from data.batch import FIELDS
+from data.batch import FIELDS, cut_row, empty_fields
 from data.files import DataError
 from data.packing import (
     PackedRows,
     TokenSpans,
+    count_bytes,
     count_divided,
     pack_best_fit,
+    pack_pairs,
     pack_split,
     split_conversations,
     split_documents,
@@ -313,3 +315,39 @@ def test_a_single_conversation_cannot_be_held_out():
     ):
         split_conversations(np.array([500]), 0.01)
     assert split_conversations(np.array([500]), 0)[0].length.tolist() == [500]
+
+
+@pytest.mark.parametrize(
+    ("first", "positions", "segments"),
+    [
+        (0, [0, 1, 2, 3], [0, 0, 0, 0]),
+        (3, [0, 1, 0, 1], [0, 0, 1, 1]),
+        (8, [0, 0, 1, 2], [0, 1, 1, 1]),
+    ],
+)
+def test_only_the_document_that_is_cut_starts_again(first, positions, segments):
+    store = store_of([5, 4, 3])
+    cut = empty_fields(4)
+    cut_row(read(store, pack_split(pieces_of([5, 4, 3]), 12), 0, 12), first, cut)
+    assert cut["tokens"].tolist() == [*range(first, first + 4)]
+    assert cut["positions"].tolist() == positions
+    assert cut["segment_ids"].tolist() == segments
+
+
+@pytest.mark.parametrize(
+    ("learned", "by_row"),
+    [(None, [12, 12, 6]), (np.array([0, 0, 1, 1, 1, 1, 1, 1, 0, 0], np.uint8), [9, 21, 0])],
+)
+def test_a_part_of_a_document_counts_with_its_share_of_the_bytes(learned, by_row):
+    """Documents of 6 and 4 tokens with 18 and 12 bytes, in rows of 4."""
+    store = store_of([6, 4], learned)
+    rows = pack_split(pieces_of([6, 4]), 4)
+    assert [count_bytes(store, rows, [row]) for row in range(3)] == by_row
+    assert count_bytes(store, rows, range(3)) == sum(by_row)
+
+
+def test_pairs_fit_a_row_up_to_its_last_place():
+    lengths = [3, 4, 5, 2, 4, 4, 1, 6]
+    train, held_out = pack_pairs(np.cumsum(lengths), 4, 0)
+    assert train.start.tolist() == [0, 3, 14, 18] and train.length.tolist() == [3, 4, 4, 4]
+    assert held_out.num_rows == 0

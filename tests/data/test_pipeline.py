@@ -286,6 +286,12 @@ def test_every_epoch_visits_every_row_once_in_an_order_of_its_own(folder):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
+def test_every_source_has_an_order_of_its_own(folder):
+    rows = rows_in(folder, sources={n: {"files": str(folder / "a.txt")} for n in "ab"}).sources
+    orders = [[s.train_row(n)["tokens"].tolist() for n in range(s.num_items)] for s in rows]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0] != orders[1]
+
+
 def test_another_seed_gives_another_order_of_the_same_rows(folder):
     one, two = single(folder, seed=1).sources[0], single(folder, seed=2).sources[0]
     count = one.packed.train.num_rows

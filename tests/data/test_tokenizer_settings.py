@@ -24,6 +24,7 @@ from data.tokenizers.base import (
     without_ends,
 )
 from data.tokenizers.byte_level import ByteTokenizer
+from data.tokenizers.settings import TokenizerSettings
 
 BOS_ID, EOS_ID, TURN_ID = (SPECIAL.index(token) for token in (BOS, EOS, TURN_END))
 
@@ -35,6 +36,16 @@ def dataset(tmp_path, tokenizer: str, **settings) -> Dataset:
     return Dataset(
         DataConfig(files=str(tmp_path / "*.txt"), tokenizer=tokenizer, **given, **settings)
     )
+
+
+def test_tokenizer_config_overrides_the_older_map_of_special_tokens():
+    files = {
+        "special_tokens_map.json": {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": None},
+        "tokenizer_config.json": {"eos_token": "<end>", "bos_token": {"content": "<s>"}},
+    }
+    settings = TokenizerSettings({name: json.dumps(content) for name, content in files.items()})
+    wanted = {"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<pad>"}
+    assert settings.special_tokens == wanted
 
 
 @pytest.mark.parametrize(

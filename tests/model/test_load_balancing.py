@@ -4,7 +4,12 @@ import jax
 import numpy as np
 
 from model.config import MoEConfig
-from model.load_balancing import load_balancing_loss, routing_stats, update_router_bias
+from model.load_balancing import (
+    load_balancing_loss,
+    router_z_loss,
+    routing_stats,
+    update_router_bias,
+)
 from model.router import route
 
 T, E = 16, 8
@@ -21,6 +26,20 @@ def test_the_load_balancing_loss_is_one_if_balanced_and_num_experts_if_collapsed
     for logits, loss in ((even, 1.0), (collapsed, float(E))):
         got = load_balancing_loss(jax.jit(stats_of, static_argnums=(1, 2))(logits, "switch", 1))
         np.testing.assert_allclose(got, loss, rtol=1e-6)
+
+
+def test_padding_adds_to_no_statistic() -> None:
+    logits = np.random.default_rng(1).standard_normal((T, E), np.float32)
+    valid = np.arange(T) % 3 > 0
+    moe = MoEConfig(num_experts=E, router="sigmoid", num_experts_per_tok=3)
+    padded, alone = (
+        routing_stats(route(x, moe, valid_T=mask), x, valid_T=mask, token_axes=())
+        for x, mask in ((logits, valid), (logits[valid], None))
+    )
+    for name, value in vars(alone).items():
+        np.testing.assert_allclose(vars(padded)[name], value, rtol=1e-5, err_msg=name)
+    norms = np.log(np.exp(logits.astype(np.float64)[valid]).sum(1))
+    np.testing.assert_allclose(router_z_loss(padded), (norms**2).mean(), rtol=1e-5)
 
 
 def test_the_entropy_has_no_gradient() -> None:

@@ -279,6 +279,16 @@ def test_a_capacity_below_the_load_drops_and_counts_assignments() -> None:
     assert_equal_runs(roomy, dense_layer())
 
 
+@pytest.mark.parametrize("residual", ["hidden", "replicated"])
+def test_drops_are_counted_once_where_tp_repeats_tokens(residual) -> None:
+    config = config_of(exchange="alltoall", capacity_factor=0.5)
+    on_tp, without = (
+        run(config, MESHES[mesh], residual=residual, grads=False)[0]["dropped"]
+        for mesh in ("ep2-tp4", "ep2")
+    )
+    assert on_tp == without > 0
+
+
 def test_padding_gets_no_expert_and_no_gradient() -> None:
     x, valid = inputs()
     other = np.where(valid[..., None], x, 1e3).astype(np.float32)

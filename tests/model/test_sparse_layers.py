@@ -142,6 +142,29 @@ def test_accumulation_changes_no_loss_and_no_count(one_device) -> None:
     assert_equal_gradients(gradients(ONE_DEVICE, model, 2), gradients(ONE_DEVICE, model))
 
 
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_two_equal_microbatches_have_the_loss_and_gradients_of_one(objective) -> None:
+    """So the loss of experts, which is large here, is a mean over microbatches too."""
+    changes = {"router_aux_loss_coef": 1.0, "first_k_dense_replace": 0, "decoder_sparse_step": 1}
+    model = MODEL.model_copy(update={"num_hidden_layers": 1, "moe": MOE.model_copy(update=changes)})
+    training = {"steps": 10, "seed": 3, "objective": objective}
+    data = {"sequence_length": L, "global_batch_size": B}
+    if objective == "dpo":
+        data |= {"packing": "pairs", "files": "pairs.jsonl"}
+    program = program_of(ONE_DEVICE, model, data=data, training=training)
+    with jax.set_mesh(program.tp.manager.mesh):
+        state, one = program.init(), batch(program)
+        two = {name: jnp.concatenate([field, field]) for name, field in one.items()}
+        if objective == "dpo":
+            found = [jax.jit(program.preference_gradients)(state, fields) for fields in (one, two)]
+        else:
+            found = [jax.jit(program.gradients)(state.params, fields) for fields in (one, two)]
+    (loss, _, grads), (other, _, others) = found
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=LOSS_BOUND), other, loss)
+    for a, b in zip(jax.tree.leaves(others), jax.tree.leaves(grads), strict=True):
+        assert np.abs(a - b).max() <= GRADIENT_BOUND * np.abs(b).max()
+
+
 def test_a_step_returns_expert_metrics_and_updates_the_bias() -> None:
     program = program_of(MeshConfig(ep=2))
     with jax.set_mesh(program.tp.manager.mesh):
@@ -153,6 +176,9 @@ def test_a_step_returns_expert_metrics_and_updates_the_bias() -> None:
     load = arrays["load_NE"]
     np.testing.assert_allclose(bias, 0.01 * np.sign(load.mean(-1, keepdims=True) - load))
     assert (arrays["dropped_N"] == 0).all() and (arrays["balance_N"] >= 0.9).all()
+    # Per token, whatever the number of its experts; a fresh router is nearly undecided.
+    assert (0.9 * np.log(8) < arrays["entropy_N"]).all()
+    assert (arrays["entropy_N"] <= np.log(8) + 1e-6).all()
 
 
 def test_a_frozen_bias_takes_part_in_the_choice_and_never_changes() -> None:

@@ -24,6 +24,8 @@ from model.head import Head
 from model.lora import LoRAConfig
 from model.moe import Router, SharedExpertGate
 from model.plan import make_plan
+from model.segments import LayerKind, LayerType, divide_layers
+from model.transformer import Transformer, _scan_layers
 from parallel.linear.collective_matmul import Overlap
 from parallel.linear.config import TensorParallelConfig
 from training.optimizers import decays
@@ -208,6 +210,84 @@ def test_a_tied_head_sums_both_gradients() -> None:
     want = run(config, tensor_parallel(ONE_DEVICE))
     assert "head" not in want.params
     assert_equal_runs(run(config, tensor_parallel(MESHES["dp2-fsdp2-tp2"])), want)
+
+
+def test_every_layer_drops_attention_weights_of_its_own() -> None:
+    """The first token sees itself alone, so a head adds its value or nothing.
+
+    Every head of layer n writes to a feature of its own, and all read the first one.
+    """
+    heads, layers = 8, 2
+    config = CONFIG.model_copy(
+        update={
+            "hidden_size": 32,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": 2,
+            "rope_layers": (False,),
+            "attention_dropout": 0.5,
+        }
+    )
+    tp = tensor_parallel(ONE_DEVICE)
+    plan = make_plan(config, tp, lengths=[L])
+    table, values, outputs = (
+        np.zeros(shape, np.float32)
+        for shape in ((64, 32), (layers, 32, 2 * heads), (layers, 2 * heads, 32))
+    )
+    table[:, 0] = 1
+    values[:, 0] = 1
+    for layer, head in itertools.product(range(layers), range(heads)):
+        outputs[layer, 2 * head, heads * (layer + 1) + head] = 1
+    fields = batch(B, L)
+    with jax.set_mesh(tp.mesh):
+        model = Transformer(plan, rngs=nnx.Rngs(0))
+        attention = model.layers.attention
+        for parameter, value in (
+            (model.embed.table, table),
+            (attention.qkv.kernel["v"], values),
+            (attention.o.kernel, outputs),
+            (model.layers.mlp.down.kernel, np.zeros(model.layers.mlp.down.kernel.shape)),
+        ):
+            parameter[...] = jax.device_put(value, parameter[...].sharding)
+        rows = (jnp.asarray(fields[name]) for name in ("tokens", "positions", "segment_ids"))
+        x_BLD, _ = model(*rows, dropout_key=jax.random.key(1))
+    first, second = (np.asarray(x_BLD)[:, 0, heads * n : heads * (n + 1)] != 0 for n in (1, 2))
+    for kept in (first, second, first != second):
+        assert 0.25 < kept.mean() < 0.75  # four standard deviations of 64 coins
+
+
+@pytest.mark.parametrize("letters", ["a", "aaabb", "ababa", "abABabABa", "aBcaBcaBcAA", "abcd"])
+def test_layers_run_in_order_with_their_own_numbers_and_parameters(letters) -> None:
+    """A letter is a kind of layer, upper case a sparse one; some repeat a pattern, some do not."""
+    types = dict(zip("abcd", [*get_args(LayerType), "full_attention"], strict=True))
+    kinds = tuple(LayerKind(types[x.lower()], x.isupper(), x.lower() != "d") for x in letters)
+    counts = {sparse: sum(kind.is_sparse == sparse for kind in kinds) for sparse in (False, True)}
+    stacks = {sparse: jnp.arange(count) for sparse, count in counts.items() if count}
+
+    def body(place, parameter, number, kind):
+        return place + 1, jnp.stack([place, number, parameter, jnp.int32(kind.is_sparse)])
+
+    place, found = _scan_layers(body, jnp.int32(0), stacks, divide_layers(kinds))
+    used = {False: 0, True: 0}
+    for number, kind in enumerate(kinds):
+        parameter, used[kind.is_sparse] = used[kind.is_sparse], used[kind.is_sparse] + 1
+        np.testing.assert_array_equal(found[number], [number, number, parameter, kind.is_sparse])
+    assert place == len(letters) == len(found)
+
+
+def test_initial_weights_have_the_standard_deviations_of_gpt_2(one_device) -> None:
+    """The range of the configuration; divided by sqrt(2 layers) where a residual branch ends."""
+    last = CONFIG.initializer_range / np.sqrt(2 * CONFIG.num_hidden_layers)
+    checked = 0
+    for path, value in jax.tree_util.tree_leaves_with_path(one_device.params):
+        name = jax.tree_util.keystr(path)
+        if "kernel" in name or "table" in name:
+            want = last if "['o']" in name or "['down']" in name else CONFIG.initializer_range
+            # Six standard deviations of the estimate; the fourth moment is 2.7 (test_layers.py).
+            assert value.std() == pytest.approx(want, rel=6 * np.sqrt(1.7 / 4 / value.size)), name
+            checked += 1
+    assert checked >= 8
 
 
 def test_bfloat16_is_close_to_float32(one_device) -> None:

@@ -14,6 +14,7 @@ from conftest import ROOT, sample
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import verify
+from verification import results
 from verification.bounds import check_finite, compare, failure
 from verification.cases import Case, factorisations, find_cases, spread
 from verification.inputs import LEVEL_RATIO, routing_levels
@@ -244,6 +245,15 @@ def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None
     lines = (tmp_path / "results.jsonl").read_text()
     (tmp_path / "results.jsonl").write_text(lines.replace('"code": "', '"code": "0'))
     assert "the code changed since" in Results(tmp_path, other).notice
+
+
+def test_a_change_of_the_verification_itself_is_one_of_the_code(tmp_path, monkeypatch) -> None:
+    full, _ = scaled("tp8.yaml")
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    (tmp_path / "bounds.py").write_text("# one\n")
+    Results(tmp_path / "found", full)
+    (tmp_path / "bounds.py").write_text("# two\n")
+    assert "the code changed since" in Results(tmp_path / "found", full).notice
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[1]", "{}", '{"case": "dp8"}'])

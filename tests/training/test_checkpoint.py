@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from functools import cache, partial
@@ -20,6 +21,7 @@ from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import DamageError
 from training.logs import logging_to
 from training.step import Program, TrainState
 
@@ -117,6 +119,27 @@ def test_the_record_is_read_back_unchanged(open_at):
     assert record["leaves"].keys() == record["fingerprints"].keys()
 
 
+def test_a_checkpoint_copied_under_another_step_number_is_refused(open_at, tmp_path):
+    save(open_at(), 3)
+    shutil.copytree(tmp_path / "checkpoints" / "3", tmp_path / "checkpoints" / "5")
+    checkpoints = open_at()
+    assert checkpoints.latest_step == 5
+    for read in (checkpoints.record, lambda step: checkpoints.restore(step, abstract_on(GRID))):
+        with pytest.raises(DamageError, match="checkpoint 5 is damaged: checksum mismatch"):
+            read(5)
+
+
+def test_intact_arrays_of_another_step_do_not_fit_the_record(open_at, tmp_path):
+    """The file format has no objection: only the fingerprints tell them apart."""
+    for step in (3, 4):
+        save(open_at(), step)
+    folder = tmp_path / "checkpoints"
+    shutil.rmtree(folder / "3" / "state")
+    shutil.copytree(folder / "4" / "state", folder / "3" / "state")
+    with pytest.raises(DamageError, match=r"checkpoint 3 is damaged: .*: fingerprint mismatch"):
+        open_at().restore(3, abstract_on(GRID))
+
+
 def test_a_saved_step_is_not_saved_again(open_at):
     checkpoints = open_at()
     save(checkpoints, 5, {"time": "first"})
@@ -136,6 +159,23 @@ def test_buffers_may_be_donated_after_save_returns(open_at):
     restored = jax.tree.leaves(checkpoints.restore(1, abstract_on(GRID)))
     for got, want in zip(restored, wanted, strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+def test_after_failed_saves_the_waits_double_up_to_the_cadence(open_at, monkeypatch):
+    checkpoints, step, waits = open_at(every=4), 10, []
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    for _ in range(5):
+        monkeypatch.setattr(checkpoints._saver, "save_checkpointables_async", fail)
+        checkpoints.save(numbered_state(GRID), step, {})
+        due = next(n for n in range(1, 99) if checkpoints.needs_retry(step + n))
+        waits.append(due)
+        step += due
+    assert waits == [1, 2, 4, 4, 4]
+    save(checkpoints, step)
+    assert not checkpoints.needs_retry(step + 99)
 
 
 def test_every_save_is_logged_once(open_at, tmp_path):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from test_step import TINY, assert_same_layout, fields, leaves, placed  # noqa: 
 
 from configs.build import build_program, build_sharding_table, describe_parameters
 from configs.schema import load_config
-from model.lora import adapters_of, merge_adapters, with_adapters
+from model.lora import adapters_of, drop_features, merge_adapters, with_adapters
 from parallel.sharding.mesh import MeshConfig
 from training.step import Program
 
@@ -347,6 +347,25 @@ def test_dropout_is_a_function_of_seed_step_and_path_alone(fields):  # noqa: F81
     first, second, none = losses[GRID]
     assert losses[ONE_DEVICE] == pytest.approx([first, second, none], rel=1e-5)
     assert len({first, second, none}) == 3
+
+
+@pytest.mark.parametrize("probability", [0.25, 0.5, 0.75])
+def test_dropout_removes_features_and_scales_up_the_others(probability):
+    program, state = started(ONE_DEVICE, "model.hidden_size=64")
+    with jax.set_mesh(program.tp.mesh):
+        drop = jax.jit(partial(drop_features, probability=probability))
+        found = leaves(drop(state.params, jax.random.key(0)))
+    kept = []
+    for name, before in leaves(state.params).items():
+        if "lora_a" not in name:
+            np.testing.assert_array_equal(found[name], before)
+            continue
+        is_kept = found[name].any(axis=-1, keepdims=True)
+        wanted = np.where(is_kept, before / (1 - probability), 0)
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-6)
+        kept += is_kept.ravel().tolist()
+    deviation = np.sqrt(probability * (1 - probability) / len(kept))
+    assert abs(np.mean(kept) - (1 - probability)) < 6 * deviation < 0.2
 
 
 def test_with_adapters_puts_back_what_adapters_of_takes():

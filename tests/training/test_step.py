@@ -1,6 +1,6 @@
 """The training step: accumulation, masking, donation, equal initial states on every mesh."""
 
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 
 import jax
@@ -134,6 +134,29 @@ def test_accumulated_gradients_equal_whole_batch_gradients(fields, accumulation)
     parts_loss, parts_grads = gradients(fields, accumulation)
     assert parts_loss == pytest.approx(loss, rel=1e-6)
     assert_same_gradients(parts_grads, grads)
+
+
+@pytest.mark.parametrize("dropout", ["model.attention_dropout=0.5", "lora.dropout=0.5"])
+def test_equal_microbatches_drop_different_weights(fields, dropout):
+    ranks = ("lora.rank=2", "lora.targets=[qkv]") if dropout.startswith("lora") else ()
+    program = program_on(ONE_DEVICE, "model.num_hidden_layers=1", dropout, *ranks)
+    with jax.set_mesh(program.tp.mesh):
+        params = program.init().params
+        one = placed(program, fields)
+        two = {name: jnp.concatenate([field, field]) for name, field in one.items()}
+        found = [
+            jax.jit(program.gradients)(params, batch, key)[2]
+            for key in (None, jax.random.key(0))
+            for batch in (one, two)
+        ]
+    plain, plain_twice, dropped, dropped_twice = map(leaves, found)
+    assert_same = partial(np.testing.assert_allclose, rtol=0)
+    changed = 0
+    for name, grad in plain.items():
+        scale = np.abs(grad).max()
+        assert_same(plain_twice[name], grad, atol=1e-5 * scale)
+        changed += np.abs(dropped_twice[name] - dropped[name]).max() > 1e-2 * scale
+    assert changed
 
 
 def test_the_loss_is_the_mean_over_unmasked_tokens(fields):

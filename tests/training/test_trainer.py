@@ -136,6 +136,11 @@ def test_a_non_finite_loss_never_updates_the_parameters(tmp_path, capsys):
     )
     assert re.match(r"error: 3 updates in a row were skipped, up to step \d+ with loss", shown.err)
     assert "the newest complete checkpoint is " in shown.err and shown.err.count("\n") == 1
+    # Also if the last bad step is the last step of the run.
+    last = re.search(r"up to step (\d+) with", shown.err)[1]
+    end = [f"run.dir={tmp_path}/end", f"training.steps={last}", "training.guard.max_bad_steps=3"]
+    assert run(config, *wild, *end) == 1
+    assert f"3 updates in a row were skipped, up to step {last}" in capsys.readouterr().err
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     with contextlib.closing(checkpoints):
         prints = checkpoints.record(checkpoints.latest_step)["fingerprints"]
@@ -222,6 +227,32 @@ def test_sigusr1_saves_and_training_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(ConsoleWriter, "preview", send)
     assert run(config, "checkpoint.every=100") == 0
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"2", "6"}
+
+
+def test_a_step_is_timed_and_shown_before_its_evaluation_and_its_save(tmp_path, monkeypatch):
+    """So neither counts as time of the step, and a spike is handled before both."""
+    events = []
+
+    def shown(self, step, values):
+        events.append(("shown", step))
+
+    def evaluated(self, step, params):
+        events.append(("evaluated", step))
+        return {"eval_loss": 3.5}
+
+    def saved(self, state, step, *_, **__):
+        events.append(("saved", step))
+        return 0.0
+
+    monkeypatch.setattr(ConsoleWriter, "preview", shown)
+    monkeypatch.setattr(Evaluation, "run", evaluated)
+    monkeypatch.setattr(Checkpoints, "save", saved)
+    steps = ["training.steps=4", "training.eval_every=3", "checkpoint.every=2"]
+    assert run(write_config(tmp_path), *steps) == 0
+    assert events == [
+        *(("shown", 1), ("shown", 2), ("saved", 2), ("shown", 3), ("evaluated", 3)),
+        *(("shown", 4), ("evaluated", 4), ("saved", 4)),
+    ]
 
 
 def test_a_signal_during_an_evaluation_stops_the_run_at_its_end(tmp_path, monkeypatch):

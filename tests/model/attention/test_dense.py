@@ -9,7 +9,12 @@ from plain_mask import sees
 
 from model.attention.api import OperationRegistry
 from model.attention.dense import vanilla
-from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec
+from model.attention.mask import (
+    AttentionInputs,
+    AttentionSpec,
+    MaskSpec,
+    dropout_keep_BHLT,
+)
 from model.attention.metadata import OperationMetadata
 
 B, L, h = 2, 12, 8
@@ -103,6 +108,22 @@ def test_vanilla_in_bfloat16_keeps_float32_scores() -> None:
     assert out.dtype == jnp.bfloat16
     want = written_out(*(np.asarray(y, np.float32) for y in low), SEGMENTS)
     np.testing.assert_allclose(np.asarray(out, np.float32), want, atol=2e-2)
+
+
+def test_rows_heads_queries_and_keys_drop_weights_of_their_own() -> None:
+    sizes = (4, 5, 32, 33)
+    rows, heads, queries, keys = (jnp.arange(size) for size in sizes)
+    inputs = AttentionInputs(
+        q_index_BL=queries[None],
+        kv_index_BT=keys[None],
+        dropout_seed=jnp.array([3, 7], jnp.uint32),
+        row_ids_B=rows,
+        head_ids_H=heads,
+    )
+    keep = np.asarray(dropout_keep_BHLT(inputs, 0.5))
+    assert keep.shape == sizes
+    for dim in range(4):  # thousands of coins: 0.05 is more than six standard deviations
+        assert abs(np.diff(keep, axis=dim).mean() - 0.5) < 0.05
 
 
 def test_dropout_drops_its_fraction_and_keeps_the_mean() -> None:

@@ -4,12 +4,15 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from conftest import tensor_parallel
 from jax.sharding import PartitionSpec as P
 from test_metadata import BATCH, metadata
 
-from model.attention.sharded import AttnShardingRules, Layout
+from model.attention.sharded import AttnShardingRules, Layout, local_kv_heads
 from parallel.sharding import axes as ax
+from parallel.sharding.mesh import MeshConfig
 from parallel.sharding.partition import PartitionAxis
 from parallel.sharding.residual import residual_rules
 
@@ -90,3 +93,17 @@ def test_modes_and_layouts_that_do_not_exist_are_refused() -> None:
         metadata().get_shardings("train")
     with pytest.raises(ValueError, match=r"layout 'tbhd' is unknown; use bthd, bhtd, thd"):
         metadata().get_shardings(ax.MODE_TRAIN, "tbhd")
+
+
+@pytest.mark.parametrize(("tp", "heads", "kv_heads"), [(4, 8, 2), (8, 8, 1), (8, 24, 3), (2, 6, 3)])
+def test_every_query_head_finds_its_kv_head_where_devices_hold_all_of_them(tp, heads, kv_heads):
+    manager = tensor_parallel(MeshConfig(tp=tp)).manager
+    found = jax.jit(
+        jax.shard_map(
+            lambda: local_kv_heads("tp", heads // tp, heads // kv_heads),
+            mesh=manager.mesh,
+            in_specs=(),
+            out_specs=P("tp"),
+        )
+    )()
+    np.testing.assert_array_equal(found, np.repeat(np.arange(kv_heads), heads // kv_heads))

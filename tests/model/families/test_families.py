@@ -345,6 +345,11 @@ def test_longrope_gets_its_factor_from_the_lengths() -> None:
     scaling = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     model = read("Phi3ForCausalLM", rope_scaling=scaling, original_max_position_embeddings=1024)
     assert model.rope_scaling.type == "longrope" and model.rope_scaling.factor == 4.0
+    # transformers, too, reads the key of the model before that of rope_scaling.
+    scaling |= {"original_max_position_embeddings": 512}
+    assert model == read(
+        "Phi3ForCausalLM", rope_scaling=scaling, original_max_position_embeddings=1024
+    )
 
 
 @pytest.mark.parametrize(

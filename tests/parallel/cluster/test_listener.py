@@ -3,6 +3,7 @@
 import logging
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from process_groups import TIME_LIMIT, TOKEN, free_address
@@ -97,6 +98,18 @@ def test_a_slow_handshake_is_dropped_at_its_deadline(monkeypatch, port):
                 time.sleep(0.02)
                 assert found.accept(0.02) == []
         assert found.last_drop == "127.0.0.1 sent no hello within 0.2 s"
+
+
+def test_a_silent_stranger_is_dropped_after_ten_seconds(monkeypatch, port):
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], sleep=time.sleep)
+    monkeypatch.setattr(listener, "time", clock)
+    with Listener("127.0.0.1", port, 2, TOKEN) as found:
+        with socket.create_connection(("127.0.0.1", port)):
+            found.accept(TIME_LIMIT)  # returns when the stranger is there
+            for ahead[0], dropped in ((9.0, 0), (10.5, 1)):
+                assert found.accept(0.0) == []
+                assert found.num_dropped == dropped
 
 
 def test_the_oldest_of_too_many_handshakes_makes_room(monkeypatch, port):

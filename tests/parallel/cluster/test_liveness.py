@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
-from process_groups import HOST, shut_down, timeouts, wait_until
+from process_groups import HOST, TIME_LIMIT, shut_down, timeouts, wait_until
 
 from parallel.cluster import liveness
 from parallel.cluster.config import EXIT_PROCESS_LOST
@@ -47,6 +47,19 @@ def test_a_process_without_heartbeats_is_named_by_the_others(processes, monkeypa
         "restart all processes"
     )
     assert processes.wait_for_failure(1 - silent) == (reason, EXIT_PROCESS_LOST)
+
+
+@pytest.mark.parametrize("limit", ["peer", "stall"])
+def test_a_timeout_ends_neither_long_before_nor_long_after_its_limit(processes, limit):
+    processes.add(0, 1, of=2, config=timeouts(**{limit: 1000.0}))
+    processes.connect()
+    first, _ = processes.groups
+    first.set_phase("step 1")
+    now = time.monotonic()
+    first._monitor._check(now + 900)
+    assert processes.failures == [[], []]
+    first._monitor._check(now + 1000 + TIME_LIMIT)
+    assert f"for 1000.0 s (cluster.{limit}_timeout)" in processes.wait_for_failure(0)[0]
 
 
 def test_heartbeats_alone_keep_the_group_alive(processes):

@@ -4,9 +4,10 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
-from process_groups import HOST, TIME_LIMIT, TOKEN, Processes, dial, timeouts
+from process_groups import HOST, TIME_LIMIT, TOKEN, Processes, dial, free_address, timeouts
 
 from parallel.cluster import rendezvous
 from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
@@ -53,6 +54,28 @@ def test_a_missing_process_0_is_named_with_its_address(processes):
     assert error.exit_code == EXIT_PROCESS_LOST
     assert str(error).startswith(f"process 0 at {processes.address} did not answer within 0.1 s ")
     assert "refused" in str(error)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_others_are_waited_for_during_the_start_timeout(monkeypatch, number):
+    """By a clock that only waiting moves; process 1 waits longer, for the reason of process 0."""
+    seconds = [0.0]
+
+    class Silent(Listener):
+        def accept(self, timeout):
+            seconds[0] += timeout
+            return []
+
+    def sleep(pause):
+        seconds[0] += pause
+
+    clock = SimpleNamespace(monotonic=lambda: seconds[0], sleep=sleep, time=time.time)
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(rendezvous, "Listener", Silent)
+    group = ProcessGroup(2, number, timeouts(start=100.0), token=TOKEN)
+    with pytest.raises(ProcessGroupError, match=r"within 100\.0 s \(cluster\.start_timeout\)"):
+        group.connect(free_address())
+    assert 100 <= seconds[0] <= 100 + number * rendezvous._EXTRA_SECONDS + 1
 
 
 def test_a_port_in_use_is_named(processes):

@@ -126,6 +126,22 @@ def test_sides_of_four_wrap_and_sides_of_two_do_not(
     assert together(RING_4, sides, moves).total == close(load * MS + distance * HOP)
 
 
+@pytest.mark.parametrize(
+    ("line", "megabytes"),
+    [
+        ("f32[2000000]{0} all-gather(%x), dimensions={0}", 7),
+        ("f32[31250]{0} reduce-scatter(%x), dimensions={0}, to_apply=%add", 7 / 8),
+        ("f32[250000]{0} all-reduce(%x), to_apply=%add", 7 / 8 + 7 / 8),
+    ],
+)
+def test_a_ring_sends_each_of_eight_blocks_seven_times_both_ways(line: str, megabytes: float):
+    """An all-reduce is a reduce-scatter and an all-gather: Patarasuk and Yuan 2009, section 3."""
+    groups = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true"
+    found = predict(program(f"%r = {line}, {groups}"), MESH, (8,), box(8))
+    assert list(found.bytes_by.values()) == [close(megabytes * 1e6)]
+    assert found.total == close(megabytes * MS / 2 + 7 * HOP)
+
+
 @pytest.mark.parametrize("bits", range(1, 8))
 def test_the_distance_in_a_cube_is_the_number_of_different_bits(bits: int) -> None:
     found = together(MESH, (2, 2, 2), partner(bits))
