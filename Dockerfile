@@ -13,7 +13,7 @@ WORKDIR /app
 
 # Before the code, so that a change of the code does not install the libraries again. The packages
 # may be missing here, because train.py imports them from its own folder.
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 RUN case "$ACCELERATOR" in \
         cpu) extras="$EXTRAS" ;; \
         tpu|cuda) extras="$ACCELERATOR${EXTRAS:+,$EXTRAS}" ;; \

@@ -9,8 +9,10 @@ import contextlib
 import logging
 import os
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from configs.build import (
     describe_parameters,
     open_devices,
 )
+from configs.command_line import CommandLine
 from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, dump_config, fill_mesh, load_config
 from data.files import DataError
@@ -36,6 +39,7 @@ from parallel.planning.sharding_table import render
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
 from training.logs import aligned, log
+from training.resume import library_versions
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
 from training.trainer import EXIT_RESUMABLE
@@ -180,6 +184,16 @@ def train(config: Config, args: argparse.Namespace) -> int:
         return code
 
 
+class _ShowVersion(argparse.Action):
+    """Prints the versions of the program and of its libraries, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        project = Path(__file__).with_name("pyproject.toml").read_text()
+        libraries = ", ".join(f"{name} {found}" for name, found in library_versions().items())
+        print(f"torus {tomllib.loads(project)['project']['version']} ({libraries})")
+        parser.exit()
+
+
 def _answer(text: str) -> None:
     """Show the answer to a signal, also before the log of the run is open."""
     if log.handlers:
@@ -197,8 +211,11 @@ def _end(group: ProcessGroup, code: int, error: Exception) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and train. Invalid input is reported on one line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument(
+        "--version", action=_ShowVersion, nargs=0, help="print all versions, and exit"
+    )
     parser.add_argument(
         "--print-config", action="store_true", help="print every key with its value, and exit"
     )
@@ -219,7 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     many.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     many.add_argument("--num-processes", type=int, help="processes of the run")
     many.add_argument("--process-id", type=int, help="number of this process, from 0")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         config = load_config(args.config, args.overrides)

@@ -19,6 +19,28 @@ from ruamel.yaml.error import YAMLError
 Section = TypeVar("Section", bound=BaseModel)
 
 
+# What other trainers call a key.
+_OTHER_NAMES = {
+    "batch_size": "global_batch_size",
+    "d_model": "hidden_size",
+    "grad_clip": "clip_norm",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "lr": "learning_rate",
+    "max_grad_norm": "clip_norm",
+    "max_seq_length": "sequence_length",
+    "max_steps": "steps",
+    "n_heads": "num_attention_heads",
+    "n_layers": "num_hidden_layers",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "output_dir": "dir",
+    "seq_len": "sequence_length",
+    "warmup": "warmup_steps",
+    "wd": "weight_decay",
+}
+
+
 class ConfigError(ValueError):
     """A mistake in the configuration, described on one line."""
 
@@ -166,7 +188,10 @@ def _check_keys(
     for key, value in tree.items():
         path = f"{prefix}{key}"
         if key not in model.model_fields:
-            raise ConfigError(f"{path}: unknown key; {_nearest(path, model, prefix, known)}")
+            # Below an unknown section, the key says more than the section.
+            leaf = next(iter(value)) if isinstance(value, dict) and value else None
+            asked = path if leaf is None else f"{path}.{leaf}"
+            raise ConfigError(f"{asked}: unknown key; {_nearest(asked, model, prefix, known)}")
         field = model.model_fields[key]
         section, named = section_of(field.annotation)
         if section is None or (value is None and field.default is None):
@@ -189,6 +214,7 @@ def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -
     """Suggest a key: the same name in another section, else the nearest spelling."""
     leaves = {name.rpartition(".")[2]: name for name in known}
     leaf = path.rpartition(".")[2]
+    leaf = _OTHER_NAMES.get(leaf, leaf)
     close = [leaves[leaf]] if leaf in leaves else difflib.get_close_matches(path, known, n=1)
     close = close or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)]
     if close:

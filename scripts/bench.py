@@ -28,6 +28,7 @@ from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 from benchmarks.torch_step import bench_torch
 
+from configs.command_line import CommandLine
 from model.config import DTypeName, ModelConfig
 from model.remat import REMAT_POLICIES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
@@ -49,7 +50,7 @@ def at_least_one(text: str) -> int:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; `run` of the result is a function of all other values."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
 
     def command(name: str, run: Callable[..., Result], text: str) -> argparse.ArgumentParser:

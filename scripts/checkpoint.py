@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
+from configs.command_line import CommandLine
 from data.pipeline import explain_change
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
@@ -284,7 +285,7 @@ def _at_least_one(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(required=True)
 
     def command(name: str, run: Any, text: str) -> Any:

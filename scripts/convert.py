@@ -18,6 +18,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from configs.command_line import CommandLine
 from configs.conversion import export_adapters, export_model, import_config, import_model
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
@@ -125,13 +126,15 @@ def to_hf(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(required=True)
     reading = commands.add_parser("from-hf", help="make a run directory", allow_abbrev=False)
     reading.set_defaults(run_command=from_hf)
     reading.add_argument("directory", metavar="DIR", help="config.json and safetensors files")
     reading.add_argument("run", metavar="RUN_DIR", help="a new directory")
-    reading.add_argument("overrides", nargs="*", metavar="section.key=value")
+    reading.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+    )
     reading.add_argument(
         "--adapters", metavar="DIR", help="PEFT adapters of this model (default: none)"
     )

@@ -22,6 +22,7 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import numpy as np
 
+from configs.command_line import CommandLine
 from configs.runs import Run, load_run
 from data.chat import encode_chat_prompt, find_answer_end
 from data.chat_jinja import find_chat_template
@@ -189,7 +190,7 @@ def generate(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, generate, and report invalid input as one line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory of train.py")
     parser.add_argument("--prompt", action="append", default=[], help="may be given repeatedly")
     parser.add_argument("--chat", action="store_true", help="answer messages from stdin")
@@ -211,7 +212,9 @@ def main(argv: list[str] | None = None) -> int:
         "--cache", choices=get_args(CacheKind), default="dense", help="key-value cache"
     )
     parser.add_argument("--page-size", type=int, default=16, help="slots per page (--cache paged)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         generate(args)

@@ -12,6 +12,7 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from prepare_data import load_data_config
 from rich.console import Console
 
+from configs.command_line import CommandLine
 from data.config import DataConfig
 from data.inspection import (
     LEGEND,
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run; invalid input is one line on stderr."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     parser.add_argument(
         "--config", help="YAML file, of which the section data is read; default: all defaults"
     )
@@ -85,7 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--held-out", action="store_true", help="show rows of the held-out split")
     parser.add_argument("--tokens", action="store_true", help="show id and text of every token")
     parser.add_argument("--plot", metavar="PNG", help="write an image of the document lengths")
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         run(args)

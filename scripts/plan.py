@@ -30,6 +30,7 @@ from planning.step import StepPlan, check_mesh, plan_step
 from rich.console import Console
 from rich.status import Status
 
+from configs.command_line import CommandLine
 from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.result_cache import ResultCache
 from parallel.planning.slices import read_topology
@@ -82,7 +83,7 @@ def condition(text: str) -> tuple[str, str, float]:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser = CommandLine(description=__doc__, formatter_class=raw)
     parser.add_argument("--config", required=True, help="YAML file; see configs/")
     parser.add_argument(
         "--topology",
@@ -114,7 +115,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--plot", type=Path, help="draw --scale as a PNG")
     parser.add_argument("--cache", default=".cache/plan", help="folder of earlier answers")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+    )
     options = parser.parse_intermixed_args(argv)
     for given, needed in (("price", "tokens"), ("plot", "scale")):
         if getattr(options, given) is not None and getattr(options, needed) is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import _clone  # noqa: F401 (first: it selects the packages below)
 
 # None of these imports jax, since worker processes import this file.
+from configs.command_line import CommandLine
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run; invalid input is one line on stderr."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     parser.add_argument(
         "--config", help="YAML file, of which the section data is read; default: all defaults"
     )
@@ -138,7 +139,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--verify", action="store_true", help="verify existing stores instead of preparing them"
     )
-    parser.add_argument("overrides", nargs="*", metavar="data.key=value")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
+    )
     args = parser.parse_intermixed_args(argv)
     try:
         run(args)

@@ -23,10 +23,12 @@ from soaks.kills import soak_kills
 from soaks.overhead import soak_overhead
 from soaks.processes import SoakError, report
 
+from configs.command_line import CommandLine
+
 
 def parse(argv: list[str] | None = None) -> dict[str, Any]:
     """Parse the command line: `name`, `soak` (the function), and the options of that function."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(dest="name", required=True, metavar="SOAK")
 
     def command(name: str, soak: Any, text: str) -> argparse.ArgumentParser:

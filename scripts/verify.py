@@ -23,6 +23,7 @@ from verification.scaling import scale_down
 from verification.table import HEADER, closing_lines, line_of, lines_by_mesh, summary
 
 from configs.build import open_devices
+from configs.command_line import CommandLine
 from configs.schema import load_config
 
 INTERRUPTED = 130
@@ -30,7 +31,7 @@ INTERRUPTED = 130
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file of the run")
     parser.add_argument(
         "--sample", type=int, metavar="N", help="run N cases, spread over meshes and methods"

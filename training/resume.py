@@ -238,6 +238,19 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
         for key, value in now.items()
         if before.get(key) != value
     ]
+    versions = record.get("versions", {})
+    others = [
+        f"{name} {versions[name]} -> {now}"
+        for name, now in library_versions().items()
+        if versions.get(name, now) != now
+    ]
+    if others:
+        log.warning(
+            "other library versions than those of checkpoint %d, so numbers may differ by "
+            "roundings: %s",
+            record["step"],
+            ", ".join(others),
+        )
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
     try:

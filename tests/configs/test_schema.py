@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 from pydantic import BaseModel
 
-from configs.reading import ConfigError, config_keys, section_of
+from configs.reading import _OTHER_NAMES, ConfigError, config_keys, section_of
 from configs.schema import Config, dump_config, fill_mesh, load_config
 from parallel.sharding.mesh import MeshConfig
 
@@ -24,7 +24,13 @@ REFUSALS = {
     # Unknown keys name the nearest one.
     "mesh.tpp=8": "mesh.tpp: unknown key; did you mean mesh.tp?",
     "model.hiden_size=64": "model.hiden_size: unknown key; did you mean model.hidden_size?",
-    "modle.hidden_size=64": "modle: unknown key; sections: run, model, lora",
+    "modle.hidden_size=64": "modle.hidden_size: unknown key; did you mean model.hidden_size?",
+    "trainig.steps=5": "trainig.steps: unknown key; did you mean training.steps?",
+    "modle={}": "modle: unknown key; sections: run, model, lora",
+    # Names that other trainers use.
+    "optimizer.lr=1": "optimizer.lr: unknown key; did you mean optimizer.learning_rate?",
+    "batch_size=8": "batch_size: unknown key; did you mean data.global_batch_size?",
+    "model.kv_lora_rank=8": "kv_lora_rank: unknown key; did you mean model.mla.kv_lora_rank?",
     "learning_rate=1": "learning_rate: unknown key; did you mean optimizer.learning_rate?",
     "model.sequence_length=8": "model.sequence_length: unknown key; did you mean data.sequence_le",
     "training.warmup_steps=8": "training.warmup_steps: unknown key; did you mean optimizer.warmup",
@@ -344,6 +350,11 @@ def test_rows_that_fit_the_chosen_factors_of_longrope_are_accepted(length, row_l
     )
     overrides = [f"model.rope_scaling={scaling}", f"data.sequence_length={length}"]
     assert load_config(TP8, overrides).model.rope_scaling.row_length == row_length
+
+
+def test_the_names_of_other_trainers_stand_for_keys_of_this_one():
+    leaves = {key.rpartition(".")[2] for key in config_keys(Config)}
+    assert {*_OTHER_NAMES.values()} <= leaves and not {*_OTHER_NAMES} & leaves
 
 
 def test_a_missing_file_suggests_the_shipped_files(monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 from configs.schema import Config, dump_config
 from training.logs import log
 from training.optimizers import OptimizerConfig
-from training.resume import log_config_changes
+from training.resume import library_versions, log_config_changes
 
 NOW = dump_config(Config())
 
@@ -25,6 +25,17 @@ def lines_of(caplog, monkeypatch):
 
 def test_an_equal_configuration_is_not_mentioned(lines_of):
     assert lines_of(NOW) == []
+
+
+def test_other_library_versions_are_named_in_one_line(caplog, monkeypatch):
+    monkeypatch.setattr(log, "propagate", True)
+    versions = library_versions()
+    log_config_changes({"config": NOW, "step": 4, "versions": versions}, NOW)
+    assert caplog.messages == []
+    log_config_changes({"config": NOW, "step": 4, "versions": {**versions, "jax": "0.9"}}, NOW)
+    (line,) = caplog.messages
+    assert line.startswith("other library versions than those of checkpoint 4, so numbers may")
+    assert line.endswith(f": jax 0.9 -> {versions['jax']}")
 
 
 def test_another_learning_rate_is_said_with_its_effect(lines_of):

@@ -1,0 +1,47 @@
+"""Command line of train.py and of the scripts: every mistake is one line with the likely remedy."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+EXIT_BAD_INPUT = 2
+
+
+class CommandLine(argparse.ArgumentParser):
+    """A parser of options that takes no abbreviations; exits with code 2 for bad input.
+
+    Options begin with `--`; `section.key=value` changes the configuration and has no dashes.
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{"allow_abbrev": False, **settings})
+
+    def parse_known_args(  # type: ignore[override]  # the overloads of the base class
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse; an unknown option is reported before one that is missing because of it."""
+        given = list(sys.argv[1:] if args is None else args)
+        if self._subparsers is None:  # otherwise the options are those of a command
+            self._check_options(given)
+        return super().parse_known_args(given, namespace)
+
+    def _check_options(self, given: Sequence[str]) -> None:
+        for text in given:
+            if text == "--":
+                return
+            name = text.partition("=")[0]
+            if not name.startswith("--") or name in self._option_string_actions:
+                continue
+            if "." in name:
+                key = text if "=" in text else f"{text}=VALUE"
+                self.error(f"{name}: a key of the configuration has no dashes; write {key[2:]}")
+            options = [option for option in self._option_string_actions if option[:2] == "--"]
+            near = difflib.get_close_matches(name, options, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"options: {', '.join(sorted(options))}"
+            self.error(f"{name}: unknown option; {hint}")
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line on stderr, and exit with code 2."""
+        self.exit(EXIT_BAD_INPUT, f"error: {message}; {self.prog} --help explains all options\n")

@@ -1,0 +1,63 @@
+"""Command lines: a mistake is one line with the likely remedy, and every option has a help text."""
+
+import ast
+
+import pytest
+from conftest import ROOT
+
+import train
+from configs.command_line import CommandLine
+
+COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py"))]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--confg", "x.yaml"], "--confg: unknown option; did you mean --config?"),
+        (["--config=x", "--qqqq"], "--qqqq: unknown option; options: --config, --coordinator, "),
+        (["--config=x", "--training.steps=5"], "has no dashes; write training.steps=5;"),
+        (["--config=x", "--training.steps", "5"], "has no dashes; write training.steps=VALUE;"),
+        (["training.steps=5"], "the following arguments are required: --config"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
+    with pytest.raises(SystemExit) as end:
+        train.main(given)
+    out, error = capsys.readouterr()
+    assert (end.value.code, out) == (2, "") and error.startswith("error: ")
+    assert message in error and error.count("\n") == 1
+
+
+def test_options_of_a_command_are_checked_by_the_command(capsys) -> None:
+    parser = CommandLine(prog="tool")
+    command = parser.add_subparsers().add_parser("run")
+    command.add_argument("--steps", type=int)
+    assert parser.parse_args(["run", "--steps", "3"]).steps == 3
+    with pytest.raises(SystemExit):
+        parser.parse_args(["run", "--stps", "3"])
+    assert (
+        "--stps: unknown option; did you mean --steps?; tool run --help" in capsys.readouterr().err
+    )
+
+
+def test_what_follows_two_dashes_is_left_alone() -> None:
+    parser = CommandLine()
+    parser.add_argument("rest", nargs="*")
+    assert parser.parse_args(["--", "--any"]).rest == ["--any"]
+
+
+def test_the_version_names_program_and_libraries(capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        train.main(["--version"])
+    line = capsys.readouterr().out
+    assert end.value.code == 0 and line.startswith("torus ") and line.count("\n") == 1
+    assert all(f"{name} " in line for name in ("python", "jax", "jaxlib", "orbax-checkpoint"))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_every_option_has_a_help_text(path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+            named = {keyword.arg for keyword in node.keywords}
+            assert "help" in named, f"{path.name}: {ast.unparse(node)}"
