@@ -25,6 +25,8 @@ from configs.build import (
 )
 from configs.command_line import CommandLine
 from configs.preflight import describe_machine, describe_program
+from configs.reading import ConfigError
+from configs.reference import as_text, find_sections
 from configs.schema import Config, dump_config, fill_mesh, load_config
 from data.files import DataError
 from data.pipeline import Dataset
@@ -194,6 +196,17 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
+class _ShowReference(argparse.Action):
+    """Prints the reference of the configuration, or of one section, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: Any, section: Any, *__: Any) -> None:
+        try:
+            print(as_text(find_sections(section)))
+        except ConfigError as error:
+            parser.error(str(error))
+        parser.exit()
+
+
 def _answer(text: str) -> None:
     """Show the answer to a signal, also before the log of the run is open."""
     if log.handlers:
@@ -226,6 +239,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--print-sharding", action="store_true", help="print the sharding of every tensor, and exit"
+    )
+    parser.add_argument(
+        "--help-config",
+        action=_ShowReference,
+        nargs="?",
+        metavar="SECTION",
+        help="print every key of the configuration, or of a section, with its meaning, and exit",
     )
     many = parser.add_argument_group(
         "several processes (detected without these options under SLURM and GKE)"

@@ -85,7 +85,7 @@ class Config(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=Tr
     lora: LoRAConfig = LoRAConfig()
     """Low-rank adapters for fine-tuning."""
     mesh: MeshConfig = MeshConfig()
-    """Device mesh."""
+    """Devices along each axis. One axis may be auto (or -1): it takes what the others leave."""
     cluster: ClusterConfig = ClusterConfig()
     """Timeouts among several processes."""
     parallel: ParallelConfig = ParallelConfig()

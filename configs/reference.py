@@ -1,0 +1,143 @@
+"""Reference of the configuration: every key with its type, default and description.
+
+The same text is printed by `train.py --help-config` and kept in docs/configuration.md.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from configs.reading import ConfigError, section_of
+from configs.schema import Config
+
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the configuration file: its dotted name, description, and keys."""
+
+    name: str
+    text: str
+    keys: tuple["Key", ...]
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a section. default: as YAML; None if the key has to be given."""
+
+    name: str
+    type: str
+    default: str | None
+    text: str
+
+
+def sections(
+    model: type[BaseModel] = Config, name: str = "", text: str = "", prefix: str = ""
+) -> Iterator[Section]:
+    """Yield every section that has keys of its own; a section precedes those below it.
+
+    NAME stands for a name that the user chooses.
+    """
+    below = {key: section_of(info.annotation) for key, info in model.model_fields.items()}
+    keys = tuple(
+        Key(key, _type_name(info.annotation), _default(info), _text(info))
+        for key, info in model.model_fields.items()
+        if below[key][0] is None
+    )
+    if keys:
+        yield Section(name, text, keys)
+    for key, (section, named) in below.items():
+        if section is not None:
+            path = f"{prefix}{key}" + (".NAME" if named else "")
+            yield from sections(section, path, _text(model.model_fields[key]), f"{path}.")
+
+
+def find_sections(name: str | None) -> list[Section]:
+    """Return the sections with this name or below it; all for None. Raises: ConfigError."""
+    every = list(sections())
+    found = [s for s in every if name is None or f"{s.name}.".startswith(f"{name}.")]
+    if not found:
+        names = ", ".join(dict.fromkeys(s.name.partition(".")[0] for s in every if s.name))
+        raise ConfigError(f"--help-config {name}: unknown section; sections: {names}")
+    return found
+
+
+def as_text(found: list[Section]) -> str:
+    """Return the reference for a terminal."""
+    lines = []
+    for section in found:
+        lines.append(f"{section.name or 'top level'}: {section.text or 'keys without a section'}")
+        prefix = f"{section.name}." if section.name else ""
+        for key in section.keys:
+            default = "" if key.default is None else f" = {key.default}"
+            lines.append(f"  {prefix}{key.name}: {key.type}{default}")
+            lines += textwrap.wrap(
+                key.text, WIDTH - 6, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_markdown(found: list[Section]) -> str:
+    """Return the reference as tables, a heading per section."""
+    lines = []
+    for section in found:
+        lines += (
+            [f"## {section.name or 'Top level'}", "", section.text, ""]
+            if section.text
+            else [f"## {section.name or 'Top level'}", ""]
+        )
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in section.keys:
+            cells = (f"`{key.name}`", key.type, f"`{key.default}`" if key.default else "", key.text)
+            lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _text(info: FieldInfo) -> str:
+    return " ".join((info.description or "").split())
+
+
+def _default(info: FieldInfo) -> str | None:
+    if info.is_required():
+        return None
+    return _as_yaml(info.get_default(call_default_factory=True))
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_as_yaml(x)}' for key, x in value.items())}}}"
+    return str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    """Return a type as a user of YAML reads it: choices by value, null for None."""
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and not get_args(annotation):
+        return annotation.__name__
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(_as_yaml(arg) for arg in args)
+    if hasattr(annotation, "__metadata__"):  # a type with bounds
+        return _type_name(args[0])
+    if isinstance(origin, type) and issubclass(origin, tuple | list):
+        return f"list of {_type_name(args[0])}"
+    if isinstance(origin, type) and issubclass(origin, dict):
+        return f"mapping of {_type_name(args[0])} to {_type_name(args[1])}"
+    if args:
+        return " | ".join(dict.fromkeys(map(_type_name, args)))
+    return re.sub(r"[\w.]+\.", "", str(annotation))
