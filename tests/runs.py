@@ -69,7 +69,7 @@ def refusal(capsys, config: str, *overrides: str) -> str:
 @contextlib.contextmanager
 def kept_signals() -> Iterator[None]:
     """Restore the signal handlers of pytest that a run replaces."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

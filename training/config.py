@@ -9,6 +9,7 @@ from training.checkpoint_policy import CheckpointConfig
 from training.dpo import DPOConfig
 from training.guard import GuardConfig
 from training.health import HealthLimits
+from training.profiler import ProfileConfig
 
 
 class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -61,6 +62,8 @@ class TrainingConfig(
     """Reaction to loss and gradient spikes."""
     health: HealthLimits = HealthLimits()
     """Limits beyond which the load of experts is reported."""
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles of some steps, in the folder profiles/ of the run directory."""
     sample_temperature: NonNegativeFloat = 0.7
     """Sampling temperature; 0: greedy."""
 

@@ -33,6 +33,7 @@ from training.initial_parameters import (
     open_initial_parameters,
 )
 from training.logs import log, logging_to, replace_text
+from training.profiler import Profiler
 from training.reporter import StepReporter
 from training.resume import (
     ResumePoint,
@@ -146,8 +147,7 @@ def build_trainer(
     ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
     before = max(ledgers, key=lambda seconds: sum(seconds.values()))
     goodput = Goodput(before, show_phase=writers.show_phase)
-    clock = StepClock(program)
-    stragglers = StragglerMonitor(group)
+    clock, stragglers = StepClock(program), StragglerMonitor(group)
     spikes = SpikeHandler(config.guard, resumer, goodput)
     is_sparse = program.config.sparse_layers
     experts = ExpertHealth(is_sparse, config.health, config.log_every, config.steps, writers)
@@ -183,6 +183,7 @@ def build_trainer(
         ),
         spikes=spikes,
         stragglers=stragglers,
+        profiler=Profiler(config.profile, directory, stop.take_profile_request, clock),
         writers=writers,
         goodput=goodput,
         clock=clock,

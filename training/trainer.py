@@ -22,6 +22,7 @@ from training.evaluation import Evaluation, Sampling
 from training.goodput import Goodput
 from training.initial_parameters import InitialParameters
 from training.logs import log, peak_memory
+from training.profiler import Profiler
 from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer
 from training.runner import StepRunner
@@ -53,6 +54,7 @@ class Trainer:
     reporter: StepReporter
     spikes: SpikeHandler
     stragglers: StragglerMonitor
+    profiler: Profiler
     writers: MetricsWriter
     goodput: Goodput
     clock: StepClock
@@ -84,7 +86,7 @@ class Trainer:
         if first_step > last_step:
             log.info("step %d is the last: nothing left to train", last_step)
             return state, EXIT_DONE
-        with contextlib.closing(self._open_runner()) as runner:
+        with contextlib.closing(self._open_runner()) as runner, contextlib.closing(self.profiler):
             for step in range(first_step, last_step + 1):
                 state = self._step(step, state, runner)
                 agreed, eval_loss = self._agree(step), None
@@ -111,8 +113,10 @@ class Trainer:
             self.reporter.finish_step()
             runner.compile(state)
         self.coordinator.begin_step()
+        self.profiler.begin_step(step)
         state, metrics = runner.run(step, state)
         self.reporter.finish_step()
+        self.profiler.end_step(step, metrics)
         self.reporter.add_step(step, metrics)
         return state
 

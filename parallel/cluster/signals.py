@@ -29,9 +29,9 @@ class StopRequest:
     """A flag that the first SIGTERM or SIGINT sets and the training loop reads between steps.
 
     The signal is answered with a line at once, even while a program compiles. A second one exits
-    with code 1. SIGUSR1 asks for a checkpoint only. In a run with several processes, jax's
-    preemption service decides after which step all of them stop. It takes over SIGTERM when
-    jax.distributed starts, so `install` must be called before.
+    with code 1. SIGUSR1 asks for a checkpoint, SIGUSR2 for a profile of this process. In a run with
+    several processes, jax's preemption service decides after which step all of them stop. It takes
+    over SIGTERM when jax.distributed starts, so `install` must be called before.
     """
 
     def __init__(self) -> None:
@@ -39,16 +39,18 @@ class StopRequest:
         """The signal that asks this run to stop."""
         self.has_nothing_to_save = False
         """Whether to raise `StoppedEarly` at a signal instead of setting the flag."""
-        self._wants_checkpoint = self._is_interrupted = self._is_agreed = False
+        self._wants_checkpoint = self._wants_profile = False
+        self._is_interrupted = self._is_agreed = False
 
     def install(self, answer: Callable[[str], None] = print) -> "StopRequest":
-        """Handle SIGTERM, SIGINT and SIGUSR1 of this process; return this object.
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 of this process; return this object.
 
         answer: Shows the line that answers the first signal; called in another thread.
         """
         for number in _STOPS:
             signal.signal(number, self._on_stop)
         signal.signal(signal.SIGUSR1, self._on_checkpoint)
+        signal.signal(signal.SIGUSR2, self._on_profile)
         # A Python handler runs when the main thread returns from jax, which may take minutes. The
         # number of the signal, which the interpreter writes to this socket, arrives at once.
         reader, writer = socket.socketpair()
@@ -63,6 +65,11 @@ class StopRequest:
     def take_checkpoint_request(self) -> bool:
         """Return whether SIGUSR1 has come since the last call."""
         requested, self._wants_checkpoint = self._wants_checkpoint, False
+        return requested
+
+    def take_profile_request(self) -> bool:
+        """Return whether SIGUSR2 has come since the last call."""
+        requested, self._wants_profile = self._wants_profile, False
         return requested
 
     def agree(self, step: int) -> signal.Signals | None:
@@ -99,6 +106,9 @@ class StopRequest:
 
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self._wants_checkpoint = True
+
+    def _on_profile(self, number: int, frame: FrameType | None) -> None:
+        self._wants_profile = True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self._is_interrupted:
