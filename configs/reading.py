@@ -212,7 +212,9 @@ def _check_keys(
 
 def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -> str:
     """Suggest a key: the same name in another section, else the nearest spelling."""
-    leaves = {name.rpartition(".")[2]: name for name in known}
+    # Of equal names, that of the outermost section.
+    outermost_last = sorted(known, key=lambda name: -name.count("."))
+    leaves = {name.rpartition(".")[2]: name for name in outermost_last}
     leaf = path.rpartition(".")[2]
     leaf = _OTHER_NAMES.get(leaf, leaf)
     close = [leaves[leaf]] if leaf in leaves else difflib.get_close_matches(path, known, n=1)

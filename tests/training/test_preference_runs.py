@@ -68,7 +68,7 @@ def test_a_run_learns_to_tell_separable_answers_apart(whole):
     assert last["dpo/margin"] == pytest.approx(difference, abs=1e-5)
     assert last["eval/text/loss"] == last["eval_loss"] < lines[0]["loss"]
     log = (whole / "log.txt").read_text()
-    assert "objective dpo with beta 0.1; the reference model is a frozen copy of " in log
+    assert "dpo with beta 0.1; the reference model is a frozen copy of " in log
     assert "accuracy 100.0%" in log
 
 
