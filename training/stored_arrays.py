@@ -20,16 +20,20 @@ Chunk = tuple[tuple[int, ...], np.ndarray]
 _CHUNK_BYTES = 2**26
 
 
-def chunked(arrays: Mapping[str, jax.Array], write_bytes: int | None) -> v1.Context:
+def chunked(
+    arrays: Mapping[str, jax.Array], write_bytes: int | None, context: v1.Context
+) -> v1.Context:
     """Return orbax's options for a save of these arrays in chunks.
 
     write_bytes: bytes of arrays written at a time, at least the largest array; None: all.
+    context: other options of the save.
     """
     options = v1.options.ArrayOptions
     storage = options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
     above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
     limit = write_bytes and max(write_bytes, above)
     return v1.Context(
+        context,
         array_options=options(saving=options.Saving(storage_options=storage)),
         memory_options=v1.options.MemoryOptions(write_concurrent_bytes=limit),
     )
