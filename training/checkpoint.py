@@ -181,7 +181,7 @@ class Checkpoints:
 
     def needs_retry(self, step: int) -> bool:
         """Return whether an earlier save failed and is due for another try at this step."""
-        return step >= self._retry_step
+        return self._pending is None and step >= self._retry_step
 
     @property
     def ended_step(self) -> int | None:
