@@ -22,9 +22,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1
 
-from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.checkpoint_policy import CheckpointConfig, KeepBest
+from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
     CheckpointError,
     DamageError,
@@ -36,11 +35,11 @@ from training.checkpoint_record import (
     shapes_and_dtypes,
     short_reason,
 )
-from training.fingerprint import fingerprints, leaf_name
+from training.fingerprint import fingerprints
 from training.logs import log
-from training.save_barrier import SaveBarrier
+from training.save_barrier import SaveBarrier, compare_saves
 from training.step import TrainState
-from training.stored_arrays import Chunk, chunked, read_chunks
+from training.stored_arrays import Chunk, by_name, chunked, in_place_of, read_chunks
 
 _ocp = v1.training
 _READ_BYTES = 2**31  # read concurrently, at least
@@ -84,18 +83,12 @@ class Checkpoints:
         self._failures, self._retry_step = 0, math.inf
 
     def _open(self, *, cleanup: bool = True) -> Any:
-        policies, config = _ocp.preservation_policies, self.config
-        kept = [policies.LatestN(config.keep)]
-        if config.keep_every is not None:
-            kept.append(policies.EveryNSteps(config.keep_every))
-        if config.keep_best:
-            kept.append(KeepBest(self._losses, config.keep_best))
         self._barrier = SaveBarrier()
         with self._barrier.context:
             return _ocp.Checkpointer(
                 os.path.abspath(self._directory),
                 cleanup_tmp_directories=cleanup and not self._read_only,
-                preservation_policy=policies.AnyPreservationPolicy(kept),
+                preservation_policy=Preservation(self.config, self._losses),
             )
 
     def _open_read_only(self) -> Any:
@@ -147,7 +140,7 @@ class Checkpoints:
         if step == self.latest_step:
             log.debug("step %d is already on disk; not saved again", step)
             return 0.0
-        arrays = _by_name(state)
+        arrays = by_name(state)
         record = {
             **record,
             "step": step,
@@ -227,35 +220,19 @@ class Checkpoints:
         It has ended when it is complete in all of them, or has failed in one.
         """
         assert self._pending is not None
-        step, result = self._pending
-        is_saving, problem = self._is_saving, None
-        if not is_saving:
+        (step, result), problem = self._pending, None
+        if not (is_saving := self._is_saving):
             try:
                 result()
             except Exception as error:
                 problem = short_reason(error)
-        self.group.start_all_gather("saved", [is_saving, problem])
-        try:
-            # After a failure here, the others may wait for this process in a call of orbax.
-            timeout = None if problem is None else self.group.config.peer_timeout
-            reports = self.group.wait_all_gather("saved", timeout)
-        except TimeoutError as error:
-            raise ProcessGroupError(
-                f"checkpoint {step} was not saved: {problem}; the other processes still wait for "
-                "it; start all processes again"
-            ) from error
-        problems = [
-            problem if len(reports) == 1 else f"process {number} on {host}: {problem}"
-            for number, (host, (_, problem)) in enumerate(
-                zip(self.group.hosts, reports, strict=True)
-            )
-            if problem is not None
-        ]
+        has_ended, problems = compare_saves(self.group, step, is_saving, problem)
+        if not has_ended:
+            return
+        self._pending = None
         if problems:
-            self._pending = None
-            self._handle_failure(step, "; ".join(problems))
-        elif not any(is_saving for is_saving, _ in reports):
-            self._pending = None
+            self._handle_failure(step, problems)
+        else:
             self._failures, self._retry_step = 0, math.inf
             log.info("saved step %d", step)
 
@@ -309,7 +286,7 @@ class Checkpoints:
                 dtype.
             CheckpointError: the record cannot be read.
         """
-        found, wanted = self.record(step)["leaves"], shapes_and_dtypes(_by_name(abstract_state))
+        found, wanted = self.record(step)["leaves"], shapes_and_dtypes(by_name(abstract_state))
         if holds_only_parameters(found):
             wanted = {name: leaf for name, leaf in wanted.items() if name.startswith("params.")}
         check_leaves(step, found, wanted)
@@ -320,12 +297,12 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be read, or an array is damaged.
         """
-        wanted = _by_name(abstract_state)
+        wanted = by_name(abstract_state)
         arrays = self._load(step, wanted)
         for name, want in wanted.items():
             got = arrays[name]
             assert got.sharding == want.sharding and got.dtype == want.dtype
-        return _in_place_of(abstract_state, arrays)
+        return in_place_of(abstract_state, arrays)
 
     def restore_params(self, step: int, abstract_state: TrainState, part: str = "params") -> Any:
         """Return only the parameters of a step, or with `part="ema"` their moving average.
@@ -335,7 +312,7 @@ class Checkpoints:
         if holds_only_parameters(self.record(step)["leaves"]):
             part = "params"
         wanted = {part: getattr(abstract_state, part)}
-        return _in_place_of(wanted, self._load(step, _by_name(wanted)))[part]
+        return in_place_of(wanted, self._load(step, by_name(wanted)))[part]
 
     def read(self, step: int, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         """Return one array by its dotted path; read nothing else."""
@@ -417,16 +394,6 @@ class Checkpoints:
                 result()
                 log.info("saved step %d", step)
         self.close()
-
-
-def _by_name(state: Any) -> dict[str, Any]:
-    """Return every array by its dotted path; the file format knows no class of any library."""
-    return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-
-
-def _in_place_of(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
-    """Return the tree of `abstract` with its leaves replaced by the arrays of the same path."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], abstract)
 
 
 def _raise(error: Exception) -> None:

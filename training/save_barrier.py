@@ -1,4 +1,4 @@
-"""Barrier of orbax's threads that notices a save that has failed in this process alone.
+"""A save that fails in one process alone: orbax's barriers notice it, and all processes compare.
 
 orbax writes a checkpoint in threads of every process, with barriers in between. A process that
 fails, because of a full disk, goes to the barrier at the end of the save. The others wait for it at
@@ -10,6 +10,9 @@ import sys
 from typing import Any
 
 from orbax.checkpoint import multihost, v1
+
+from parallel.cluster.config import ProcessGroupError
+from parallel.cluster.process_group import ProcessGroup
 
 
 class FailedSaveError(Exception):
@@ -58,3 +61,37 @@ class _AsyncOptions(v1.options.AsyncOptions):
 
     def v0(self) -> Any:
         return dataclasses.replace(super().v0(), barrier_sync_fn=self.barrier)
+
+
+def compare_saves(
+    group: ProcessGroup, step: int, is_saving: bool, problem: str | None
+) -> tuple[bool, str]:
+    """Compare a save with the other processes, and return (whether it has ended, what failed).
+
+    It has ended when it is complete in all of them, or has failed in one. Every process calls this.
+
+    Args:
+        group: The processes that save.
+        step: Step of the save.
+        is_saving: Whether the save is in progress in this process.
+        problem: Why it has failed in this process; None: it has not.
+
+    Raises:
+        ProcessGroupError: It failed here while other processes still wait for this one.
+    """
+    group.start_all_gather("saved", [is_saving, problem])
+    try:
+        # After a failure here, the others may wait for this process in a call of orbax.
+        timeout = None if problem is None else group.config.peer_timeout
+        reports = group.wait_all_gather("saved", timeout)
+    except TimeoutError as error:
+        raise ProcessGroupError(
+            f"checkpoint {step} was not saved: {problem}; the other processes still wait for it; "
+            "start all processes again"
+        ) from error
+    problems = [
+        problem if len(reports) == 1 else f"process {number} on {host}: {problem}"
+        for number, (host, (_, problem)) in enumerate(zip(group.hosts, reports, strict=True))
+        if problem is not None
+    ]
+    return bool(problems) or not any(saving for saving, _ in reports), "; ".join(problems)

@@ -12,12 +12,22 @@ import tensorstore
 from orbax.checkpoint import v1
 
 from training.checkpoint_record import DamageError, read_error
-from training.fingerprint import RunningFingerprint
+from training.fingerprint import RunningFingerprint, leaf_name
 
 Chunk = tuple[tuple[int, ...], np.ndarray]
 """Where a chunk begins in its array, and its values."""
 
 _CHUNK_BYTES = 2**26
+
+
+def by_name(state: Any) -> dict[str, Any]:
+    """Return every array by its dotted path; the file format knows no class of any library."""
+    return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def in_place_of(abstract: Any, arrays: Mapping[str, jax.Array]) -> Any:
+    """Return the tree of `abstract` with its leaves replaced by the arrays of the same path."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], abstract)
 
 
 def chunked(
