@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -269,6 +270,30 @@ def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(lab, number)
     assert f"error: process {number} on {HOST} is lost: its connection closed" in command.err
     assert command.finish() == 0, command.err
     assert lab.differences("undisturbed", name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_save_that_fails_on_one_host_alone_is_skipped_by_all_and_nothing_is_lost(lab, number):
+    name = f"full-{number}"
+    command = lab.launch(name, "training.writers=[console]", "training.log_every=2")
+    command.until(lambda: "saved step 10" in command.out)
+    worker, log = command.worker(number), lab.folder / name / "log.txt"
+    files = (log, log.with_name("log.1.txt"))
+    # Room for log lines, not for the arrays of a checkpoint.
+    size = max(file.stat().st_size for file in files) + 2**14
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    began = time.monotonic()
+    command.until(lambda: "was not saved" in command.out)
+    assert time.monotonic() - began < 60
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, unlimited)
+    assert command.finish() == 0, command.err
+    (line, *_) = re.findall(r".* was not saved: .*", lab.log(name))
+    assert f"was not saved: process {number} on {HOST}: " in line and "File too large" in line
+    assert "training continues, next try after step" in line
+    folders = (lab.folder / run_name for run_name in ("undisturbed", name))
+    assert array_differences(*folders, STEPS) == []
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ class StepAgreement:
     save: bool = False
     """Whether a process wants a checkpoint, such as after SIGUSR1."""
     finished_save: int | None = None
-    """The step of the checkpoint that has finished or failed on every process."""
+    """The step of the checkpoint that has ended on every process, or has failed on one."""
     metrics: dict[str, float] = field(default_factory=dict)
     """`hosts/...`, compared over all processes; empty after most steps."""
 
@@ -42,13 +42,19 @@ class StepCoordinator:
         self._stop.has_nothing_to_save = False
 
     def agree_on_step(
-        self, step: int, *, finished_save: int | None = None, wants_save: bool = False
+        self,
+        step: int,
+        *,
+        finished_save: int | None = None,
+        save_failed: bool = False,
+        wants_save: bool = False,
     ) -> StepAgreement:
         """Return what all processes do after this step. Every process calls it after every step.
 
         Args:
             step: The number of the step that was just dispatched.
             finished_save: The step of the checkpoint that has finished or failed in this process.
+            save_failed: Whether it has failed.
             wants_save: Whether this process asks all processes for a checkpoint.
         """
         stop = self._stop.agree(step)
@@ -58,7 +64,7 @@ class StepCoordinator:
             return StepAgreement(stop, save, finished_save)
         agreement = self._read_reports(step, stop)
         if step % self._every == 0:
-            self._send_report(finished_save, wants_save)
+            self._send_report((finished_save, save_failed), wants_save)
         return agreement
 
     @property
@@ -66,13 +72,13 @@ class StepCoordinator:
         """The signal that came after `agree_on_step`, if this process can stop alone."""
         return self._stop.signal
 
-    def _send_report(self, finished_save: int | None, wants_save: bool) -> None:
+    def _send_report(self, ended_save: tuple[int | None, bool], wants_save: bool) -> None:
         times = self._stragglers.take_report()
         if times is None:  # no step yet in this process
             return
         self._num_reports += 1
         # A wish is not kept for the next report: by then its save may have begun.
-        report = [times, self._save_requested or wants_save, finished_save]
+        report = [times, self._save_requested or wants_save, *ended_save]
         self._group.start_all_gather(f"report {self._num_reports}", report)
         self._save_requested, self._is_report_pending = False, True
 
@@ -81,10 +87,12 @@ class StepCoordinator:
             return StepAgreement(stop)
         self._is_report_pending = False
         reports = self._group.wait_all_gather(f"report {self._num_reports}")
-        times, save_requests, finished = zip(*reports, strict=True)
+        times, save_requests, finished, failed = zip(*reports, strict=True)
+        # Where a save has failed in one process, the others wait for it in vain.
+        ended = [save for save, has_failed in zip(finished, failed, strict=True) if has_failed]
         return StepAgreement(
             stop,
             any(save_requests),
-            finished[0] if len(set(finished)) == 1 else None,
+            ended[0] if ended else finished[0] if len(set(finished)) == 1 else None,
             self._stragglers.compare(step, list(times)),
         )

@@ -1,10 +1,11 @@
 """Checkpoints of a run directory: asynchronous, sharded saves and verified restores with orbax.
 
-No other file imports orbax. On disk the state is a nested dict of arrays that does not depend on
-the mesh, with a record beside it: a description of the run and a fingerprint of every array. A
-restore verifies each array that it reads against its fingerprint. A failed save is logged and
-retried at a later step; after the last step it is an error. A damaged checkpoint raises an error
-that names it; the caller sets it aside. A failed restore never falls back to fresh parameters.
+No other file saves or restores with orbax. On disk the state is a nested dict of arrays that does
+not depend on the mesh, with a record beside it: a description of the run and a fingerprint of every
+array. A restore verifies each array that it reads against its fingerprint. A save that fails, in
+one process or in all, is logged and retried at a later step; after the last step it is an error. A
+damaged checkpoint raises an error that names it; the caller sets it aside. A failed restore never
+falls back to fresh parameters.
 """
 
 import contextlib
@@ -21,9 +22,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1
 
-from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.checkpoint_policy import CheckpointConfig, KeepBest
+from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
     CheckpointError,
     DamageError,
@@ -35,13 +35,15 @@ from training.checkpoint_record import (
     shapes_and_dtypes,
     short_reason,
 )
-from training.fingerprint import fingerprints, leaf_name
+from training.fingerprint import fingerprints
 from training.logs import log
+from training.save_barrier import SaveBarrier, compare_saves
 from training.step import TrainState
-from training.stored_arrays import Chunk, chunked, read_chunks
+from training.stored_arrays import Chunk, by_name, chunked, in_place_of, read_chunks
 
 _ocp = v1.training
 _READ_BYTES = 2**31  # read concurrently, at least
+_POLL_SECONDS = 0.1
 
 
 class Checkpoints:
@@ -80,18 +82,14 @@ class Checkpoints:
         self._pending: tuple[int, Callable[[], Any]] | None = None
         self._failures, self._retry_step = 0, math.inf
 
-    def _open(self) -> Any:
-        policies, config = _ocp.preservation_policies, self.config
-        kept = [policies.LatestN(config.keep)]
-        if config.keep_every is not None:
-            kept.append(policies.EveryNSteps(config.keep_every))
-        if config.keep_best:
-            kept.append(KeepBest(self._losses, config.keep_best))
-        return _ocp.Checkpointer(
-            os.path.abspath(self._directory),
-            cleanup_tmp_directories=not self._read_only,
-            preservation_policy=policies.AnyPreservationPolicy(kept),
-        )
+    def _open(self, *, cleanup: bool = True) -> Any:
+        self._barrier = SaveBarrier()
+        with self._barrier.context:
+            return _ocp.Checkpointer(
+                os.path.abspath(self._directory),
+                cleanup_tmp_directories=cleanup and not self._read_only,
+                preservation_policy=Preservation(self.config, self._losses),
+            )
 
     def _open_read_only(self) -> Any:
         """Open a directory whose run may delete a checkpoint while orbax lists them."""
@@ -142,7 +140,7 @@ class Checkpoints:
         if step == self.latest_step:
             log.debug("step %d is already on disk; not saved again", step)
             return 0.0
-        arrays = _by_name(state)
+        arrays = by_name(state)
         record = {
             **record,
             "step": step,
@@ -153,7 +151,7 @@ class Checkpoints:
         }
         self.set_eval_loss(step, eval_loss)
         try:
-            with chunked(arrays, self._write_bytes):
+            with chunked(arrays, self._write_bytes, self._barrier.context):
                 response = self._saver.save_checkpointables_async(
                     step,
                     {"state": arrays},
@@ -161,11 +159,12 @@ class Checkpoints:
                     custom_metadata={"record": record, "sha256": checksum(record)},
                 )
         except Exception as error:
+            self._barrier.has_failed = True
             self._pending = step, partial(_raise, error)
-            self.poll(self.ended_step if self.group.num_processes == 1 else None)
         else:
             assert response is not None, "orbax never skips a forced save"
             self._pending = step, response.result
+        self._compare()
         return time.perf_counter() - begin
 
     def set_eval_loss(self, step: int, eval_loss: float | None) -> None:
@@ -175,23 +174,33 @@ class Checkpoints:
 
     def needs_retry(self, step: int) -> bool:
         """Return whether an earlier save failed and is due for another try at this step."""
-        return step >= self._retry_step
+        return self._pending is None and step >= self._retry_step
 
     @property
     def ended_step(self) -> int | None:
         """Step whose save has finished or failed in this process and is not yet reported."""
-        if self._pending is None or self._saver.is_saving_in_progress():
+        if self._pending is None or self._is_saving:
             return None
         return self._pending[0]
 
-    def poll(self, ended_on_all: int | None) -> None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save of `ended_step` has failed in this process."""
+        return self._barrier.has_failed
+
+    @property
+    def _is_saving(self) -> bool:
+        # orbax counts a save that failed in this process alone as one in progress.
+        return self._saver.is_saving_in_progress() and not self._barrier.has_failed
+
+    def poll(self, ended: int | None) -> None:
         """Report a save that has ended, without waiting.
 
         Args:
-            ended_on_all: a step that was `ended_step` on every process.
+            ended: a step that was `ended_step` on every process, or on one where it has failed.
         """
-        if self.ended_step is not None and self.ended_step == ended_on_all:
-            self.finish()
+        if self._pending is not None and self._pending[0] == ended:
+            self._compare()
 
     def finish(self) -> None:
         """Wait for the save in progress and log its result.
@@ -199,32 +208,33 @@ class Checkpoints:
         Raises:
             ProcessGroupError: the save failed here while other processes still wait for this part.
         """
-        if self._pending is None:
+        while self._pending is not None:
+            end = time.monotonic() + _POLL_SECONDS
+            while self._is_saving and time.monotonic() < end:
+                time.sleep(_POLL_SECONDS / 10)
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare the save with the other processes; log its result if it has ended.
+
+        It has ended when it is complete in all of them, or has failed in one.
+        """
+        assert self._pending is not None
+        (step, result), problem = self._pending, None
+        if not (is_saving := self._is_saving):
+            try:
+                result()
+            except Exception as error:
+                problem = short_reason(error)
+        has_ended, problems = compare_saves(self.group, step, is_saving, problem)
+        if not has_ended:
             return
-        (step, result), self._pending = self._pending, None
-        problem = None
-        try:
-            result()
-        except Exception as error:
-            problem = short_reason(error)
-        self.group.start_all_gather("saved", problem)
-        try:
-            # orbax waits for every process, and does not tell the others about a failure here.
-            timeout = None if problem is None else self.group.config.peer_timeout
-            problems = self.group.wait_all_gather("saved", timeout)
-        except TimeoutError as error:
-            raise ProcessGroupError(
-                f"checkpoint {step} was not saved: {problem}; the other processes still wait for "
-                "it; start all processes again"
-            ) from error
-        for host, problem in zip(self.group.hosts, problems, strict=True):
-            if problem is not None:
-                self._handle_failure(
-                    step, problem if len(problems) == 1 else f"on {host}: {problem}"
-                )
-                return
-        self._failures, self._retry_step = 0, math.inf
-        log.info("saved step %d", step)
+        self._pending = None
+        if problems:
+            self._handle_failure(step, problems)
+        else:
+            self._failures, self._retry_step = 0, math.inf
+            log.info("saved step %d", step)
 
     def finish_last(self) -> None:
         """Wait for the last save of the run.
@@ -250,12 +260,15 @@ class Checkpoints:
             self._retry_step,
         )
         # The partial save would fill the disk, and its saver raises the same error for ever.
-        with contextlib.suppress(Exception):
-            self._saver.close()
+        if not self._is_saving:
+            with contextlib.suppress(Exception):
+                self._saver.close()
+        # Else threads of orbax wait for the process that failed. They end when the barrier times
+        # out or the run ends, and without that process they cannot complete the checkpoint.
         if self.group.is_primary:
             for path in self._directory.glob(f"{step}.*tmp*"):
                 shutil.rmtree(path, ignore_errors=True)
-        self._saver = self._open()
+        self._saver = self._open(cleanup=False)  # such a thread may still write
 
     def record(self, step: int) -> dict[str, Any]:
         """Return the record given to `save`, with shapes, dtypes and fingerprints.
@@ -273,7 +286,7 @@ class Checkpoints:
                 dtype.
             CheckpointError: the record cannot be read.
         """
-        found, wanted = self.record(step)["leaves"], shapes_and_dtypes(_by_name(abstract_state))
+        found, wanted = self.record(step)["leaves"], shapes_and_dtypes(by_name(abstract_state))
         if holds_only_parameters(found):
             wanted = {name: leaf for name, leaf in wanted.items() if name.startswith("params.")}
         check_leaves(step, found, wanted)
@@ -284,12 +297,12 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be read, or an array is damaged.
         """
-        wanted = _by_name(abstract_state)
+        wanted = by_name(abstract_state)
         arrays = self._load(step, wanted)
         for name, want in wanted.items():
             got = arrays[name]
             assert got.sharding == want.sharding and got.dtype == want.dtype
-        return _in_place_of(abstract_state, arrays)
+        return in_place_of(abstract_state, arrays)
 
     def restore_params(self, step: int, abstract_state: TrainState, part: str = "params") -> Any:
         """Return only the parameters of a step, or with `part="ema"` their moving average.
@@ -299,7 +312,7 @@ class Checkpoints:
         if holds_only_parameters(self.record(step)["leaves"]):
             part = "params"
         wanted = {part: getattr(abstract_state, part)}
-        return _in_place_of(wanted, self._load(step, _by_name(wanted)))[part]
+        return in_place_of(wanted, self._load(step, by_name(wanted)))[part]
 
     def read(self, step: int, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
         """Return one array by its dotted path; read nothing else."""
@@ -381,16 +394,6 @@ class Checkpoints:
                 result()
                 log.info("saved step %d", step)
         self.close()
-
-
-def _by_name(state: Any) -> dict[str, Any]:
-    """Return every array by its dotted path; the file format knows no class of any library."""
-    return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-
-
-def _in_place_of(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
-    """Return the tree of `abstract` with its leaves replaced by the arrays of the same path."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], abstract)
 
 
 def _raise(error: Exception) -> None:

@@ -74,13 +74,23 @@ def best_steps(steps: Iterable[int], losses: Mapping[int, float], count: int) ->
 
 
 @dataclass(frozen=True)
-class KeepBest:
-    """Orbax preservation policy: keep the checkpoints with the lowest evaluation loss."""
+class Preservation:
+    """Orbax preservation policy: the checkpoints that a run keeps.
 
+    losses: Evaluation loss by step; it may grow.
+    """
+
+    config: CheckpointConfig
     losses: Mapping[int, float]
-    count: int
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for every checkpoint whether it stays."""
-        best = best_steps((info.step for info in checkpoints), self.losses, self.count)
-        return [info.step in best for info in checkpoints]
+        config, steps = self.config, [info.step for info in checkpoints]
+        kept = steps_to_keep(
+            steps,
+            self.losses,
+            keep=config.keep,
+            keep_every=config.keep_every,
+            keep_best=config.keep_best,
+        )
+        return [step in kept for step in steps]

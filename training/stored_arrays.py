@@ -12,7 +12,7 @@ import tensorstore
 from orbax.checkpoint import v1
 
 from training.checkpoint_record import DamageError, read_error
-from training.fingerprint import RunningFingerprint
+from training.fingerprint import RunningFingerprint, leaf_name
 
 Chunk = tuple[tuple[int, ...], np.ndarray]
 """Where a chunk begins in its array, and its values."""
@@ -20,16 +20,30 @@ Chunk = tuple[tuple[int, ...], np.ndarray]
 _CHUNK_BYTES = 2**26
 
 
-def chunked(arrays: Mapping[str, jax.Array], write_bytes: int | None) -> v1.Context:
+def by_name(state: Any) -> dict[str, Any]:
+    """Return every array by its dotted path; the file format knows no class of any library."""
+    return {leaf_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+
+
+def in_place_of(abstract: Any, arrays: Mapping[str, jax.Array]) -> Any:
+    """Return the tree of `abstract` with its leaves replaced by the arrays of the same path."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], abstract)
+
+
+def chunked(
+    arrays: Mapping[str, jax.Array], write_bytes: int | None, context: v1.Context
+) -> v1.Context:
     """Return orbax's options for a save of these arrays in chunks.
 
     write_bytes: bytes of arrays written at a time, at least the largest array; None: all.
+    context: other options of the save.
     """
     options = v1.options.ArrayOptions
     storage = options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
     above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
     limit = write_bytes and max(write_bytes, above)
     return v1.Context(
+        context,
         array_options=options(saving=options.Saving(storage_options=storage)),
         memory_options=v1.options.MemoryOptions(write_concurrent_bytes=limit),
     )

@@ -125,6 +125,7 @@ class Trainer:
         agreed = self.coordinator.agree_on_step(
             step,
             finished_save=self.checkpointing.checkpoints.ended_step,
+            save_failed=self.checkpointing.checkpoints.has_failed,
             wants_save=self.checkpointing.schedule.wants_save(step),
         )
         self.reporter.add_metrics(agreed.metrics)

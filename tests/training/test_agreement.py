@@ -39,12 +39,19 @@ class Processes:
         group.start_all_gather, group.wait_all_gather = start, wait  # type: ignore[method-assign]
         return group
 
-    def agree(self, step: int, finished_saves: list[int | None] | None = None) -> StepAgreement:
-        """Return what all processes agree on; that it is the same on all is a law."""
+    def agree(
+        self, step: int, finished_saves: list[int | None] | None = None, failed: int | None = None
+    ) -> StepAgreement:
+        """Return what all processes agree on; that it is the same on all is a law.
+
+        failed: the process whose save has failed.
+        """
         finished = finished_saves or [None] * len(self.stops)
         first, *others = [
-            coordinator.agree_on_step(step, finished_save=save)
-            for coordinator, save in zip(self.coordinators, finished, strict=True)
+            coordinator.agree_on_step(step, finished_save=save, save_failed=number == failed)
+            for number, (coordinator, save) in enumerate(
+                zip(self.coordinators, finished, strict=True)
+            )
         ]
         assert others == [first] * len(others)
         return first
@@ -147,6 +154,17 @@ def test_a_save_has_finished_when_it_has_on_all_processes():
         saves = [2 if step > last else None for last in (2, 5)]
         found.append(processes.agree(step, saves).finished_save)
     assert found == [None] * 6 + [2, None, 2]
+
+
+def test_a_save_that_has_failed_on_one_process_has_ended_on_all():
+    processes = Processes(3, every=2)
+    found = []
+    for step in range(1, 6):
+        for monitor in processes.stragglers:
+            monitor.add(1.0, 0.1)
+        failed = 1 if step == 4 else None
+        found.append(processes.agree(step, [None, 2, None], failed).finished_save)
+    assert found == [None] * 4 + [2]
 
 
 def test_the_summary_counts_how_often_a_host_was_slowest():

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from functools import cache, partial
 
 import jax
@@ -23,6 +24,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import DamageError
 from training.logs import logging_to
+from training.save_barrier import FailedSaveError, SaveBarrier
 from training.step import Program, TrainState
 
 GRID = MeshConfig(dp=2, tp=2)
@@ -265,10 +267,65 @@ class Alone(ProcessGroup):
         super().__init__(2, 0, ClusterConfig(peer_timeout=1))
 
 
-def test_a_save_that_fails_in_one_process_ends_all_with_the_reason(tmp_path):
+def test_a_save_that_fails_while_the_others_do_not_answer_ends_all_with_the_reason(tmp_path):
     with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(), group=Alone())) as saver:
         saver._pending = 7, partial(os.mkdir, tmp_path)
         with pytest.raises(
             ProcessGroupError, match=r"^checkpoint 7 was not saved: FileExistsError: .*other proc"
         ):
             saver.finish()
+        saver._pending = None
+
+
+class Pair(ProcessGroup):
+    """Process 0 of two; the other one reports `other` about every save."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 0)
+        self.hosts = ["host-0", "host-1"]
+        self.own: list = []
+        self.other: list = []
+
+    def start_all_gather(self, tag, value):
+        self.own = value
+
+    def wait_all_gather(self, tag, timeout=None):
+        return [self.own, self.other]
+
+
+def test_a_save_that_fails_in_another_process_is_given_up_and_retried(tmp_path):
+    group, log = Pair(), tmp_path / "log.txt"
+    with logging_to(log, None):
+        checkpoints = Checkpoints(tmp_path / "0", CheckpointConfig(every=50), group=group)
+        group.other = [True, None]
+        for step in (1, 2):
+            checkpoints.save(numbered_state(GRID), step, {})
+            while checkpoints.ended_step is None:
+                time.sleep(0.01)
+            checkpoints.poll(step)
+            assert checkpoints.ended_step == step, "the other process still saves"
+            assert not checkpoints.needs_retry(step + 1)
+            if step == 1:
+                group.other = [False, "OSError: No space left on device"]
+                checkpoints.poll(1)
+                assert checkpoints.needs_retry(2) and checkpoints.ended_step is None
+                group.other = [True, None]
+        assert (
+            "checkpoint 1 was not saved: process 1 on host-1: OSError: No space left on device; "
+            "training continues, next try after step 2" in log.read_text()
+        )
+        group.other = [False, None]
+        checkpoints.close()
+        assert "saved step 2" in log.read_text()
+
+
+def test_a_barrier_after_a_failure_waits_for_nobody():
+    barrier = SaveBarrier()
+    barrier(key="begin", timeout_ms=1000)
+    assert not barrier.has_failed
+    with pytest.raises(FailedSaveError) as failed:
+        try:
+            raise OSError("full")
+        finally:
+            barrier(key="end", timeout_ms=1000)
+    assert barrier.has_failed and str(failed.value.__cause__) == "full"
