@@ -48,6 +48,10 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         action="store_true",
         help="at each restart, change the mesh and the number of processes (up to --processes)",
     )
+    kills.add_argument("--sparse", action="store_true", help="train a mixture of experts")
+    kills.add_argument(
+        "--workers", type=int, default=0, help="data worker processes of each process"
+    )
     corruptions = command(
         "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
     )
