@@ -168,6 +168,8 @@ class Kills:
                     if code or trainer.err:
                         problem = f"{directory.name}: exit {code}: {trainer.err[-500:]}"
                         self.mismatches.append(problem)
+                    elif plan and not (trainer.is_restored and trainer.is_compiled):
+                        raise SoakError(f"the log has no line to wait for: {trainer.out[-500:]}")
                     continue
                 killed = self.kill(trainer)
             phase = phase_of(trainer)

@@ -190,7 +190,7 @@ class TrainerProcesses:
     @property
     def is_compiled(self) -> bool:
         """Whether the training step is compiled."""
-        return "compiled the step" in self.out
+        return "compiled the training step" in self.out
 
     @property
     def is_saving(self) -> bool:
