@@ -15,7 +15,7 @@ from training.hugging_face.model_directory import CONFIG
 from training.logs import replace_text
 
 SOURCE_FILE = "hugging_face.json"
-_PATTERNS = (
+COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -64,7 +64,7 @@ def copy_companions(directory: Path, run: Path) -> bool:
     itself, where every run has its own.
     """
     folder = run / TOKENIZER_FOLDER
-    for path in sorted({path for name in _PATTERNS for path in directory.glob(name)}):
+    for path in sorted({path for name in COMPANIONS for path in directory.glob(name)}):
         if path.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, folder / path.name)
