@@ -8,6 +8,7 @@ Exit codes: 0 everything is as it should be, 1 something is wrong, 2 bad command
 
 import argparse
 import json
+import math
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from soaks.corruptions import serve_restores, soak_corruptions
 from soaks.disk import soak_disk
 from soaks.kills import soak_kills
 from soaks.overhead import soak_overhead
-from soaks.processes import SoakError, report
+from soaks.processes import Limit, SoakError, report
 
 from configs.command_line import CommandLine
 
@@ -76,9 +77,16 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
     restore = command("restore", serve_restores, "internal: restore the folders named on stdin")
     restore.add_argument("config", type=Path, help="configuration of the run")
     restore.add_argument("original", type=Path, help="folder of the undamaged checkpoints")
+    for added in (kills, prepare, conversion):
+        added.add_argument(
+            "--minutes", type=float, default=math.inf, help="time after which no kill is made"
+        )
     for added in (kills, prepare, conversion, corruptions):
         added.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    return vars(parser.parse_args(argv))
+    options = vars(parser.parse_args(argv))
+    if "minutes" in options:
+        options["limit"] = Limit(options.pop("times"), options.pop("minutes"))
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:

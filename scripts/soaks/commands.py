@@ -1,7 +1,9 @@
 """Kill commands that make a folder; the same command again must complete it with equal bytes."""
 
+import contextlib
 import hashlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -9,12 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from soaks.compare import array_differences
 from soaks.processes import (
     TIMEOUT,
+    Limit,
     SoakError,
     count_workers,
     find_orphans,
@@ -24,6 +28,7 @@ from soaks.processes import (
     start_script,
     write_config,
 )
+from training.hugging_face.new_directory import MARKER
 
 STORE_SHARDS = 2  # tasks of a worker process, of each source
 _SHARD_BYTES = 17 * 2**20  # of text: larger than data.formats.base.SHARD_BYTES
@@ -32,12 +37,12 @@ _SHARD_BYTES = 17 * 2**20  # of text: larger than data.formats.base.SHARD_BYTES
 def _digests(folder: Path, skip: Sequence[str] = ()) -> dict[str, str]:
     """Return the SHA-256 of every file of a folder by its path; of a folder the empty text.
 
-    skip: folders that are not looked into.
+    skip: patterns of paths that are left out.
     """
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if not name.startswith(tuple(f"{other}/" for other in skip)):
+        if not any(fnmatch(name, pattern) for pattern in skip):
             is_file = path.is_file()
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else ""
     return found
@@ -57,12 +62,11 @@ def file_differences(wanted: Path, found: Path, skip: Sequence[str] = ()) -> lis
 def _snapshot(folder: Path) -> frozenset[tuple[Any, ...]]:
     """Return what changes whenever a file of a folder is written."""
     found = []
-    for path in folder.rglob("*"):
-        try:
-            stat = path.stat()
-        except OSError:  # deleted meanwhile
-            continue
-        found.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    for where, folders, files in os.walk(folder):  # passes over what is deleted meanwhile
+        for path in (os.path.join(where, name) for name in (*folders, *files)):
+            with contextlib.suppress(FileNotFoundError):
+                stat = os.stat(path)
+                found.append((path, stat.st_size, stat.st_mtime_ns, stat.st_ino))
     return frozenset(found)
 
 
@@ -98,6 +102,7 @@ class CommandKills:
         job: The command.
         logs: The folder for its output.
         rng: The source of all random choices.
+        limit: When enough kills are made.
         seconds: How long the command takes.
         changes: How often it changes its files.
         with_workers: Kills of a process that had worker processes.
@@ -106,11 +111,17 @@ class CommandKills:
     job: Job
     logs: Path
     rng: random.Random
+    limit: Limit
     seconds: float = 0.0
     changes: int = 0
     with_workers: int = 0
     phases: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no further kill is to be made."""
+        return self.limit.is_reached(self.phases.total())
 
     def make_reference(self) -> Path:
         """Run the command without a kill, and return the folder under another name.
@@ -177,15 +188,15 @@ class CommandKills:
             self.mismatches.append(f"{self.job.name}: {problem}")
         self.mismatches += [f"{self.job.name}: {line}" for line in find_orphans([process])]
 
-    def one_folder(self, reference: Path, times: int) -> None:
-        """Start the command again and again, with at most `times` kills in all, and compare."""
+    def one_folder(self, reference: Path) -> None:
+        """Start the command again and again until the folder is complete, and compare."""
         while not self.job.is_complete:
-            if self.phases.total() == times:
+            if self.is_enough:
                 self.check_end(start_script(self.job.arguments, self.logs))
                 break
             if not self.kill_once():
                 break
-            report(f"{self.job.name}: kill {self.phases.total()}/{times}: {dict(self.phases)}")
+            report(f"{self.job.name}: kill {self.phases.total()}/{self.limit.times}: {self.phases}")
         found = self.job.differences(reference, self.job.folder)
         self.mismatches += [f"{self.job.name}: {line}" for line in found]
         verdict = f"{len(found)} differences from" if found else "equals"
@@ -199,18 +210,19 @@ class CommandKills:
         return (self.logs / f"{name}.0").read_text()
 
 
-def kill_jobs(jobs: Sequence[Job], logs: Path, times: int, seed: int) -> dict[str, Any]:
-    """Kill each command its share of `times` times; return the figures."""
+def kill_jobs(jobs: Sequence[Job], logs: Path, limit: Limit, seed: int) -> dict[str, Any]:
+    """Kill each command its share of the times; return the figures."""
     result: dict[str, Any] = {"ok": True, "kills": 0, "mismatches": []}
     for number, job in enumerate(jobs):
-        kills, share = CommandKills(job, logs, random.Random(seed)), times // len(jobs)
-        share += number < times % len(jobs)
-        reference, folders = kills.make_reference(), 0
-        while kills.phases.total() < share:
-            kills.one_folder(reference, share)
+        share = limit.times // len(jobs) + (number < limit.times % len(jobs))
+        own = Limit(share, limit.minutes / len(jobs))
+        kills, folders = CommandKills(job, logs, random.Random(seed), own), 0
+        reference = kills.make_reference()
+        while not kills.is_enough:
+            kills.one_folder(reference)
             folders += 1
-        result[job.name] = {"by_phase": dict(kills.phases), "folders": folders}
-        result[job.name] |= {"with_workers": kills.with_workers}
+        figures = {"by_phase": dict(kills.phases), "folders": folders}
+        result[job.name] = figures | {"with_workers": kills.with_workers}
         result["kills"] += kills.phases.total()
         result["mismatches"] += kills.mismatches[:20]
         result["ok"] = not result["mismatches"]
@@ -228,28 +240,33 @@ def write_sources(folder: Path) -> Path:
             messages = [{"role": role, "content": text} for role, text in texts]
             file.write(json.dumps({"messages": messages})[: -9 if number % 100 == 7 else None])
             file.write("\n")
-    texts, chats = {"files": f"{folder}/*.txt"}, {"files": f"{folder}/chats.jsonl"}
-    data = {"sources": {"texts": texts, "chats": chats | {"field": "messages"}}}
+    chats = {"files": f"{folder}/chats.jsonl", "field": "messages"}
+    data = {"sources": {"texts": {"files": f"{folder}/*.txt"}, "chats": chats}}
     path = folder / "soak.yaml"
     path.write_text(json.dumps({"data": data | {"on_error": "skip"}}))  # JSON is YAML
     return path
 
 
-def soak_prepare(folder: Path, *, times: int, seed: int, workers: int) -> dict[str, Any]:
+def soak_prepare(folder: Path, *, limit: Limit, seed: int, workers: int) -> dict[str, Any]:
     """Kill `prepare_data.py`; its stores must equal those of a preparation without a kill."""
     command = ["scripts/prepare_data.py", "--config", str(write_sources(folder))]
     made = folder / "stores"
     arguments = [*command, "--workers", str(workers), f"data.cache_dir={made}"]
-    return kill_jobs([Job("prepare", arguments, made)], folder, times, seed)
+    return kill_jobs([Job("prepare", arguments, made)], folder, limit, seed)
+
+
+def model_differences(wanted: Path, found: Path) -> list[str]:
+    """Return the differences between two models; a complete one may still have the marker."""
+    return file_differences(wanted, found, [MARKER])
 
 
 def run_differences(wanted: Path, found: Path) -> list[str]:
     """Return the differences between two imported runs; files of checkpoints have random names."""
-    checkpoint = "checkpoints/0"
-    return file_differences(wanted, found, [checkpoint]) + array_differences(wanted, found, 0)
+    names = file_differences(wanted, found, ["checkpoints/0/*", MARKER])
+    return names + array_differences(wanted, found, 0)
 
 
-def soak_conversions(folder: Path, *, times: int, seed: int) -> dict[str, Any]:
+def soak_conversions(folder: Path, *, limit: Limit, seed: int) -> dict[str, Any]:
     """Kill `convert.py to-hf` and `from-hf`; what they make must look incomplete until it is."""
     model = {"vocab_size": 264, "hidden_size": 512, "num_hidden_layers": 4, "dtype": "float32"}
     model |= {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 1376}
@@ -268,4 +285,4 @@ def soak_conversions(folder: Path, *, times: int, seed: int) -> dict[str, Any]:
         run_differences,
         last="config.yaml",
     )
-    return kill_jobs([writing, reading], folder, times, seed)
+    return kill_jobs([writing, reading], folder, limit, seed)

@@ -16,6 +16,7 @@ from soaks.compare import CLOSE_BOUND, array_differences, metric_differences
 from soaks.processes import (
     DEVICES,
     MESHES,
+    Limit,
     SoakError,
     TrainerProcesses,
     count_workers,
@@ -75,7 +76,7 @@ class Kills:
 
     Attributes:
         config: The configuration file of every run.
-        times: How many kills to make.
+        limit: When enough kills are made.
         steps: Training steps of every run.
         rng: The source of all random choices.
         meshes: The meshes of the runs; each has the first, unless `change_mesh`.
@@ -88,7 +89,7 @@ class Kills:
     """
 
     config: Path
-    times: int
+    limit: Limit
     steps: int
     rng: random.Random
     change_mesh: bool
@@ -160,7 +161,8 @@ class Kills:
         """Start a run again and again until it finishes."""
         is_over = False
         while not is_over:
-            plan = self.rng.choice(PLANS) if self.phases.total() < self.times else None
+            is_enough = self.limit.is_reached(self.phases.total())
+            plan = None if is_enough else self.rng.choice(PLANS)
             with self.start_run(directory) as trainer:
                 is_over = plan is None or not self.wait_for_moment(trainer, plan)
                 if is_over:
@@ -175,15 +177,15 @@ class Kills:
             phase = phase_of(trainer)
             self.phases[phase] += 1
             report(
-                f"kill {self.phases.total()}/{self.times}: {directory.name}, process {killed}, "
-                f"{phase} (planned: {plan}), at step {trainer.step}"
+                f"kill {self.phases.total()}/{self.limit.times}: {directory.name}, "
+                f"process {killed}, {phase} (planned: {plan}), at step {trainer.step}"
             )
 
 
 def soak_kills(
     folder: Path,
     *,
-    times: int,
+    limit: Limit,
     steps: int,
     seed: int,
     processes: int,
@@ -191,7 +193,7 @@ def soak_kills(
     sparse: bool,
     workers: int,
 ) -> dict[str, Any]:
-    """Kill and restart runs `times` times, and compare each with an undisturbed run."""
+    """Kill and restart runs again and again, and compare each with an undisturbed run."""
     if sparse and change_mesh:
         raise SoakError(
             "--change-mesh with --sparse: roundings of another mesh may choose other experts, so "
@@ -204,9 +206,9 @@ def soak_kills(
         meshes = (SPARSE_MESH,)
     config, reference = write_config(folder, **changes), folder / "undisturbed"
     run_undisturbed(config, reference, f"training.steps={steps}", processes=processes)
-    kills = Kills(config, times, steps, random.Random(seed), change_mesh, processes, meshes)
+    kills = Kills(config, limit, steps, random.Random(seed), change_mesh, processes, meshes)
     bound, greatest, runs = CLOSE_BOUND if change_mesh else 0.0, 0.0, 0
-    while kills.phases.total() < times:
+    while not limit.is_reached(kills.phases.total()):
         runs += 1
         directory = folder / f"run-{runs}"
         kills.one_run(directory)

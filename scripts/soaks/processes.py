@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,19 @@ ORPHAN_SECONDS = 10.0  # a worker process that is still importing ends when it h
 
 class SoakError(Exception):
     """The soak itself cannot continue."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When a soak has made enough kills: after a number of them, or some minutes."""
+
+    times: int
+    minutes: float = math.inf
+    begin: float = field(default_factory=time.monotonic)
+
+    def is_reached(self, kills: int) -> bool:
+        """Whether no further kill is to be made."""
+        return kills >= self.times or time.monotonic() > self.begin + 60 * self.minutes
 
 
 def report(line: str) -> None:

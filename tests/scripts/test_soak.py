@@ -163,7 +163,9 @@ def trainer_of(tmp_path, monkeypatch):
 
 
 def new_kills() -> kills.Kills:
-    return kills.Kills(Path(), 1, 9, random.Random(0), change_mesh=False, processes=2)
+    return kills.Kills(
+        Path(), processes.Limit(1), 9, random.Random(0), change_mesh=False, processes=2
+    )
 
 
 def test_a_run_finishes_with_its_last_process_and_the_first_failing_exit_code(trainer_of, tmp_path):
@@ -279,7 +281,8 @@ def test_a_changed_loss_is_a_mismatch_of_a_killed_run(run, tmp_path, monkeypatch
 
     monkeypatch.setattr(kills, "run_undisturbed", copy)
     monkeypatch.setattr(kills.Kills, "one_run", altered)
-    result = kills.soak_kills(tmp_path, times=1, steps=30, seed=0, change_mesh=False, processes=1)
+    options = {"change_mesh": False, "processes": 1, "sparse": False, "workers": 0}
+    result = kills.soak_kills(tmp_path, limit=processes.Limit(1), steps=30, seed=0, **options)
     assert not result["ok"] and len(result["mismatches"]) == 1
     assert "run-1: step 17: loss" in result["mismatches"][0]
 
