@@ -25,6 +25,7 @@ from model.families.layouts import Shape
 from model.int8_base import block_floats, is_scale, scale_path, without_scales
 from model.lora import factor_paths, is_adapter, merge_block, with_adapters, without_adapters
 from parallel.cluster.process_group import ProcessGroup
+from safe_files import replace_file
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
@@ -49,7 +50,6 @@ from training.hugging_face.write import (
     write_config,
     write_tensors,
 )
-from training.logs import replace_text
 from training.resume import describe_process, first_record
 from training.step import Program
 from training.stored_arrays import Chunk
@@ -166,7 +166,7 @@ def import_model(
         if group.is_primary:
             copy_companions(directory, run)
             source.save(run)
-            replace_text(run / "config.yaml", dump_config(config))
+            replace_file(run / "config.yaml", dump_config(config))
     has_tokenizer = (directory / TOKENIZER_FILE).is_file()
     return Imported(_local_bytes(params), has_tokenizer, notice)
 

@@ -29,6 +29,7 @@ from data.packing import (
     split_documents,
 )
 from data.store import Store
+from safe_files import publish_folder, replace_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ def _digest_of(value: Any) -> str:
 
 
 def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackingInfo) -> None:
-    """Write the folder under a temporary name, then rename it, so that it appears whole."""
+    """Write the folder under a temporary name, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     splits = {"train": train, "held_out": held_out}
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as building:
@@ -158,9 +159,9 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
             files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
         record = {"info": asdict(info), "files": files}
         text = json.dumps({"sha256": _digest_of(record), **record}, indent=1)
-        (made / "pack.json").write_text(text)
+        replace_file(made / "pack.json", text)
         try:
-            made.rename(folder)
+            publish_folder(made, folder)
         except OSError:
             if not folder.exists():  # else another process was first, with the same content
                 raise

@@ -18,7 +18,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     dir: str = Field(default="runs/default", min_length=1)
     """Run directory: config.yaml, metrics.jsonl, log.txt, tensorboard/ and checkpoints/."""
     compilation_cache: str | None = ".cache/xla"
-    """Directory of compiled programs, shared by all runs; null: compile every time."""
+    """Directory of compiled programs, shared by all runs; null: compile every time. Not used if
+    other users may write to it, since its programs are run."""
 
 
 class TrainingConfig(

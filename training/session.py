@@ -11,6 +11,7 @@ from data.pipeline import Dataset
 from data.tokenizers.base import save_tokenizer
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
+from safe_files import replace_file
 from training.agreement import StepCoordinator
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, SaveSchedule
@@ -32,7 +33,7 @@ from training.initial_parameters import (
     check_is_elsewhere,
     open_initial_parameters,
 )
-from training.logs import log, logging_to, replace_text
+from training.logs import log, logging_to
 from training.profiler import Profiler
 from training.reporter import StepReporter
 from training.resume import (
@@ -105,7 +106,7 @@ def open_run(
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
         start = _find_start(resumer, program, settings, directory)
         if group.is_primary:
-            replace_text(directory / "config.yaml", resolved)
+            replace_file(directory / "config.yaml", resolved)
             save_tokenizer(dataset.tokenizer, directory)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)

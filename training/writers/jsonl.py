@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from training.logs import log, replace_text
+from safe_files import replace_file
+from training.logs import log
 from training.writers.registry import MetricsWriter, WriterContext, register
 
 
@@ -41,7 +42,7 @@ class JsonLinesWriter(MetricsWriter):
                 self._path,
                 last,
             )
-        replace_text(self._path, "".join(kept))
+        replace_file(self._path, "".join(kept))
         self._unwritten = b""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -56,7 +57,7 @@ class JsonLinesWriter(MetricsWriter):
             lines.pop()
         else:  # the line was lost: a full disk, or a deleted file
             last = {"step": step}
-        replace_text(self._path, "".join([*lines, json.dumps({**last, **values}) + "\n"]))
+        replace_file(self._path, "".join([*lines, json.dumps({**last, **values}) + "\n"]))
 
     def close(self) -> None:
         """Try once more to write lines that a full disk refused."""
