@@ -211,13 +211,20 @@ def _check_keys(
 
 
 def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -> str:
-    """Suggest a key: the same name in another section, else the nearest spelling."""
+    """Suggest a key: the same name in another section, else the nearest spelling.
+
+    Keys and sections beside the unknown one come before those of other sections.
+    """
     # Of equal names, that of the outermost section.
     outermost_last = sorted(known, key=lambda name: -name.count("."))
     leaves = {name.rpartition(".")[2]: name for name in outermost_last}
     leaf = path.rpartition(".")[2]
     leaf = _OTHER_NAMES.get(leaf, leaf)
-    close = [leaves[leaf]] if leaf in leaves else difflib.get_close_matches(path, known, n=1)
+    key = path.removeprefix(prefix)
+    beside = difflib.get_close_matches(key, model.model_fields, n=1) if "." not in key else []
+    close = [f"{prefix}{name}" for name in beside]
+    close = [leaves[leaf]] if leaf in leaves else close
+    close = close or difflib.get_close_matches(path, known, n=1)
     close = close or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)]
     if close:
         return f"did you mean {close[0]}?"

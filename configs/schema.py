@@ -35,6 +35,7 @@ from parallel.sharding.specs import FEATURES, ROWS
 from training.checkpoint_policy import CheckpointConfig
 from training.config import RunConfig, TrainingConfig
 from training.dpo import DPOConfig
+from training.early_stop import check_early_stop, evaluation_metrics
 from training.optimizers import OPTIMIZERS, OptimizerConfig, check_optimizer
 from training.schedules import SCHEDULES
 from training.writers.registry import WRITERS
@@ -244,6 +245,8 @@ def _check_objective(config: Config) -> None:
             "training.dpo has no effect with training.objective=sft; set training.objective=dpo, "
             "or remove training.dpo"
         )
+    metrics = evaluation_metrics(training.objective, config.data.evaluated_sources)
+    _require("training.early_stop", lambda: check_early_stop(training.early_stop, metrics))
 
 
 def _check_longrope(config: Config) -> None:

@@ -190,6 +190,11 @@ class DataConfig(
         return self.sources or {"text": SourceConfig(files=self.files)}
 
     @property
+    def evaluated_sources(self) -> list[str]:
+        """Names of the sources that have a held-out split."""
+        return [*self.named_sources] if self.eval_fraction else []
+
+    @property
     def row_length(self) -> int:
         """Tokens of the longest rows (L)."""
         return max(values_by_step(self.sequence_length).values())

@@ -363,6 +363,16 @@ def test_sigusr1_saves_at_the_same_step_in_all_and_changes_nothing(lab):
 
 
 @pytest.mark.slow
+def test_early_stopping_ends_all_processes_after_the_same_step(lab):
+    stop = ("training.early_stop.patience=2", "training.early_stop.min_delta=100")
+    for line in ("early stopping after step 30: eval_loss", "; nothing left to train"):
+        command = lab.launch("early-stop", *stop)
+        assert command.finish() == 0, command.err
+        assert all(line in lab.log("early-stop", number) for number in range(2))
+    assert lab.step("early-stop") == 30 and lab.record("early-stop", 30)
+
+
+@pytest.mark.slow
 def test_another_configuration_on_one_host_is_named_by_all(lab, port):
     commands = [lab.train("other", n, port, f"training.seed={7 * n}") for n in range(2)]
     assert [command.finish() for command in commands] == [2, 2]

@@ -40,6 +40,7 @@ class Checkpointing:
         *,
         pending: tuple[str, ...] = (),
         eval_loss: float | None = None,
+        early_stop: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Start an asynchronous save; return the metric `save_blocked`, in seconds.
 
@@ -49,6 +50,7 @@ class Checkpointing:
             resume_point: where this process began.
             pending: the parts of the step that the next process must finish.
             eval_loss: evaluation loss of the step.
+            early_stop: evaluations so far, see `EarlyStopping.record`.
 
         Raises:
             TrainingError: the run directory was deleted.
@@ -60,6 +62,8 @@ class Checkpointing:
             )
         self.schedule.saved()
         record = make_record(resume_point, self.process, self.dataset, step, pending)
+        if early_stop:
+            record["early_stop"] = dict(early_stop)
         with self.goodput.spend("checkpoint"):
             record["goodput"] = self.goodput.seconds
             return {"save_blocked": self.checkpoints.save(state, step, record, eval_loss)}

@@ -7,6 +7,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 
 from training.checkpoint_policy import CheckpointConfig
 from training.dpo import DPOConfig
+from training.early_stop import EarlyStopConfig
 from training.guard import GuardConfig
 from training.health import HealthLimits
 from training.profiler import ProfileConfig
@@ -53,6 +54,8 @@ class TrainingConfig(
     eval_batches: PositiveInt = 8
     """Held-out batches per evaluation and source, the same every time; fewer if the split has
     fewer."""
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+    """End of the run before its last step, when an evaluation metric no longer improves."""
     sample_every: PositiveInt | None = None
     """Steps between text samples; null: one sample at the end of the run."""
     sample_prompt: str = Field(default="def ", min_length=1)

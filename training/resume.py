@@ -38,6 +38,8 @@ class ResumePoint:
     """One entry per earlier process: its description, and the step at which it began."""
     goodput: dict[str, float] = field(default_factory=dict)
     """Seconds by label up to the checkpoint."""
+    early_stop: dict[str, Any] = field(default_factory=dict)
+    """Evaluations up to the checkpoint, for early stopping."""
 
     def batch(self, step: int) -> int:
         """Return the number of the batch of a zero-based step."""
@@ -65,6 +67,7 @@ class ResumePoint:
             tuple(record.get("pending", ())),
             (*record.get("lineage", ()), entry),
             record.get("goodput", {}),
+            record.get("early_stop", {}),
         )
 
 
@@ -96,6 +99,7 @@ class Resumer:
             pending=tuple(found["pending"]),
             lineage=tuple(found["lineage"]),
             goodput=found["goodput"],
+            early_stop=found["early_stop"],
         )
 
     def find_again(self) -> ResumePoint:

@@ -25,6 +25,7 @@ from training.directory import (
     move_aside,
     run_directory,
 )
+from training.early_stop import EarlyStopping
 from training.evaluation import GenerateText, Sampling, make_evaluation
 from training.goodput import Goodput
 from training.health import ExpertHealth
@@ -47,7 +48,7 @@ from training.step import Program
 from training.stragglers import StragglerMonitor
 from training.trainer import Trainer
 from training.writers.console import find_terminal
-from training.writers.jsonl import eval_losses, last_goodput
+from training.writers.jsonl import last_goodput, read_values
 from training.writers.registry import MetricsWriter, WriterContext, open_writers
 
 
@@ -100,7 +101,7 @@ def open_run(
         # However the run ends, a save in progress is completed.
         stack.push(checkpoints.on_exit)
         if settings.checkpoint.keep_best:
-            for step, loss in eval_losses(directory / "metrics.jsonl").items():
+            for step, loss in read_values(directory / "metrics.jsonl", "eval_loss").items():
                 checkpoints.set_eval_loss(step, loss)
         config, resolved = settings.training, settings.resolved_config
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
@@ -149,10 +150,9 @@ def build_trainer(
     before = max(ledgers, key=lambda seconds: sum(seconds.values()))
     goodput = Goodput(before, show_phase=writers.show_phase)
     clock, stragglers = StepClock(program), StragglerMonitor(group)
+    is_sparse, mesh = program.config.sparse_layers, program.tp.manager.mesh.shape
     spikes = SpikeHandler(config.guard, resumer, goodput)
-    is_sparse = program.config.sparse_layers
     experts = ExpertHealth(is_sparse, config.health, config.log_every, config.steps, writers)
-    mesh = program.tp.manager.mesh.shape
     return Trainer(
         program=program,
         dataset=dataset,
@@ -171,6 +171,7 @@ def build_trainer(
             goodput,
         ),
         evaluation=make_evaluation(program, dataset, config, goodput, clock),
+        early_stop=EarlyStopping(config.early_stop, group),
         sampling=Sampling(generate, config, writers, goodput, clock),
         reporter=StepReporter(
             dataset,

@@ -18,6 +18,7 @@ from training.agreement import StepAgreement, StepCoordinator
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
 from training.config import TrainingConfig
+from training.early_stop import EarlyStopping
 from training.evaluation import Evaluation, Sampling
 from training.goodput import Goodput
 from training.initial_parameters import InitialParameters
@@ -50,6 +51,7 @@ class Trainer:
     coordinator: StepCoordinator
     checkpointing: Checkpointing
     evaluation: Evaluation
+    early_stop: EarlyStopping
     sampling: Sampling
     reporter: StepReporter
     spikes: SpikeHandler
@@ -60,7 +62,7 @@ class Trainer:
     clock: StepClock
 
     def train(self) -> int:
-        """Train to the last step, or until a signal; return the exit code.
+        """Train to the last step, to an early stop or until a signal; return the exit code.
 
         Raises:
             TrainingError: training cannot continue.
@@ -73,7 +75,7 @@ class Trainer:
                     self._finish_interrupted(state)
                     state, code = self._train_steps(state)
                     if code == EXIT_DONE:
-                        self.sampling.run(self.config.steps, state)
+                        self.sampling.run(self.early_stop.last_step or self.config.steps, state)
                     self._log_summary()
                     return code
             except Rollback as rollback:
@@ -81,8 +83,14 @@ class Trainer:
                 self.resume_point = self.spikes.roll_back(rollback.step, self.resume_point)
 
     def _train_steps(self, state: TrainState) -> tuple[TrainState, int]:
-        """Train from the resume point to the last step, or until a signal."""
+        """Train from the resume point to the last step, to an early stop or until a signal."""
         first_step, last_step = self.resume_point.step + 1, self.config.steps
+        if self.early_stop.last_step is not None:
+            log.info(
+                "%s; nothing left to train, unless training.early_stop.patience is raised",
+                self.early_stop.reason,
+            )
+            return state, EXIT_DONE
         if first_step > last_step:
             log.info("step %d is the last: nothing left to train", last_step)
             return state, EXIT_DONE
@@ -98,9 +106,12 @@ class Trainer:
                 if stop is not None:
                     self._stop(step, state, stop, eval_loss, evaluation=evaluate, sample=sample)
                     return state, EXIT_RESUMABLE
-                if agreed.save or self.checkpointing.is_due(step):
+                ends = self.early_stop.last_step == step
+                if agreed.save or ends or self.checkpointing.is_due(step):
                     self._save(step, state, eval_loss)
                 self.checkpointing.checkpoints.poll(agreed.finished_save)
+                if ends:
+                    break
                 if sample:
                     self.reporter.finish_step()
                     self.sampling.run(step, state)
@@ -136,6 +147,7 @@ class Trainer:
         self.reporter.read_step()
         evaluated = self.evaluation.run(step, state)
         self.reporter.finish_step(evaluated)
+        self.early_stop.add(step, evaluated)
         return evaluated.get("eval_loss")
 
     def _save(
@@ -144,7 +156,12 @@ class Trainer:
         """Save the state. A kill during the save must not lose the line of the step."""
         self.reporter.finish_step()
         metrics = self.checkpointing.save(
-            state, step, self.resume_point, pending=pending, eval_loss=eval_loss
+            state,
+            step,
+            self.resume_point,
+            pending=pending,
+            eval_loss=eval_loss,
+            early_stop=self.early_stop.record,
         )
         self.reporter.add_metrics(metrics)
 
@@ -169,7 +186,9 @@ class Trainer:
             evaluated = self.evaluation.run(step, state)
             self.checkpointing.checkpoints.set_eval_loss(step, evaluated.get("eval_loss"))
             self.writers.amend(step, evaluated)
-        if "sample" in pending and step < self.config.steps:
+            self.early_stop.add(step, evaluated)
+        is_last = step in (self.config.steps, self.early_stop.last_step)
+        if "sample" in pending and not is_last:
             self.sampling.run(step, state)
 
     def _first_state(self) -> TrainState:
@@ -198,6 +217,7 @@ class Trainer:
         seconds = self.goodput.seconds["step"] - self.resume_point.goodput.get("step", 0.0)
         self.goodput.lose(seconds)
         self.reporter.begin(self.resume_point)
+        self.early_stop.begin(self.resume_point.early_stop)
         return state
 
     def _open_runner(self) -> StepRunner:

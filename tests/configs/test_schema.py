@@ -26,7 +26,9 @@ REFUSALS = {
     "model.hiden_size=64": "model.hiden_size: unknown key; did you mean model.hidden_size?",
     "modle.hidden_size=64": "modle.hidden_size: unknown key; did you mean model.hidden_size?",
     "trainig.steps=5": "trainig.steps: unknown key; did you mean training.steps?",
-    "modle={}": "modle: unknown key; sections: run, model, lora",
+    "trainig.stpes=5": "trainig.stpes: unknown key; did you mean training.steps?",
+    "training.early_stpo.patience=5": "unknown key; did you mean training.early_stop.patience?",
+    "modle={}": "modle: unknown key; did you mean model?",
     # Names that other trainers use.
     "optimizer.lr=1": "optimizer.lr: unknown key; did you mean optimizer.learning_rate?",
     "batch_size=8": "batch_size: unknown key; did you mean data.global_batch_size?",
@@ -109,7 +111,7 @@ REFUSALS = {
     "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
     # The user names sources; values may change at given steps.
     "data.sources.code.wieght=2": (
-        "data.sources.code.wieght: unknown key; did you mean data.sources.NAME.weight?"
+        "data.sources.code.wieght: unknown key; did you mean data.sources.code.weight?"
     ),
     "data.sources.code=texts/*.py": (
         "data.sources.code='texts/*.py' is not a section; write data.sources.code: with files, "

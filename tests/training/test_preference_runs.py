@@ -10,6 +10,7 @@ from test_initial_parameters import stored
 
 from configs.schema import load_config
 from model.lora import is_adapter
+from training.early_stop import evaluation_metrics
 
 pytestmark = pytest.mark.usefixtures("signals")
 DPO = (
@@ -67,6 +68,8 @@ def test_a_run_learns_to_tell_separable_answers_apart(whole):
     difference = last["dpo/reward_chosen"] - last["dpo/reward_rejected"]
     assert last["dpo/margin"] == pytest.approx(difference, abs=1e-5)
     assert last["eval/text/loss"] == last["eval_loss"] < lines[0]["loss"]
+    evaluated = {name for name in last if name.startswith("eval")}
+    assert evaluated == {*evaluation_metrics("dpo", ["text"])}
     log = (whole / "log.txt").read_text()
     assert "dpo with beta 0.1; the reference model is a frozen copy of " in log
     assert "accuracy 100.0%" in log

@@ -83,9 +83,9 @@ def last_goodput(path: Path) -> dict[str, float]:
     return {k.removeprefix("goodput/"): y for k, y in last.items() if k.startswith("goodput/")}
 
 
-def eval_losses(path: Path) -> dict[int, float]:
-    """Return the evaluation losses of a `metrics.jsonl`, by step."""
-    return {entry["step"]: entry["eval_loss"] for _, entry in _read_lines(path, '"eval_loss"')}
+def read_values(path: Path, name: str) -> dict[int, float]:
+    """Return the values of one metric of a `metrics.jsonl`, by step."""
+    return {entry["step"]: entry[name] for _, entry in _read_lines(path, f'"{name}"')}
 
 
 def _read_lines(path: Path, substring: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
