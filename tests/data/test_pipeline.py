@@ -190,27 +190,6 @@ def test_a_fresh_process_with_any_workers_reads_the_same_bytes(folder, tmp_path,
     assert lines_of(process) == digests(steps(rows_in(folder, **CHANGING), start, 201))
 
 
-DEAD = """
-import multiprocessing, os, signal
-from data.files import DataError
-rows = rows_in(Path(sys.argv[2]), num_workers=2)
-batches = train_batches(rows, one_device(), start=0, stop=10**9, accumulation=1)
-next(batches)
-os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
-try:
-    for _ in batches:
-        pass
-except DataError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_a_dead_worker_ends_the_run_with_a_line(folder, tmp_path):
-    text = " ".join(lines_of(python(DEAD, tmp_path, folder)))
-    assert text.startswith("rows cannot be read: ")
-
-
 HOST = """
 port, host, num_hosts = map(int, sys.argv[3:])
 jax.config.update("jax_num_cpu_devices", 8 // num_hosts)
