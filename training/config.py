@@ -1,6 +1,7 @@
 """Configuration of a run: its directory, its length, and what is reported on the way."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -81,3 +82,11 @@ class RunSettings:
     checkpoint: CheckpointConfig
     resolved_config: str
     """The complete configuration as YAML; saved in the run directory and in every checkpoint."""
+    command: str = ""
+    """Command line of this process; log.txt and the metrics writers record it."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the program and of its libraries; log.txt records them."""
+
+    def describe_versions(self) -> str:
+        """Return the versions as one line."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())
