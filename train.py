@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 import sys
 import tomllib
 import traceback
@@ -51,9 +52,11 @@ EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 @contextlib.contextmanager
 def open_session(
-    config: Config, stop: StopRequest, group: ProcessGroup
+    config: Config, stop: StopRequest, group: ProcessGroup, command: str
 ) -> Iterator[Callable[[], int]]:
     """Open data, devices, program and run directory, and yield the function that trains.
+
+    command: the command line of this process.
 
     Raises:
         ValueError: The configuration, the data or the run directory cannot be used.
@@ -96,7 +99,7 @@ def open_session(
         (text,) = generator(params, [ids], max_new_tokens=tokens, stop_ids=tokenizer.eos_ids)
         return tokenizer.decode(without_ends(text, dataset.bos_id, tokenizer.eos_ids))
 
-    settings = RunSettings(config.run, config.training, config.checkpoint, dump_config(config))
+    settings = _run_settings(config, command)
     with (
         jax.set_mesh(program.tp.manager.mesh),
         open_run(program, dataset, settings, generate=sample, stop=stop, group=group) as trainer,
@@ -105,6 +108,11 @@ def open_session(
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
         yield trainer.train
+
+
+def _run_settings(config: Config, command: str) -> RunSettings:
+    sections = config.run, config.training, config.checkpoint
+    return RunSettings(*sections, dump_config(config), command, _versions())
 
 
 def print_plan(config: Config) -> None:
@@ -157,7 +165,7 @@ def train(config: Config, args: argparse.Namespace) -> int:
             try:
                 group = open_cluster(config, args)
                 stop.has_nothing_to_save = group.num_processes == 1
-                run = stack.enter_context(open_session(config, stop, group))
+                run = stack.enter_context(open_session(config, stop, group, args.command))
             except (ValueError, OSError) as error:
                 return _end(group, EXIT_BAD_INPUT, error)
             code = run()
@@ -186,13 +194,18 @@ def train(config: Config, args: argparse.Namespace) -> int:
         return code
 
 
+def _versions() -> dict[str, str]:
+    """Return the versions of the program and of its libraries, by name."""
+    project = Path(__file__).with_name("pyproject.toml").read_text()
+    return {"torus": tomllib.loads(project)["project"]["version"], **library_versions()}
+
+
 class _ShowVersion(argparse.Action):
     """Prints the versions of the program and of its libraries, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        project = Path(__file__).with_name("pyproject.toml").read_text()
-        libraries = ", ".join(f"{name} {found}" for name, found in library_versions().items())
-        print(f"torus {tomllib.loads(project)['project']['version']} ({libraries})")
+        torus, *libraries = (f"{name} {found}" for name, found in _versions().items())
+        print(f"{torus} ({', '.join(libraries)})")
         parser.exit()
 
 
@@ -260,6 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
     )
     args = parser.parse_intermixed_args(argv)
+    args.command = shlex.join(["python", "train.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         config = load_config(args.config, args.overrides)
         if args.print_config:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import get_args
 
 import jax
@@ -38,6 +39,8 @@ from parallel.sharding.mesh import build_mesh, is_hypercube, ring_of_axes
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES, mesh_axes_of
+from safe_files import make_private
+from training.logs import log
 from training.optimizers import make_optimizer
 from training.preference_step import PreferenceProgram
 from training.schedules import make_schedule
@@ -47,15 +50,22 @@ from training.step import Program
 def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
     """Return the devices of this configuration, and a line to show if they are simulated.
 
-    Also turns on the compilation cache of the configuration.
+    Also turns on the compilation cache of the configuration. One that other users may write to
+    stays off, with a warning, because this process would run the programs that it holds. That is
+    no error: without the cache the run only takes longer to start.
     """
     mesh = config.mesh
     devices, notice = find_devices(mesh.num_devices, take_all=mesh.given_devices is None)
     if config.run.compilation_cache is not None:
         cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
-        jax.config.update("jax_compilation_cache_dir", cache)
-        # Small programs too: a resumed run compiles nothing.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        try:
+            make_private(Path(cache))
+        except (OSError, ValueError) as error:
+            log.warning("run.compilation_cache is not used, every start compiles: %s", error)
+        else:
+            jax.config.update("jax_compilation_cache_dir", cache)
+            # Small programs too: a resumed run compiles nothing.
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     return devices, notice
 
 

@@ -25,19 +25,23 @@ from model.families.layouts import Shape
 from model.int8_base import block_floats, is_scale, scale_path, without_scales
 from model.lora import factor_paths, is_adapter, merge_block, with_adapters, without_adapters
 from parallel.cluster.process_group import ProcessGroup
+from safe_files import replace_file
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
 from training.hugging_face.adapter_export import write_adapters
-from training.hugging_face.adapters import AdapterDirectory
+from training.hugging_face.adapters import ADAPTER_CONFIG, ADAPTER_FILE, AdapterDirectory
 from training.hugging_face.companions import (
+    COMPANIONS,
+    SOURCE_FILE,
     copy_companions,
     export_companions,
     load_source,
     token_ids,
 )
-from training.hugging_face.model_directory import CONFIG, ModelDirectory
+from training.hugging_face.model_directory import CONFIG, INDEX, ModelDirectory
+from training.hugging_face.new_directory import NewDirectory
 from training.hugging_face.read import read_parameters
 from training.hugging_face.write import (
     SAFETENSORS_TYPES,
@@ -46,11 +50,13 @@ from training.hugging_face.write import (
     write_config,
     write_tensors,
 )
-from training.logs import replace_text
 from training.resume import describe_process, first_record
 from training.step import Program
 from training.stored_arrays import Chunk
 
+_TEMPORARY = ("*.tmp", f".{TOKENIZER_FILE}*")
+_RUN_FILES = ("checkpoints", TOKENIZER_FOLDER, TOKENIZER_FILE, SOURCE_FILE, *_TEMPORARY)
+_MODEL_FILES = ("*.safetensors", INDEX, *COMPANIONS, *_TEMPORARY)
 _WRITE_BYTES = 2**30  # of an import; the compressed copies take about as much host memory
 
 Progress = Callable[[int, int], None]
@@ -134,9 +140,9 @@ def import_model(
             f"lora.rank={config.lora.rank}: a converted model has no adapters; convert it without, "
             "and set lora.rank and training.init_from in train.py, or give --adapters"
         )
+    new = NewDirectory(run, "config.yaml", _RUN_FILES)
     if group.is_primary:
-        check_empty(run)
-    group.barrier("empty")
+        new.check()
     devices, notice = open_devices(config)
     config = fill_mesh(config, len(devices))
     program = build_program(config, devices)
@@ -152,13 +158,15 @@ def import_model(
         if group.is_primary:
             num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
             stack.enter_context(locked_run(run, num_bytes, group))
+            stack.enter_context(new.filling())
+        group.barrier("empty")
         params = read_parameters(directory, config.model, base, progress)
         params = with_adapters(params, added)
         _save(run, config, program, params, group)
         if group.is_primary:
             copy_companions(directory, run)
             source.save(run)
-            replace_text(run / "config.yaml", dump_config(config))
+            replace_file(run / "config.yaml", dump_config(config))
     has_tokenizer = (directory / TOKENIZER_FILE).is_file()
     return Imported(_local_bytes(params), has_tokenizer, notice)
 
@@ -189,12 +197,6 @@ def _local_bytes(params: Any) -> int:
     return sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
 
 
-def check_empty(directory: Path) -> None:
-    """Raise ValueError if a directory exists and holds anything."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ValueError(f"{directory} exists and is not empty; give a new directory")
-
-
 def export_model(
     run: Path,
     directory: Path,
@@ -219,7 +221,8 @@ def export_model(
         ValueError: the run or its model cannot be exported; nothing was written.
         CheckpointError: the checkpoint cannot be read.
     """
-    check_empty(directory)
+    new = NewDirectory(directory, CONFIG, _MODEL_FILES)
+    new.check()
     with _open_parameters(run, step, ema=ema) as stored:
         config, source = stored.config, load_source(run)
         others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
@@ -229,10 +232,10 @@ def export_model(
             tokenizer = open_tokenizer(name, config.data.eos_token)
             others |= token_ids(tokenizer)
         export = plan_export(config.model, stored.shapes, source, dtype=dtype, others=others)
-        directory.mkdir(parents=True, exist_ok=True)
-        write_tensors(directory, export, stored.chunks, progress)
-    export_companions(run, tokenizer, directory)
-    write_config(directory, export)
+        with new.filling():
+            write_tensors(directory, export, stored.chunks, progress)
+            export_companions(run, tokenizer, directory)
+            write_config(directory, export)
     return stored.step
 
 
@@ -250,7 +253,8 @@ def export_adapters(
     The arguments and errors are those of `export_model`; the type is float32 or bfloat16, by
     default `model.param_dtype`.
     """
-    check_empty(directory)
+    new = NewDirectory(directory, ADAPTER_CONFIG, (ADAPTER_FILE, *_TEMPORARY))
+    new.check()
     with _open_parameters(run, step, ema=ema) as stored:
         model, lora = stored.config.model, stored.config.lora
         if not stored.adapters:
@@ -261,16 +265,16 @@ def export_adapters(
         base, family = _find_base(run, stored.config)
         kernels = [path for path in stored.shapes if {*factor_paths(path)} & stored.adapters]
         tensors = find_adapted(family.tensors, stored.shapes, model, kernels)
-        directory.mkdir(parents=True, exist_ok=True)
-        write_adapters(
-            directory,
-            tensors,
-            lora,
-            stored.read,
-            dtype=SAFETENSORS_TYPES[dtype or model.param_dtype],
-            base=None if base is None else str(base),
-            progress=progress,
-        )
+        with new.filling():
+            write_adapters(
+                directory,
+                tensors,
+                lora,
+                stored.read,
+                dtype=SAFETENSORS_TYPES[dtype or model.param_dtype],
+                base=None if base is None else str(base),
+                progress=progress,
+            )
     return stored.step
 
 

@@ -4,8 +4,12 @@ A packed store is a folder under `cache_dir/packs` with one file per array and a
 sizes and digests. Its name is a hash of everything that decides its content.
 """
 
+import glob
 import hashlib
 import json
+import os
+import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,6 +33,7 @@ from data.packing import (
     split_documents,
 )
 from data.store import Store
+from safe_files import publish_folder, replace_file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +86,7 @@ def open_packed_store(
     identity = store.digest, row_length, packing, eval_fraction, version
     name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = cache / "packs" / name
+    _remove_leftovers(folder.parent)
     if not folder.exists():
         if packing == "pairs":
             train, held_out = pack_pairs(store.ends, row_length, eval_fraction)
@@ -145,10 +151,11 @@ def _digest_of(value: Any) -> str:
 
 
 def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackingInfo) -> None:
-    """Write the folder under a temporary name, then rename it, so that it appears whole."""
+    """Write the folder under a temporary name, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     splits = {"train": train, "held_out": held_out}
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder.parent) as building:
+    prefix = f"{_temporary_prefix()}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as building:
         made = Path(building) / folder.name
         made.mkdir()
         files = {}
@@ -158,12 +165,35 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
             files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
         record = {"info": asdict(info), "files": files}
         text = json.dumps({"sha256": _digest_of(record), **record}, indent=1)
-        (made / "pack.json").write_text(text)
+        replace_file(made / "pack.json", text)
         try:
-            made.rename(folder)
+            publish_folder(made, folder)
         except OSError:
             if not folder.exists():  # else another process was first, with the same content
                 raise
+
+
+def _temporary_prefix() -> str:
+    """Return the first part of the names of temporary folders of this machine."""
+    return f"building-{socket.gethostname()}-"
+
+
+def _remove_leftovers(packs: Path) -> None:
+    """Delete the temporary folders that killed processes of this machine left."""
+    for path in packs.glob(f"{glob.escape(_temporary_prefix())}*"):
+        process = path.name.removeprefix(_temporary_prefix()).partition("-")[0]
+        if process.isdecimal() and not _is_running(int(process)):
+            shutil.rmtree(path, ignore_errors=True)  # another process may delete it, too
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 def _open_folder(folder: Path) -> PackedStore:

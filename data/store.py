@@ -11,7 +11,6 @@ A store is a folder of little-endian arrays and one description, `store.json`:
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,6 +19,7 @@ import numpy as np
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
 from data.files import DataError
+from safe_files import replace_file
 
 VERSION: Literal[1] = 1
 INFO = "store.json"
@@ -238,10 +238,8 @@ def _read_info(folder: Path) -> StoreInfo:
 def write_info(folder: Path, info: StoreInfo) -> None:
     """Write store.json with its checksum."""
     tree = info.model_dump(mode="json")
-    with open(folder / INFO, "w", encoding="utf-8") as out:
-        out.write(json.dumps({**tree, "checksum": _checksum(tree)}, indent=1) + "\n")
-        out.flush()
-        os.fsync(out.fileno())
+    text = json.dumps({**tree, "checksum": _checksum(tree)}, indent=1) + "\n"
+    replace_file(folder / INFO, text)
 
 
 def _checksum(tree: Mapping[str, Any]) -> str:

@@ -35,6 +35,7 @@ from data.store import (
     remedy,
     write_info,
 )
+from safe_files import publish_folder, sync
 
 JOURNAL = "journal.jsonl"
 MAX_EXAMPLES = 5
@@ -121,7 +122,7 @@ class StoreWriter:
             os.truncate(self.building / JOURNAL, size)
             if not size:
                 self._log(json.dumps({"version": VERSION, "key": plan.key}))
-            _sync_folder(self.building)
+            sync(self.building)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> "StoreWriter":
@@ -182,9 +183,7 @@ class StoreWriter:
             size,
         ) in info.sizes().items():  # where locks do not work, two processes may have written
             check_size(self.building, name, size, exact=True)
-        _sync_folder(self.building)
-        os.rename(self.building, self.folder)
-        _sync_folder(self.folder.parent)
+        publish_folder(self.building, self.folder)
         remove_journal(self.folder)
         return Store(self.folder)
 
@@ -305,11 +304,3 @@ def remove_journal(folder: Path) -> None:
     journal = folder / JOURNAL
     if journal.exists():
         journal.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

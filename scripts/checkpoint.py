@@ -28,8 +28,8 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError
 from training.directory import locked_run
+from training.dotted_keys import flatten
 from training.logs import peak_memory
-from training.resume import flatten
 
 EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
 MAX_DAMAGED_SHOWN = 4

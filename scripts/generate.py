@@ -192,9 +192,13 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line, generate, and report invalid input as one line."""
     parser = CommandLine(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory of train.py")
-    parser.add_argument("--prompt", action="append", default=[], help="may be given repeatedly")
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="text to continue; may be given repeatedly"
+    )
     parser.add_argument("--chat", action="store_true", help="answer messages from stdin")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="per prompt (default 64)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, help="for each prompt (default 64)"
+    )
     parser.add_argument(
         "--stop-id", type=int, action="append", default=[], help="token id to stop at, besides EOS"
     )
@@ -205,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--top-k", type=int, help="sample from the K most likely tokens only")
     parser.add_argument("--top-p", type=float, help="nucleus sampling: total probability to keep")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument("--step", type=int, help="checkpoint to load (default: the newest)")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters")
     parser.add_argument(

@@ -289,7 +289,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=300,
         metavar="SECONDS",
-        help="of the tests of a fault (300)",
+        help="time for the tests of a fault (300)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("runs", "mutants.jsonl"), help="file of the results"

@@ -32,7 +32,7 @@ from rich.status import Status
 
 from configs.command_line import CommandLine
 from configs.schema import Config, fill_mesh, load_config
-from parallel.planning.result_cache import ResultCache
+from parallel.planning.result_cache import open_cache
 from parallel.planning.slices import read_topology
 from parallel.planning.trace import write_trace
 
@@ -245,7 +245,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
 
     skip: return None for a configuration that cannot be planned, and say why on stderr.
     """
-    console = Console(stderr=True)
+    console, results = Console(stderr=True), open_cache(Path(cache))
 
     def planner(config: Config, topology: str) -> StepPlan | None:
         text = f"planning for {topology}: {report.describe(config)}"
@@ -254,7 +254,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
             with Status(text, console=console):
                 if not console.is_terminal:
                     print(text, file=sys.stderr, flush=True)
-                plan = plan_step(config, topology, ResultCache(Path(cache)))
+                plan = plan_step(config, topology, results)
         except ValueError as error:
             if not skip:
                 raise

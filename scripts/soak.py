@@ -1,12 +1,14 @@
-"""Break real runs on purpose: `scripts/soak.py kills | corruptions | disk | overhead`.
+"""Break real runs on purpose: `scripts/soak.py kills | corruptions | disk | ...`.
 
-Each soak runs `train.py` on simulated devices in a temporary folder. The folder is deleted at the
-end, or kept and named if something is wrong. The last line of stdout is one JSON object.
+Each soak runs `train.py` or another script on simulated devices in a temporary folder. The folder
+is deleted at the end, or kept and named if something is wrong. The last line of stdout is one JSON
+object.
 Exit codes: 0 everything is as it should be, 1 something is wrong, 2 bad command line.
 """
 
 import argparse
 import json
+import math
 import shutil
 import signal
 import sys
@@ -17,11 +19,12 @@ from typing import Any
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
+from soaks.commands import soak_conversions, soak_prepare
 from soaks.corruptions import serve_restores, soak_corruptions
 from soaks.disk import soak_disk
 from soaks.kills import soak_kills
 from soaks.overhead import soak_overhead
-from soaks.processes import SoakError, report
+from soaks.processes import Limit, SoakError, report
 
 from configs.command_line import CommandLine
 
@@ -48,6 +51,19 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         action="store_true",
         help="at each restart, change the mesh and the number of processes (up to --processes)",
     )
+    kills.add_argument("--sparse", action="store_true", help="train a mixture of experts")
+    kills.add_argument(
+        "--workers", type=int, default=0, help="data worker processes of each process"
+    )
+    prepare = command(
+        "prepare-kills", soak_prepare, "SIGKILL prepare_data.py at random moments, then restart it"
+    )
+    prepare.add_argument("--times", type=int, default=100, help="number of kills")
+    prepare.add_argument("--workers", type=int, default=2, help="processes that tokenize")
+    conversion = command(
+        "conversion-kills", soak_conversions, "SIGKILL convert.py at random moments, then restart"
+    )
+    conversion.add_argument("--times", type=int, default=30, help="number of kills")
     corruptions = command(
         "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
     )
@@ -61,9 +77,16 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
     restore = command("restore", serve_restores, "internal: restore the folders named on stdin")
     restore.add_argument("config", type=Path, help="configuration of the run")
     restore.add_argument("original", type=Path, help="folder of the undamaged checkpoints")
-    for added in (kills, corruptions):
+    for added in (kills, prepare, conversion):
+        added.add_argument(
+            "--minutes", type=float, default=math.inf, help="time after which no kill is made"
+        )
+    for added in (kills, prepare, conversion, corruptions):
         added.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    return vars(parser.parse_args(argv))
+    options = vars(parser.parse_args(argv))
+    if "minutes" in options:
+        options["limit"] = Limit(options.pop("times"), options.pop("minutes"))
+    return options
 
 
 def main(argv: list[str] | None = None) -> int:

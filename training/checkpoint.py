@@ -2,10 +2,9 @@
 
 No other file saves or restores with orbax. On disk the state is a nested dict of arrays that does
 not depend on the mesh, with a record beside it: a description of the run and a fingerprint of every
-array. A restore verifies each array that it reads against its fingerprint. A save that fails, in
-one process or in all, is logged and retried at a later step; after the last step it is an error. A
-damaged checkpoint raises an error that names it; the caller sets it aside. A failed restore never
-falls back to fresh parameters.
+array. A restore verifies each array that it reads against its fingerprint. A save that fails is
+logged and retried at a later step; after the last step it is an error. A damaged checkpoint raises
+an error that names it; the caller sets it aside. No restore falls back to fresh parameters.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ import jax
 from orbax.checkpoint import v1
 
 from parallel.cluster.process_group import ProcessGroup
+from safe_files import rename
 from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
     CheckpointError,
@@ -353,7 +353,7 @@ class Checkpoints:
         while target.exists():
             number += 1
             target = source.with_name(f"{step}.damaged-{number}")
-        source.rename(target)
+        rename(source, target)
         self._saver.reload()
         return target
 
@@ -365,7 +365,7 @@ class Checkpoints:
         """Delete a checkpoint; after a kill midway the next run removes the rest."""
         target = self._directory / f"{step}.orbax-checkpoint-tmp"
         shutil.rmtree(target, ignore_errors=True)
-        (self._directory / str(step)).rename(target)
+        rename(self._directory / str(step), target)
         self._saver.reload()
         shutil.rmtree(target)
 

@@ -24,7 +24,7 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, steps_to_keep
 from training.checkpoint_record import CheckpointError
-from training.resume import flatten
+from training.dotted_keys import flatten
 
 _SECONDS_PER_LOOK = 0.3  # within this time a checkpoint that is being deleted loses a file
 

@@ -1,6 +1,7 @@
 """Configuration of a run: its directory, its length, and what is reported on the way."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -19,7 +20,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     dir: str = Field(default="runs/default", min_length=1)
     """Run directory: config.yaml, metrics.jsonl, log.txt, tensorboard/ and checkpoints/."""
     compilation_cache: str | None = ".cache/xla"
-    """Directory of compiled programs, shared by all runs; null: compile every time."""
+    """Directory of compiled programs, shared by all runs; null: compile every time. Not used if
+    other users may write to it, since its programs are run."""
 
 
 class TrainingConfig(
@@ -80,3 +82,11 @@ class RunSettings:
     checkpoint: CheckpointConfig
     resolved_config: str
     """The complete configuration as YAML; saved in the run directory and in every checkpoint."""
+    command: str = ""
+    """Command line of this process; log.txt and the metrics writers record it."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Versions of the program and of its libraries; log.txt records them."""
+
+    def describe_versions(self) -> str:
+        """Return the versions as one line."""
+        return ", ".join(f"{name} {version}" for name, version in self.versions.items())

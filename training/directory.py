@@ -12,6 +12,7 @@ from typing import IO
 
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
+from safe_files import rename
 
 
 def run_directory(given: str) -> Path:
@@ -125,7 +126,7 @@ def move_aside(directory: Path) -> Path | None:
     target.mkdir()
     try:
         for path in old:
-            path.rename(target / path.name)
+            rename(path, target / path.name)
     except OSError as error:
         if not any(target.iterdir()):
             target.rmdir()

@@ -24,11 +24,11 @@ from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError, Leaves, read_record, saved_steps
+from training.dotted_keys import flatten
 from training.fingerprint import leaf_name
 from training.hugging_face.model_directory import CONFIG, ModelDirectory
 from training.hugging_face.read import read_parameters
 from training.logs import log
-from training.resume import flatten
 from training.step import Program, TrainState
 
 _KEY = "training.init_from"

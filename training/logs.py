@@ -1,4 +1,4 @@
-"""Log lines of a run, on the screen and in a file, and small helpers for its files."""
+"""Log lines of a run, on the screen and in a file."""
 
 import contextlib
 import logging
@@ -97,10 +97,3 @@ def peak_memory() -> int:
     """Return the peak host memory of this process in bytes."""
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace the content of a file atomically."""
-    replacement = path.with_suffix(".tmp")
-    replacement.write_text(text)
-    os.replace(replacement, path)

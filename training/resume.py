@@ -16,6 +16,7 @@ from data.pipeline import Dataset, explain_change
 from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
+from training.dotted_keys import flatten
 from training.logs import log
 from training.optimizers import OptimizerConfig
 from training.schedules import describe_change
@@ -273,11 +274,3 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
         return
     if line := describe_change(old, new, record["step"]):
         log.info("%s", line)
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested mapping by dotted keys."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.removesuffix("."): tree}
-    parts = (flatten(value, f"{prefix}{key}.") for key, value in tree.items())
-    return {key: value for part in parts for key, value in part.items()}

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+from rich.console import Console
 
 from data.pipeline import Dataset
 from data.tokenizers.base import save_tokenizer
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
+from safe_files import replace_file
 from training.agreement import StepCoordinator
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, SaveSchedule
@@ -33,7 +35,7 @@ from training.initial_parameters import (
     check_is_elsewhere,
     open_initial_parameters,
 )
-from training.logs import log, logging_to, replace_text
+from training.logs import log, logging_to
 from training.profiler import Profiler
 from training.reporter import StepReporter
 from training.resume import (
@@ -106,17 +108,15 @@ def open_run(
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
         start = _find_start(resumer, program, settings, directory)
         if group.is_primary:
-            replace_text(directory / "config.yaml", resolved)
+            replace_file(directory / "config.yaml", resolved)
             save_tokenizer(dataset.tokenizer, directory)
+        log.debug("command: %s", settings.command)
+        log.debug("versions: %s", settings.describe_versions())
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
             log_config_changes(checkpoints.record(step), resolved)
-        # The other processes write log lines alone.
-        names = [name for name in config.writers if group.is_primary or name == "console"]
-        context = WriterContext(
-            directory, config.steps, config.log_every, resolved, terminal, program.console_metrics
-        )
+        context = _writer_context(settings, directory, terminal, program)
         yield build_trainer(
             program,
             settings,
@@ -125,8 +125,30 @@ def open_run(
             generate=generate,
             stop=stop,
             directory=directory,
-            writers=open_writers(names, context),
+            writers=_open_writers(config, context, group),
         )
+
+
+def _writer_context(
+    settings: RunSettings, directory: Path, terminal: Console | None, program: Program
+) -> WriterContext:
+    return WriterContext(
+        directory,
+        settings.training.steps,
+        settings.training.log_every,
+        settings.resolved_config,
+        terminal,
+        program.console_metrics,
+        settings.command,
+    )
+
+
+def _open_writers(
+    config: TrainingConfig, context: WriterContext, group: ProcessGroup
+) -> MetricsWriter:
+    # Processes other than the primary one write log lines alone.
+    names = [name for name in config.writers if group.is_primary or name == "console"]
+    return open_writers(names, context)
 
 
 def build_trainer(

@@ -8,8 +8,6 @@ A new tokenizer is one file: a class with the members of `Tokenizer`, and a func
 The `__init__.py` of this folder, or `plugins` of the configuration, must import the file.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -20,6 +18,7 @@ from numpy.typing import ArrayLike
 from data.files import DataError
 from data.tokenizers.settings import TokenizerSettings
 from registry import Registry
+from safe_files import replace_file
 
 END, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TOKENIZER_FILE, TOKENIZER_FOLDER = "tokenizer.json", "tokenizer"
@@ -88,7 +87,7 @@ def save_tokenizer(tokenizer: Tokenizer, run_directory: Path) -> None:
     if tokenizer.settings.files and Path(tokenizer.name).expanduser().resolve() != folder.resolve():
         tokenizer.save(folder / TOKENIZER_FILE)
         for name, content in tokenizer.settings.files.items():
-            write_atomically(folder / name, content)
+            replace_file(folder / name, content)
 
 
 def saved_tokenizer(run_directory: Path) -> Path | None:
@@ -128,15 +127,6 @@ def without_ends(ids: np.ndarray, bos_id: int | None, stop_ids: Sequence[int]) -
 def id_dtype(vocab_size: int) -> np.dtype:
     """Return the smallest type of ids: uint16 up to a vocabulary of 65,536, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-
-
-def write_atomically(path: Path, content: str) -> None:
-    """Write a file so that it appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
-        partial = Path(folder) / path.name
-        partial.write_text(content, "utf-8")
-        os.replace(partial, path)
 
 
 def cut_at_end(ids: ArrayLike, eos_id: int, vocab_size: int) -> np.ndarray:

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from data.files import DataError
-from data.tokenizers.base import END, cut_at_end, register_tokenizer, write_atomically
+from data.tokenizers.base import END, cut_at_end, register_tokenizer
 from data.tokenizers.settings import TokenizerSettings
+from safe_files import replace_file
 
 
 def _byte_level_json() -> dict[str, Any]:
@@ -87,7 +88,7 @@ class ByteTokenizer:
 
     def save(self, path: Path) -> None:
         """Write a Hugging Face tokenizer.json with the same ids."""
-        write_atomically(path, json.dumps(BYTE_LEVEL_JSON, ensure_ascii=False, indent=2))
+        replace_file(path, json.dumps(BYTE_LEVEL_JSON, ensure_ascii=False, indent=2))
 
 
 @register_tokenizer("bytes")

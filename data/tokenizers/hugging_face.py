@@ -27,10 +27,10 @@ from data.tokenizers.base import (
     cut_at_end,
     id_dtype,
     register_tokenizer,
-    write_atomically,
 )
 from data.tokenizers.byte_level import BYTE_LEVEL_JSON, ByteTokenizer, tokenizer_digest
 from data.tokenizers.settings import TokenizerSettings
+from safe_files import replace_file
 
 # In this order, since some vocabularies hold </s> as ordinary markup beside their own end token.
 # <|im_end|> and [SEP] are missing: they end a message or a sentence, not a document.
@@ -174,7 +174,7 @@ class HuggingFaceTokenizer:
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json, without truncation, padding and dropout."""
-        write_atomically(path, self._content)
+        replace_file(path, self._content)
 
 
 def _make_deterministic(value: dict[str, Any], controls: set[str | None]) -> dict[str, Any]:

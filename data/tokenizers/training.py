@@ -16,8 +16,8 @@ from data.tokenizers.base import (
     TOKENIZER_FILE,
     TOKENIZERS,
     open_tokenizer,
-    write_atomically,
 )
+from safe_files import replace_file
 
 SAMPLE_BYTES, SAMPLE_SHARDS = 2**28, 256
 
@@ -49,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    write_atomically(path, tokenizer.to_str(pretty=True))
+    replace_file(path, tokenizer.to_str(pretty=True))
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 

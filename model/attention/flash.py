@@ -188,7 +188,7 @@ def splash_with_fused_gradients(
 
     Forward it is splash attention. Splash's own derivative computes the scores of a pair of blocks
     twice, for dq and for dk and dv, in 7 matmuls. The kernel used here keeps dq in VMEM if there is
-    room, and computes all three at once, in 5. docs/attention.md compares the compiled kernels.
+    room, and computes all three at once, in 5. docs/kernels.md compares the compiled kernels.
     For rows so long that the list of their blocks exceeds scalar memory, splash's own is used.
     """
     block_q, block_k = _gradient_blocks(q_BLHh, k_BTKh, spec)

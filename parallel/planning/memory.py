@@ -22,7 +22,7 @@ buffers in VMEM it can exceed what is in HBM. All checked with libtpu 0.0.42 in 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -30,12 +30,13 @@ from typing import Any
 import jax
 
 from parallel.planning.buffer_assignment import BufferAssignment, Value
-from parallel.planning.hlo import HloModule
+from parallel.planning.hlo import Computation, HloModule, Instruction
 from parallel.planning.hlo_parser import parse_hlo
 
 PARAMETERS = "parameters"
 """The class of arguments whose shapes tell gradients from other results of the backward pass."""
 _SHOWN = 10
+_VIEWS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional")
 _SIDES = re.compile(r"\[([\d,]*)\]")
 
 
@@ -180,6 +181,38 @@ def _memory_use(
     )
 
 
+def largest_buffer(text: str) -> Buffer | None:
+    """Return the largest array that a program computes, of any backend; None if there is none.
+
+    text: what `compiled.as_text()` returns. It does not say which arrays share memory, or which are
+    in use at the same time. So this is the array that needs the most, and not the only one at the
+    moment when memory runs out.
+    """
+    module = parse_hlo(text)
+    origins, largest = _Origins(module), None
+    for x in _computed(module, module.entry):
+        for array in x.arrays:
+            if largest is None or array.bytes > largest.bytes:
+                shape = f"{array.dtype}[{','.join(map(str, array.dims))}]"
+                made = is_backward(origins.op_names.get(x.name, ""))
+                scope = origins.scope(x.name)
+                largest = Buffer(shape, int(array.bytes), 1, "temporaries", scope, made)
+    return largest
+
+
+def _computed(module: HloModule, computation: Computation) -> Iterator[Instruction]:
+    """Yield the instructions whose results are arrays in device memory of their own."""
+    for x in computation.instructions:
+        called = [x.calls("body"), x.calls("to_apply") if x.opcode == "call" else None]
+        inner = [module.computations.get(name or "") for name in (*called, *x.branches)]
+        if any(inner):
+            for body in inner:
+                if body is not None:
+                    yield from _computed(module, body)
+        elif x.opcode not in _VIEWS and not (x.is_in_vmem or x.is_in_host_memory):
+            yield x
+
+
 def _shard_bytes(x: Any) -> int:
     return math.prod(_shard_shape(x)) * x.dtype.itemsize
 
@@ -220,19 +253,19 @@ def _buffers(
         history = assignment.history(value)
         # The first maker of a stack of layers fills it with zeros; the last one is its layer.
         named = [x for x in history if origins.op_name(x)]
-        backward = [x.instruction for x in named if _is_backward(origins.op_name(x))]
+        backward = [x.instruction for x in named if is_backward(origins.op_name(x))]
         before = [x.instruction for x in named if x.start <= time]
         maker = before[-1] if before else value.instruction
         read = origins.op_names.get(assignment.order[max(x.end for x in history)], "")
         kind = "temporaries"
         if any(_is_forward(origins.op_name(x)) for x in named):
-            is_kept = _is_forward(origins.op_names.get(maker, "")) and _is_backward(read)
+            is_kept = _is_forward(origins.op_names.get(maker, "")) and is_backward(read)
             kind = "kept activations" if is_kept else kind
         elif backward and _sides(value) in shapes:
             kind, maker = "gradients", backward[-1]
         made = origins.op_names.get(maker, "")
         shape = "tuple" if value.shape.startswith("(") else value.shape
-        counts[Buffer(shape, size, 1, kind, origins.scope(maker), _is_backward(made))] += 1
+        counts[Buffer(shape, size, 1, kind, origins.scope(maker), is_backward(made))] += 1
     return [replace(buffer, count=count) for buffer, count in counts.items()]
 
 
@@ -265,9 +298,9 @@ class _Origins:
         """
         operands = self._operands.get(name, ())
         own = self.op_names.get(name)
-        if own is not None and not _named_scopes(own):
+        if own is not None and not named_scopes(own):
             return ""
-        scopes = [_named_scopes(self.op_names.get(x, "")) for x in (name, *operands)]
+        scopes = [named_scopes(self.op_names.get(x, "")) for x in (name, *operands)]
         longest = max(scopes, key=lambda path: path.count("/") + bool(path))
         if longest or not steps:
             return longest
@@ -290,12 +323,13 @@ def _normal(sides: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(side for side in sides if side > 1))
 
 
-def _is_backward(op_name: str) -> bool:
+def is_backward(op_name: str) -> bool:
+    """Return whether an operation belongs to the backward pass."""
     return "transpose(" in op_name
 
 
 def _is_forward(op_name: str) -> bool:
-    return "jvp(" in op_name and not _is_backward(op_name)
+    return "jvp(" in op_name and not is_backward(op_name)
 
 
 _OWN = re.compile(
@@ -305,7 +339,7 @@ _OWN = re.compile(
 _TRANSFORMED = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
 
 
-def _named_scopes(op_name: str) -> str:
+def named_scopes(op_name: str) -> str:
     """Return the named scopes in an op_name, at most three, or the name of an argument."""
     path, _, _ = op_name.rpartition("/")  # the last part is the primitive
     if not path:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ from pydantic import TypeAdapter
 
 from parallel.planning.memory import MemoryUse
 from parallel.planning.refusals import OutOfMemory
+from safe_files import make_private, replace_file
 
 _LOG = logging.getLogger("torus")
 # What an entry says depends on these files.
@@ -55,6 +55,16 @@ class _Refusal:
     required: float | None
     available: float | None
     memory: MemoryUse | None
+
+
+def open_cache(directory: Path) -> "ResultCache | None":
+    """Return the cache in a directory; None, with a warning, if others may write there."""
+    try:
+        make_private(directory)
+    except (OSError, ValueError) as error:
+        _LOG.warning("compiled programs are neither kept nor read: %s", error)
+        return None
+    return ResultCache(directory)
 
 
 _ENTRY: TypeAdapter[Result | _Refusal] = TypeAdapter(Result | _Refusal)
@@ -103,11 +113,7 @@ class ResultCache:
     def _write(self, key: str, entry: Result | _Refusal) -> None:
         """Keep an entry; readers see all of it or nothing."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.directory, suffix=".tmp")
-            with os.fdopen(handle, "w") as file:
-                json.dump(_plain(entry), file)
-            os.replace(name, self._path(key))
+            replace_file(self._path(key), json.dumps(_plain(entry)))
         except OSError as error:
             _LOG.warning("the compiled program is not kept in %s: %s", self.directory, error)
 

@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ from soaks.compare import CLOSE_BOUND, array_differences, metric_differences
 from soaks.processes import (
     DEVICES,
     MESHES,
+    Limit,
+    SoakError,
     TrainerProcesses,
+    count_workers,
+    find_orphans,
     report,
     run_undisturbed,
     write_config,
@@ -26,6 +30,13 @@ PLANS = ("start", "restore", "steps", "save")
 KILL_ALL = 0.2  # the share of kills that end all processes at once
 # How long a process may outlive another. Before all have joined, start_timeout allows 30 s.
 PEER_SECONDS = 60.0
+SPARSE_MESH = {"dp": 1, "fsdp": 2, "ep": 2, "tp": 1}
+# Experts that exchange tokens over ep and drop some; their biases change at every step.
+SPARSE_MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} | {
+    "exchange": "alltoall",
+    "capacity_factor": 1.5,
+    "bias_update_speed": 0.01,
+}
 
 
 def phase_of(trainer: TrainerProcesses) -> str:
@@ -65,33 +76,37 @@ class Kills:
 
     Attributes:
         config: The configuration file of every run.
-        times: How many kills to make.
+        limit: When enough kills are made.
         steps: Training steps of every run.
         rng: The source of all random choices.
+        meshes: The meshes of the runs; each has the first, unless `change_mesh`.
         change_mesh: Change the mesh and the number of processes at each restart.
         processes: The number of processes, or its maximum.
         start, restore: Seconds to the first log line, and from there to the parameters. Both are
             measured on the way.
         longest_survival: The longest time that a process took to end after another was killed.
+        with_workers: Kills of a process that had data worker processes.
     """
 
     config: Path
-    times: int
+    limit: Limit
     steps: int
     rng: random.Random
     change_mesh: bool
     processes: int
+    meshes: Sequence[Mapping[str, int]] = MESHES
     phases: Counter[str] = field(default_factory=Counter)
     victims: Counter[str] = field(default_factory=Counter)
     mismatches: list[str] = field(default_factory=list)
     start: float = 8.0
     restore: float = 1.0
     longest_survival: float = 0.0
+    with_workers: int = 0
 
     def start_run(self, directory: Path) -> TrainerProcesses:
         """Start or restart a run."""
         counts = [n for n in range(1, self.processes + 1) if not DEVICES % n]
-        mesh = self.rng.choice(MESHES) if self.change_mesh else MESHES[0]
+        mesh = self.rng.choice(self.meshes) if self.change_mesh else self.meshes[0]
         return TrainerProcesses(
             self.config,
             directory,
@@ -129,6 +144,7 @@ class Kills:
         everyone = range(len(trainer.processes))
         one = [self.rng.choice(everyone)]
         victims = everyone if self.rng.random() < KILL_ALL else one
+        self.with_workers += any(count_workers(trainer.processes[n]) for n in victims)
         begin = time.monotonic()
         trainer.kill(*victims)
         trainer.finish(PEER_SECONDS)
@@ -137,13 +153,16 @@ class Kills:
         self.victims[killed] += 1
         for number in set(everyone) - set(victims):
             self.mismatches += survivor_problems(trainer, number, victims)
+        orphans = find_orphans(trainer.processes)
+        self.mismatches += [f"{trainer.directory.name}: {line}" for line in orphans]
         return killed
 
     def one_run(self, directory: Path) -> None:
         """Start a run again and again until it finishes."""
         is_over = False
         while not is_over:
-            plan = self.rng.choice(PLANS) if self.phases.total() < self.times else None
+            is_enough = self.limit.is_reached(self.phases.total())
+            plan = None if is_enough else self.rng.choice(PLANS)
             with self.start_run(directory) as trainer:
                 is_over = plan is None or not self.wait_for_moment(trainer, plan)
                 if is_over:
@@ -151,25 +170,45 @@ class Kills:
                     if code or trainer.err:
                         problem = f"{directory.name}: exit {code}: {trainer.err[-500:]}"
                         self.mismatches.append(problem)
+                    elif plan and not (trainer.is_restored and trainer.is_compiled):
+                        raise SoakError(f"the log has no line to wait for: {trainer.out[-500:]}")
                     continue
                 killed = self.kill(trainer)
             phase = phase_of(trainer)
             self.phases[phase] += 1
             report(
-                f"kill {self.phases.total()}/{self.times}: {directory.name}, process {killed}, "
-                f"{phase} (planned: {plan}), at step {trainer.step}"
+                f"kill {self.phases.total()}/{self.limit.times}: {directory.name}, "
+                f"process {killed}, {phase} (planned: {plan}), at step {trainer.step}"
             )
 
 
 def soak_kills(
-    folder: Path, *, times: int, steps: int, seed: int, processes: int, change_mesh: bool
+    folder: Path,
+    *,
+    limit: Limit,
+    steps: int,
+    seed: int,
+    processes: int,
+    change_mesh: bool,
+    sparse: bool,
+    workers: int,
 ) -> dict[str, Any]:
-    """Kill and restart runs `times` times, and compare each with an undisturbed run."""
-    config, reference = write_config(folder), folder / "undisturbed"
+    """Kill and restart runs again and again, and compare each with an undisturbed run."""
+    if sparse and change_mesh:
+        raise SoakError(
+            "--change-mesh with --sparse: roundings of another mesh may choose other experts, so "
+            "losses cannot be compared; leave out one of them"
+        )
+    changes: dict[str, Any] = {"data__num_workers": workers}
+    meshes: Sequence[Mapping[str, int]] = MESHES
+    if sparse:
+        changes |= {"model__moe": SPARSE_MODEL, "mesh": SPARSE_MESH}
+        meshes = (SPARSE_MESH,)
+    config, reference = write_config(folder, **changes), folder / "undisturbed"
     run_undisturbed(config, reference, f"training.steps={steps}", processes=processes)
-    kills = Kills(config, times, steps, random.Random(seed), change_mesh, processes)
+    kills = Kills(config, limit, steps, random.Random(seed), change_mesh, processes, meshes)
     bound, greatest, runs = CLOSE_BOUND if change_mesh else 0.0, 0.0, 0
-    while kills.phases.total() < times:
+    while not limit.is_reached(kills.phases.total()):
         runs += 1
         directory = folder / f"run-{runs}"
         kills.one_run(directory)
@@ -188,6 +227,7 @@ def soak_kills(
         "by_phase": dict(kills.phases),
         "by_victim": dict(kills.victims),
         "longest_survival": kills.longest_survival,
+        "with_workers": kills.with_workers,
         "runs": runs,
         "bound": bound,
         "greatest_difference": greatest,

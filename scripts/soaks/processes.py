@@ -1,14 +1,18 @@
-"""Start `train.py` on a tiny model, watch it, and kill it."""
+"""Start `train.py` on a tiny model, or another script, watch it, and kill it."""
 
+import contextlib
 import json
+import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +20,32 @@ from _clone import ROOT
 
 TIMEOUT = 300.0  # seconds without progress after which something hangs
 DEVICES = 4
-MESHES = [
+MESHES = (
     {"dp": 2, "fsdp": 1, "tp": 2},
     {"dp": 4, "fsdp": 1, "tp": 1},
     {"dp": 1, "fsdp": 4, "tp": 1},
     {"dp": 1, "fsdp": 1, "tp": 4},
     {"dp": 2, "fsdp": 2, "tp": 1},
     {"dp": 1, "fsdp": 2, "tp": 2},
-]
+)
+ORPHAN_SECONDS = 10.0  # a worker process that is still importing ends when it has imported
 
 
 class SoakError(Exception):
     """The soak itself cannot continue."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """When a soak has made enough kills: after a number of them, or some minutes."""
+
+    times: int
+    minutes: float = math.inf
+    begin: float = field(default_factory=time.monotonic)
+
+    def is_reached(self, kills: int) -> bool:
+        """Whether no further kill is to be made."""
+        return kills >= self.times or time.monotonic() > self.begin + 60 * self.minutes
 
 
 def report(line: str) -> None:
@@ -66,6 +84,61 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return path
 
 
+def start_script(
+    arguments: Sequence[str], logs: Path, number: int = 0, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start a script of this clone as the leader of a process group.
+
+    stdout and stderr go to the files out.NUMBER and err.NUMBER of the folder `logs`.
+    """
+    with open(logs / f"out.{number}", "w") as out, open(logs / f"err.{number}", "w") as err:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def group_members(leader: int) -> dict[int, str]:
+    """Return the command lines of the running processes of a process group, by their ids."""
+    members = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group) == leader and state not in "ZX":
+                members[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:  # it has ended
+            continue
+    return members
+
+
+def count_workers(process: subprocess.Popen[bytes]) -> int:
+    """Return how many worker processes of `multiprocessing` a process has."""
+    return sum("spawn_main" in line for line in group_members(process.pid).values())
+
+
+def find_orphans(processes: Iterable[subprocess.Popen[bytes]]) -> list[str]:
+    """Return what still runs of the groups of ended processes after ORPHAN_SECONDS, and kill it."""
+    limit, found = time.monotonic() + ORPHAN_SECONDS, []
+    for process in processes:
+        while (left := group_members(process.pid)) and time.monotonic() < limit:
+            time.sleep(0.05)
+        found += [f"process {number} outlived its parent: {left[number]}" for number in left]
+        kill_group(process)
+    return found
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants with SIGKILL, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 class TrainerProcesses:
     """`train.py` in one process, or in several that share the devices.
 
@@ -79,8 +152,8 @@ class TrainerProcesses:
     def __init__(self, config: Path, directory: Path, *overrides: str, processes: int = 1):
         self.directory = directory
         self._folder = Path(tempfile.mkdtemp(prefix=f"{directory.name}-", dir=config.parent))
-        arguments = ["--config", str(config), f"run.dir={directory}", *overrides]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        arguments = ["train.py", "--config", str(config), f"run.dir={directory}", *overrides]
+        environment = {}
         identities: list[list[str]] = [[]]
         if processes > 1:
             environment["JAX_NUM_CPU_DEVICES"] = str(DEVICES // processes)
@@ -88,25 +161,9 @@ class TrainerProcesses:
             arguments += ["--num-processes", str(processes)]
             identities = [["--process-id", str(number)] for number in range(processes)]
         self.processes = [
-            self._start(number, [*arguments, *identity], environment)
+            start_script([*arguments, *identity], self._folder, number, **environment)
             for number, identity in enumerate(identities)
         ]
-
-    def _start(
-        self, number: int, arguments: list[str], environment: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        with (
-            open(self._folder / f"out.{number}", "w") as out,
-            open(self._folder / f"err.{number}", "w") as err,
-        ):
-            return subprocess.Popen(
-                [sys.executable, "train.py", *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-            )
 
     @property
     def out(self) -> str:
@@ -148,7 +205,7 @@ class TrainerProcesses:
     @property
     def is_compiled(self) -> bool:
         """Whether the training step is compiled."""
-        return "compiled the step" in self.out
+        return "compiled the training step" in self.out
 
     @property
     def is_saving(self) -> bool:
@@ -205,7 +262,8 @@ class TrainerProcesses:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.kill()
+        for process in self.processes:
+            kill_group(process)
 
 
 def _free_port() -> int:

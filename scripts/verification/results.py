@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from configs.preflight import describe_program
 from configs.schema import Config, dump_config
+from safe_files import replace_file
 from verification.bounds import Comparison
 from verification.cases import Case
 
@@ -62,9 +63,7 @@ class Results:
             changed = " and ".join(key for key in header if found[0][key] != header[key])
             self.notice = f"{self._path}: the {changed} changed since; starting again"
         kept = [header, *map(dataclasses.asdict, self._done.values())]
-        written = self._path.with_suffix(".new")
-        written.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        written.replace(self._path)
+        replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _parse(
         self, lines: Sequence[bytes], read: Callable[[dict[str, Any]], T], *, skip: int = 0

@@ -7,7 +7,7 @@ import pytest
 from conftest import MESHES, ROOT
 from jax.sharding import PartitionSpec as P
 
-from configs.build import build_program, build_sharding_table
+from configs.build import build_program, build_sharding_table, open_devices
 from configs.schema import Config, load_config
 from parallel.planning.sharding_table import Row
 from parallel.sharding.mesh import MeshConfig
@@ -189,4 +189,35 @@ def test_the_plan_names_the_choices_of_shorter_rows_and_of_dropless_experts() ->
         "attention vanilla for full_attention, rows of 16, 32 tokens",
         "experts alltoall, padded for 2 layers of 4, 2 per token (softmax)",
         "experts alltoall, blocked in evaluation and generation, where no token is dropped",
+    ]
+
+
+@pytest.fixture
+def jax_cache():
+    """Restores the options of jax's compilation cache."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_are_loaded_only_from_a_folder_closed_to_others(
+    tmp_path, jax_cache, caplog
+):
+    jax.config.update("jax_compilation_cache_dir", None)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    for name in ("open", "new"):
+        folder = str(tmp_path / name)
+        open_devices(
+            load_config(ROOT / "configs" / "tp8.yaml", [f"run.compilation_cache={folder}"])
+        )
+        used = None if name == "open" else folder
+        assert jax.config.values["jax_compilation_cache_dir"] == used
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    assert [record.getMessage() for record in caplog.records] == [
+        f"run.compilation_cache is not used, every start compiles: {tmp_path / 'open'} has mode "
+        "0777, so other users may put files there; delete it, so that it is created with mode "
+        "0700, or give another folder"
     ]

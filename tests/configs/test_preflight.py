@@ -12,7 +12,7 @@ from configs import preflight
 from configs.preflight import describe_machine, describe_program
 from configs.schema import Config, load_config
 from data.pipeline import Dataset
-from training.resume import flatten
+from training.dotted_keys import flatten
 
 
 def changed(config: Config, *overrides: str, folder: Path) -> dict[str, tuple]:

@@ -1,6 +1,11 @@
 """Packed rows on disk equal the packed ones, damage is reported, and the counts are right."""
 
+import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -8,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from token_rows import PACKERS, inputs, loss_pairs, read_all, store_of
 
 from data.files import DataError
@@ -77,6 +83,32 @@ def test_threads_that_make_the_same_pack_at_once_all_have_it(tmp_path):
     for packs in found[1:]:
         assert_equal(packs, found[0])
     assert len(list((tmp_path / "packs").iterdir())) == 1
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import data.packed_store as packed_store
+from token_rows import store_of
+
+packed_store.asdict = lambda info: os.kill(os.getpid(), signal.SIGKILL)
+options = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
+packed_store.open_packed_store(store_of(range(1, 30)), **options, cache=Path(sys.argv[1]))
+"""
+
+
+def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_writes_is_not(tmp_path):
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = (tmp_path / "packs").iterdir()
+    others = [left.with_name(f"building-{socket.gethostname()}-{os.getppid()}-x")]
+    others.append(left.with_name(f"building-another-host-{left.name.split('-')[-2]}-x"))
+    for other in others:
+        other.mkdir()
+    packs = open_packed_store(store_of(range(1, 30)), **OPTIONS, cache=tmp_path)
+    assert {*(tmp_path / "packs").iterdir()} == {*others, packs.folder}
 
 
 def test_a_pickle_holds_the_folder_only(tmp_path):

@@ -1,6 +1,7 @@
 """Encoding and decoding are inverses, and no text becomes a control token."""
 
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -11,7 +12,6 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data.tokenizers.base
 import data.tokenizers.hugging_face
 from data.chat import encode_chat
 from data.files import DataError
@@ -206,7 +206,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path, monkeypatch):
 
     path = tmp_path / "tokenizer.json"
     path.write_text("old")
-    monkeypatch.setattr(data.tokenizers.base.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
         ByteTokenizer().save(path)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]

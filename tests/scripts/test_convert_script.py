@@ -23,7 +23,9 @@ from hf_files import (
 )
 from process_groups import free_address
 
+from configs import conversion
 from training.checkpoint_tools import open_checkpoints
+from training.hugging_face.new_directory import MARKER
 
 
 @pytest.mark.slow
@@ -212,6 +214,25 @@ def test_a_directory_that_is_not_empty_is_refused(tmp_path, capsys) -> None:
     for arguments in (("from-hf", source), ("to-hf", run)):
         assert convert(*arguments, tmp_path / "old") == 2
         assert "is not empty; give a new directory" in capsys.readouterr().err
+
+
+def test_an_interrupted_conversion_is_completed_by_the_same_command(tmp_path, monkeypatch) -> None:
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    run, out = tmp_path / "run", tmp_path / "out"
+    reading = "from-hf", write_model(tmp_path / "hf"), run, *SMALL
+    for arguments, last, late in (
+        (reading, run / "config.yaml", "copy_companions"),
+        (("to-hf", run, out), out / "config.json", "write_config"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(conversion, late, interrupt)
+            convert(*arguments)
+        assert (last.parent / MARKER).exists() and not last.exists()
+        assert convert(*arguments) == 0
+        assert last.exists() and not (last.parent / MARKER).exists()
+    assert_bit_equal(tensors_of(out), random_tensors())
 
 
 @pytest.mark.parametrize(

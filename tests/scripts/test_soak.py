@@ -17,7 +17,7 @@ import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
-from soaks import corruptions, disk, kills, processes
+from soaks import commands, corruptions, disk, kills, processes
 from soaks.compare import CLOSE_BOUND, array_differences, metric_differences
 from soaks.overhead import typical_seconds
 
@@ -163,7 +163,9 @@ def trainer_of(tmp_path, monkeypatch):
 
 
 def new_kills() -> kills.Kills:
-    return kills.Kills(Path(), 1, 9, random.Random(0), change_mesh=False, processes=2)
+    return kills.Kills(
+        Path(), processes.Limit(1), 9, random.Random(0), change_mesh=False, processes=2
+    )
 
 
 def test_a_run_finishes_with_its_last_process_and_the_first_failing_exit_code(trainer_of, tmp_path):
@@ -199,6 +201,95 @@ def test_either_process_is_killed_or_both(trainer_of, monkeypatch, share, victim
         ) as trainer:
             found.kill(trainer)
     assert len(found.mismatches) == (0 if share else found.victims.total())  # 1, not 76
+
+
+def worker_script(parent: str) -> str:
+    """Lines of a train.py that starts a process, and then does what `parent` says."""
+    return f"""
+import subprocess
+code = "import time; print('spawn_main', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+child.stdout.readline()
+print("parameters and optimizer:", flush=True)
+{parent}
+"""
+
+
+def test_a_worker_that_outlives_its_killed_parent_is_a_mismatch_and_is_killed(
+    trainer_of, monkeypatch
+):
+    monkeypatch.setattr(processes, "ORPHAN_SECONDS", 0.2)
+    monkeypatch.setattr(kills, "KILL_ALL", 1.0)
+    found = new_kills()
+    with trainer_of(worker_script("time.sleep(60)")) as trainer:
+        assert trainer.wait_until(lambda: "optimizer" in trainer.out)
+        found.kill(trainer)
+    assert found.with_workers == 1
+    assert all("run: process" in line and "spawn_main" in line for line in found.mismatches)
+    assert 1 <= len(found.mismatches) <= 2  # process 1 may not have begun
+    for process in trainer.processes:
+        assert not processes.group_members(process.pid)
+
+
+def test_a_soak_that_waits_for_a_line_that_the_log_has_no_more_fails(trainer_of, monkeypatch):
+    found = new_kills()
+    monkeypatch.setattr(found, "start_run", lambda directory: trainer_of("print('no such line')"))
+    monkeypatch.setattr(kills, "PLANS", ("steps",))
+    with pytest.raises(processes.SoakError, match="no line to wait for: no such line"):
+        found.one_run(Path("run"))
+
+
+# Writes a file in two parts, and finishes what a kill left.
+TOY = """
+import pathlib, sys, time
+made = pathlib.Path(sys.argv[1])
+made.mkdir(exist_ok=True)
+for name in "ab":
+    time.sleep(0.05)
+    (made / name).write_text(name + {content})
+{end}
+"""
+
+
+@pytest.fixture
+def kill_toy(tmp_path):
+    """Kill a script with these lines twice, and return the figures."""
+
+    def kill(content: str = "''", end: str = "") -> dict:
+        script, made = tmp_path / "toy.py", tmp_path / "made"
+        script.write_text(TOY.format(content=content, end=end))
+        job = commands.Job("toy", [str(script), str(made)], made)
+        return commands.kill_jobs([job], tmp_path, processes.Limit(2), seed=0)
+
+    return kill
+
+
+def test_a_command_that_completes_what_a_kill_left_passes(kill_toy):
+    result = kill_toy()
+    assert result["ok"] and result["kills"] == 2 and result["toy"]["folders"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("content", "end", "law"),
+    [
+        ("str(time.time())", "", "toy: a: differs"),
+        ("''", "(made / str(time.time())).touch()", "missing or left over"),
+    ],
+)
+def test_what_a_killed_command_leaves_wrong_is_reported(kill_toy, content, end, law):
+    result = kill_toy(content, end)
+    assert not result["ok"]
+    assert any(law in line for line in result["mismatches"])
+
+
+def test_a_folder_that_looks_complete_before_it_is_counts_as_wrong(tmp_path):
+    for name in ("whole/a", "whole/b", "made/a"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    job = commands.Job("toy", [], tmp_path / "made", last="a")
+    found = commands.CommandKills(job, tmp_path, random.Random(0), processes.Limit(1))
+    found.one_folder(tmp_path / "whole")
+    assert found.mismatches == ["toy: b: missing or left over"]
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +370,8 @@ def test_a_changed_loss_is_a_mismatch_of_a_killed_run(run, tmp_path, monkeypatch
 
     monkeypatch.setattr(kills, "run_undisturbed", copy)
     monkeypatch.setattr(kills.Kills, "one_run", altered)
-    result = kills.soak_kills(tmp_path, times=1, steps=30, seed=0, change_mesh=False, processes=1)
+    options = {"change_mesh": False, "processes": 1, "sparse": False, "workers": 0}
+    result = kills.soak_kills(tmp_path, limit=processes.Limit(1), steps=30, seed=0, **options)
     assert not result["ok"] and len(result["mismatches"]) == 1
     assert "run-1: step 17: loss" in result["mismatches"][0]
 
@@ -309,6 +401,25 @@ def test_two_processes_of_which_one_is_killed_continue_on_another_mesh():
     options = "--times", "3", "--steps", "80", "--processes", "2", "--change-mesh"
     result = run_soak("kills", *options)
     assert result["kills"] == 3 and sum(result["by_victim"].values()) == 3
+
+
+@pytest.mark.slow
+def test_experts_and_data_workers_survive_kills():
+    options = "--times", "3", "--steps", "120", "--sparse", "--workers", "1"
+    result = run_soak("kills", *options)
+    assert result["kills"] == 3 and result["greatest_difference"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_killed_preparation_makes_the_same_store():
+    result = run_soak("prepare-kills", "--times", "3", "--seed", "1")
+    assert result["kills"] == 3 and result["prepare"]["with_workers"] > 0
+
+
+@pytest.mark.slow
+def test_killed_conversions_make_the_same_directories():
+    result = run_soak("conversion-kills", "--times", "4")
+    assert result["kills"] == 4 and result["to-hf"]["folders"] and result["from-hf"]["folders"]
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
     def refuse(*_: Path) -> None:
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
-    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(os, "rename", refuse)
     with pytest.raises(ValueError, match=r"cannot be moved to .*: Invalid .*; move it by hand"):
         move_aside(tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

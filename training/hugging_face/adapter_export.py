@@ -9,6 +9,7 @@ import numpy as np
 
 from model.families.adapters import AdaptedTensor, factor_names
 from model.lora import LoRAConfig, factor_paths
+from safe_files import replace_file, sync
 from training.hugging_face.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from training.hugging_face.tensor_files import create_file
 
@@ -59,7 +60,8 @@ def write_adapters(
             if progress is not None:
                 progress(done, total)
     keys = _adapter_config(tensors, lora, base)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(keys, indent=2) + "\n", "utf-8")
+    sync(directory / ADAPTER_FILE)
+    replace_file(directory / ADAPTER_CONFIG, json.dumps(keys, indent=2) + "\n")
 
 
 def _adapter_config(

@@ -5,17 +5,16 @@ is copied for the ids that end a generation; an export writes its own.
 """
 
 import json
-import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from data.tokenizers.base import TOKENIZER_FILE, TOKENIZER_FOLDER, Tokenizer
+from safe_files import replace_file
 from training.hugging_face.model_directory import CONFIG
-from training.logs import replace_text
 
 SOURCE_FILE = "hugging_face.json"
-_PATTERNS = (
+COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -43,7 +42,7 @@ class Source:
 
     def save(self, run: Path) -> None:
         """Write the format into a run directory."""
-        replace_text(run / SOURCE_FILE, json.dumps(asdict(self), indent=1))
+        replace_file(run / SOURCE_FILE, json.dumps(asdict(self), indent=1))
 
 
 def load_source(run: Path) -> Source | None:
@@ -64,13 +63,12 @@ def copy_companions(directory: Path, run: Path) -> bool:
     itself, where every run has its own.
     """
     folder = run / TOKENIZER_FOLDER
-    for path in sorted({path for name in _PATTERNS for path in directory.glob(name)}):
+    for path in sorted({path for name in COMPANIONS for path in directory.glob(name)}):
         if path.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, folder / path.name)
+            replace_file(folder / path.name, path.read_bytes())
     if not (folder / TOKENIZER_FILE).is_file():
         return False
-    shutil.copyfile(folder / TOKENIZER_FILE, run / TOKENIZER_FILE)
+    replace_file(run / TOKENIZER_FILE, (folder / TOKENIZER_FILE).read_bytes())
     return True
 
 
@@ -84,7 +82,7 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
     if folder.is_dir():
         for path in sorted(folder.iterdir()):
             if path.name != CONFIG:
-                shutil.copyfile(path, directory / path.name)
+                replace_file(directory / path.name, path.read_bytes())
     elif tokenizer is not None:
         tokenizer.save(directory / TOKENIZER_FILE)
         ends = [token for token, number in tokenizer.controls.items() if number == tokenizer.eos_id]
@@ -93,7 +91,7 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
             ("tokenizer_config.json", settings),
             ("generation_config.json", token_ids(tokenizer)),
         ):
-            (directory / name).write_text(json.dumps(content, indent=2), "utf-8")
+            replace_file(directory / name, json.dumps(content, indent=2))
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from model.families.base import (
 )
 from model.families.layouts import Shape
 from model.families.tensors import Piece, find_pieces
+from safe_files import replace_file, sync
 from training.hugging_face.companions import Source
 from training.hugging_face.model_directory import CONFIG, INDEX, SINGLE, ModelDirectory
 from training.hugging_face.tensor_files import DTYPES, TensorInfo, create_file
@@ -153,6 +154,8 @@ def write_tensors(
                 done += _copy_block(place, start[num_lead:], block[offset])
             if progress is not None:
                 progress(done, total)
+    for file in {info.path for info in infos.values()}:  # before config.json calls it complete
+        sync(file)
 
 
 def _copy_block(place: np.ndarray, start: Sequence[int], block: np.ndarray) -> int:
@@ -185,7 +188,7 @@ def _create_files(directory: Path, export: Export, max_bytes: int) -> dict[str, 
         "metadata": {"total_size": sum(sizes)},
         "weight_map": {name: info.path.name for name, info in infos.items()},
     }
-    (directory / INDEX).write_text(json.dumps(index, indent=2), "utf-8")
+    replace_file(directory / INDEX, json.dumps(index, indent=2))
     return infos
 
 
@@ -196,4 +199,4 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 def write_config(directory: Path, export: Export) -> None:
     """Write config.json, which completes a directory."""
-    (directory / CONFIG).write_text(json.dumps(export.keys, indent=2) + "\n", "utf-8")
+    replace_file(directory / CONFIG, json.dumps(export.keys, indent=2) + "\n")

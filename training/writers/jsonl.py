@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from training.logs import log, replace_text
+from safe_files import replace_file
+from training.logs import log
 from training.writers.registry import MetricsWriter, WriterContext, register
 
 
@@ -22,7 +23,7 @@ class JsonLinesWriter(MetricsWriter):
     def begin(self, resumed_step: int) -> None:
         """Keep the lines up to the resumed step; warn about missing ones."""
         kept, steps, last = [], set[int](), 0
-        for line, entry in _read_lines(self._path):
+        for line, entry in read_lines(self._path):
             last = entry["step"]
             if 0 < last <= resumed_step:
                 kept.append(line)
@@ -41,7 +42,7 @@ class JsonLinesWriter(MetricsWriter):
                 self._path,
                 last,
             )
-        replace_text(self._path, "".join(kept))
+        replace_file(self._path, "".join(kept))
         self._unwritten = b""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -56,7 +57,7 @@ class JsonLinesWriter(MetricsWriter):
             lines.pop()
         else:  # the line was lost: a full disk, or a deleted file
             last = {"step": step}
-        replace_text(self._path, "".join([*lines, json.dumps({**last, **values}) + "\n"]))
+        replace_file(self._path, "".join([*lines, json.dumps({**last, **values}) + "\n"]))
 
     def close(self) -> None:
         """Try once more to write lines that a full disk refused."""
@@ -78,16 +79,16 @@ class JsonLinesWriter(MetricsWriter):
 
 def last_goodput(path: Path) -> dict[str, float]:
     """Return the seconds by label of the last line of a `metrics.jsonl` that has them."""
-    _, last = next(iter(deque(_read_lines(path, '"goodput/'), maxlen=1)), ("", {}))
+    _, last = next(iter(deque(read_lines(path, '"goodput/'), maxlen=1)), ("", {}))
     return {k.removeprefix("goodput/"): y for k, y in last.items() if k.startswith("goodput/")}
 
 
 def read_values(path: Path, name: str) -> dict[int, float]:
     """Return the values of one metric of a `metrics.jsonl`, by step."""
-    return {entry["step"]: entry[name] for _, entry in _read_lines(path, f'"{name}"')}
+    return {entry["step"]: entry[name] for _, entry in read_lines(path, f'"{name}"')}
 
 
-def _read_lines(path: Path, substring: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(path: Path, substring: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the complete lines that contain `substring`, with their values.
 
     Lines that a crash left incomplete are skipped.

@@ -32,6 +32,8 @@ class WriterContext:
     """Terminal with room for a progress bar; None: output is a plain log."""
     console_metrics: Mapping[str, str] = field(default_factory=dict)
     """Metrics of the objective on console lines: format strings by name."""
+    command: str = ""
+    """Command line of this process."""
 
 
 class MetricsWriter:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from parallel.planning.buffer_assignment import BufferAssignment, Value
-from parallel.planning.memory import argument_bytes, assigned_memory
+from parallel.planning.memory import argument_bytes, assigned_memory, largest_buffer
 from parallel.sharding.mesh import MeshConfig, build_mesh
 
 PROGRAM = """HloModule jit_step, is_scheduled=true, num_partitions=1
@@ -66,3 +66,24 @@ def test_arguments_are_counted_by_their_shards() -> None:
     whole = jax.ShapeDtypeStruct((3,), jnp.float32)
     classes = {"parameters": {"a": split, "b": whole}, "batch": [whole]}
     assert argument_bytes(classes) == {"parameters": 4 * 2 * 2 + 12, "batch": 12}
+
+
+def test_the_largest_buffer_of_a_program_is_named_by_its_scope_in_loops_too() -> None:
+    """Its arguments do not count, and neither does what a fusion never stores."""
+
+    def layer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        with jax.named_scope("attention"):
+            scores = jnp.exp(x @ x.T / 100)  # 400 x 400
+        with jax.named_scope("mlp"):
+            return jnp.tanh(scores @ x), None  # 400 x 8
+
+    def step(x: jax.Array, table: jax.Array) -> jax.Array:
+        with jax.named_scope("layers"):
+            x, _ = jax.lax.scan(layer, x, length=3)
+        return jnp.sum(x) + jnp.sum(table * 2)
+
+    arguments = (jnp.ones((400, 8)), jnp.ones((1000, 1000)))
+    text = jax.jit(step).lower(*arguments).compile().as_text()
+    found = largest_buffer(text)
+    assert found is not None and found.shape == "f32[400,400]" and found.bytes == 4 * 400**2
+    assert found.scope.startswith("layers/attention") and not found.is_backward

@@ -8,7 +8,7 @@ import pytest
 
 from parallel.planning.memory import Buffer, MemoryUse
 from parallel.planning.refusals import OutOfMemory
-from parallel.planning.result_cache import Result, ResultCache, program_key
+from parallel.planning.result_cache import Result, ResultCache, open_cache, program_key
 
 BUFFER = Buffer("f32[8,128]", 4096, 2, "gradients", "layers/mlp", True)
 MEMORY = MemoryUse(3, 1, 2, 4, 6, {"arguments": 3, "outputs": 1}, (BUFFER,))
@@ -63,3 +63,13 @@ def test_the_key_depends_on_program_slice_devices_options_and_classes() -> None:
     for i, other in enumerate(others):
         keys.add(program_key(*first[:i], other, *first[i + 1 :]))
     assert len(keys) == 6 and program_key(*first) in keys
+
+
+def test_results_are_kept_only_in_a_folder_closed_to_others(tmp_path, caplog) -> None:
+    cache = open_cache(tmp_path / "new")
+    assert cache == ResultCache(tmp_path / "new") and not caplog.records
+    assert cache.directory.stat().st_mode & 0o777 == 0o700
+    cache.directory.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "torus"):
+        assert open_cache(cache.directory) is None
+    assert len(caplog.records) == 1 and "neither kept nor read" in caplog.text
