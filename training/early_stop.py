@@ -46,20 +46,20 @@ def higher_is_better(metric: str, mode: Mode = "auto") -> bool:
 
 
 def check_metric(key: str, metric: str, known: Iterable[str]) -> None:
-    """Raise ValueError unless a metric is one of the evaluation; key: what names it."""
+    """Raise ValueError unless a metric is one of the evaluation; key: the text before its name."""
     if not (names := list(known)):
         raise ValueError(
-            f"{key}={metric} needs an evaluation, and there is no held-out split; raise "
+            f"{key}{metric} needs an evaluation, and there is no held-out split; raise "
             "data.eval_fraction"
         )
     if metric not in names:
-        raise ValueError(f"{key}={metric!r}: unknown metric; use one of {', '.join(names)}")
+        raise ValueError(f"{key}{metric}: unknown metric; use one of {', '.join(names)}")
 
 
 def check_early_stop(config: EarlyStopConfig, metrics: Iterable[str]) -> None:
     """Check the configuration; metrics: those of an evaluation. Raises: ValueError."""
     if config.patience is not None:
-        check_metric("training.early_stop.metric", config.metric, metrics)
+        check_metric("training.early_stop.metric=", config.metric, metrics)
         return
     for name, value in config:
         if value != type(config).model_fields[name].default:

@@ -202,7 +202,7 @@ def test_an_interrupted_evaluation_counts_in_the_next_process(stopped, tmp_path,
     [
         (
             ["training.early_stop.metric=eval_los", "training.early_stop.patience=2"],
-            "training.early_stop.metric='eval_los': unknown metric; use one of eval_loss, "
+            "training.early_stop.metric=eval_los: unknown metric; use one of eval_loss, "
             "eval_bits_per_byte, eval/text/loss, eval/text/bits_per_byte",
         ),
         (
