@@ -37,6 +37,7 @@ from training.initial_parameters import (
 )
 from training.logs import log, logging_to
 from training.profiler import Profiler
+from training.recheck import Recheck
 from training.reporter import StepReporter
 from training.resume import (
     ResumePoint,
@@ -96,8 +97,8 @@ def open_run(
         moved = move_aside(directory) if group.is_primary and is_fresh else None
         check_shared_filesystem(directory, group)
         terminal = find_terminal() if group.is_primary else None
-        log_file = "log.txt" if group.is_primary else f"log.{group.process_id}.txt"
-        stack.enter_context(logging_to(directory / log_file, terminal, silent=not group.is_primary))
+        log_file, group.stack_file = _files_of_process(directory, group)
+        stack.enter_context(logging_to(log_file, terminal, silent=not group.is_primary))
         checkpoints = Checkpoints(directory / "checkpoints", settings.checkpoint, group=group)
         # However the run ends, a save in progress is completed.
         stack.push(checkpoints.on_exit)
@@ -149,6 +150,12 @@ def _open_writers(
     # Processes other than the primary one write log lines alone.
     names = [name for name in config.writers if group.is_primary or name == "console"]
     return open_writers(names, context)
+
+
+def _files_of_process(directory: Path, group: ProcessGroup) -> tuple[Path, Path]:
+    """Return the files for log lines, and for stacks after a stall."""
+    ending = "txt" if group.is_primary else f"{group.process_id}.txt"
+    return directory / f"log.{ending}", directory / f"stacks.{ending}"
 
 
 def build_trainer(
@@ -205,6 +212,7 @@ def build_trainer(
             clock=clock,
         ),
         spikes=spikes,
+        recheck=Recheck(program, config.guard.recheck_every, group, goodput, clock),
         stragglers=stragglers,
         profiler=Profiler(config.profile, directory, stop.take_profile_request, clock),
         writers=writers,

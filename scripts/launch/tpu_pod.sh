@@ -31,7 +31,8 @@ usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- argu
                       the number of chips; as if the queued resource were in STATE: NONE (default),
                       ACTIVE, SUSPENDED, ...
 
-Exit codes: 0 done, 2 bad input, 75 stopped and resumable, else that of the last attempt.
+Exit codes: 0 done, 2 bad input, 75 stopped and resumable, 77 a device computes wrongly, else that
+of the last attempt.
 EOF
 }
 
@@ -134,11 +135,11 @@ up() {
     queued scp "$archive" "$token" "$name:." --node=all --worker=all && run rm -f "$token" &&
       on_all "$launch" && on_all "$watch" || code=$?
     if [[ $dry ]]; then
-      say "exit codes 0, 2 and 75 end here; any other repeats all of this, $restarts times"
+      say "exit codes 0, 2, 75 and 77 end here; any other repeats all of this, $restarts times"
       return
     fi
     say "exit code $code"
-    if [[ $code =~ ^(0|2|75)$ ]] || ((tries++ >= restarts)); then
+    if [[ $code =~ ^(0|2|75|77)$ ]] || ((tries++ >= restarts)); then
       exit "$code"
     fi
     sleep 30

@@ -189,7 +189,7 @@ def test_the_job_of_a_slice_satisfies_the_schema_of_kubernetes() -> None:
         validate(broken)
 
 
-def test_the_jobset_restarts_all_slices_but_not_after_bad_input() -> None:
+def test_the_jobset_restarts_all_slices_but_not_after_bad_input_or_a_device_fault() -> None:
     manifest = golden_manifest()
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     policy = manifest["spec"]["failurePolicy"]
@@ -201,7 +201,7 @@ def test_the_jobset_restarts_all_slices_but_not_after_bad_input() -> None:
     job = replicated["template"]["spec"]
     pod = job["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [2]
+    assert rule["onExitCodes"]["values"] == [2, 77]
     assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
     # Kubernetes applies podFailurePolicy to no other; a lone host cannot be replaced.
     assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
