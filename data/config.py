@@ -25,6 +25,19 @@ Packing = Literal["split", "best_fit", "pairs"]
 OnError = Literal["raise", "skip"]
 
 
+DEFAULT_FIELD = "text"
+
+
+def files_key(source: str) -> str:
+    """Return the configuration key that names the files of a source."""
+    return "data.files" if source == "text" else f"data.sources.{source}.files"
+
+
+def field_key(source: str) -> str:
+    """Return the configuration key that names the text field of a source."""
+    return "data.field" if source == "text" else f"data.sources.{source}.field"
+
+
 def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
     if isinstance(value, dict) and (not value or list(value) != sorted(value) or min(value) != 0):
         raise ValueError("write steps in ascending order, the first one 0: {0: 1, 1000: 2}")
@@ -66,9 +79,10 @@ class SourceConfig(
     saved Hugging Face dataset; or a prepared store. Text and JSON lines may be compressed by gzip,
     bz2, xz or zstd. gs:// and s3:// work too. null: the source code of Python's standard library.
     """
-    field: str = "text"
+    field: str = DEFAULT_FIELD
     """Field of JSON lines, Parquet and saved datasets that holds the text of a document, or its
-    list of messages with role and content, or with from and value."""
+    list of messages with role and content, or with from and value. With `text`,
+    records that lack it are read from `messages` or `conversations`."""
     weight: Scheduled[NonNegativeFloat] = 1.0
     """Share of the rows, relative to the weights of the other sources; may change at steps."""
 
@@ -80,6 +94,8 @@ class DataConfig(
 
     files: Files = None
     """Short for sources.text.files; null: the source code of Python's standard library."""
+    field: str = DEFAULT_FIELD
+    """Short for sources.text.field."""
     sources: dict[str, SourceConfig] = {}
     """Several sources by name, instead of `files`; each has files, field and weight."""
     tokenizer: str = "bytes"
@@ -121,6 +137,11 @@ class DataConfig(
     def _check_sources(self) -> "DataConfig":
         if self.sources and self.files is not None:
             raise ValueError("data.files and data.sources are both given; leave one out")
+        if self.sources and self.field != DEFAULT_FIELD:
+            raise ValueError(
+                f"data.field={self.field} has no effect with data.sources; set "
+                "data.sources.NAME.field"
+            )
         self._check_pairs()
         for step, shares in self.shares.items():
             if not shares:
@@ -152,10 +173,10 @@ class DataConfig(
                     f"data.packing=pairs needs preference pairs; set {key} to JSON lines, Parquet "
                     f"or a saved dataset with the fields prompt, chosen and rejected"
                 )
-            if source.field != SourceConfig.model_fields["field"].default:
+            if source.field != DEFAULT_FIELD:
                 raise ValueError(
-                    f"data.sources.{name}.field={source.field} has no effect with data.packing="
-                    "pairs, which reads the fields prompt, chosen and rejected; remove it"
+                    f"{field_key(name)}={source.field} has no effect with data.packing=pairs, "
+                    "which reads the fields prompt, chosen and rejected; remove it"
                 )
 
     def field_of(self, source: SourceConfig) -> str | None:
@@ -187,7 +208,7 @@ class DataConfig(
     @property
     def named_sources(self) -> dict[str, SourceConfig]:
         """Sources by name; `files` is the source text."""
-        return self.sources or {"text": SourceConfig(files=self.files)}
+        return self.sources or {"text": SourceConfig(files=self.files, field=self.field)}
 
     @property
     def evaluated_sources(self) -> list[str]:

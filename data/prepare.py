@@ -23,10 +23,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
-from data.config import DataConfig, OnError, SourceConfig
+from data.config import DataConfig, OnError, SourceConfig, files_key
 from data.files import DataError, find_files, fingerprint, input_bytes
-from data.formats.base import InputShard, plan_shards
-from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan
+from data.formats.shards import InputShard, known_suffixes, plan_shards
+from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan, count_of
 from data.store_writer import StoreWriter, remove_journal
 from data.tokenization import TokenizeSettings, document_remedy, tokenize_shards
 from data.tokenizers.base import Tokenizer, document_bos
@@ -53,7 +53,7 @@ class StoreJob:
     @cached_property
     def paths(self) -> list[str]:
         """The input files. Raises: DataError when there are none."""
-        return find_files(self.source.files, files_key(self.name))
+        return find_files(self.source.files, files_key(self.name), known_suffixes())
 
     @cached_property
     def num_bytes(self) -> int:
@@ -115,11 +115,6 @@ def store_job(name: str, config: DataConfig, tokenizer: Tokenizer) -> StoreJob:
         document_bos(tokenizer, config.add_bos),
         config.packing == "pairs",
     )
-
-
-def files_key(name: str) -> str:
-    """Return the configuration key that names the files of a source."""
-    return "data.files" if name == "text" else f"data.sources.{name}.files"
 
 
 def prepare(
@@ -267,6 +262,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | None) -> Store:
     plan, shards = job.plan(), plan_shards(job.paths)
+    _warn_of_other_files(job)
     keys = [_shard_key(shard) for shard in shards]
     bytes_before = _bytes_before(shards, plan.files)
     settings = TokenizeSettings(
@@ -302,6 +298,21 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
             if not writer.num_tokens:
                 writer.discard()
             raise
+
+
+def _warn_of_other_files(job: StoreJob) -> None:
+    """Log the files of a folder that are not read because others in it have a known suffix."""
+    if job.source.files is None:
+        return
+    # Without suffixes, a folder stands for all of its files.
+    others = sorted({*find_files(job.source.files)} - {*job.paths})
+    if others:
+        log.warning(
+            "%s: %s of other formats in the folder left out, such as %s; give a glob to read them",
+            files_key(job.name),
+            count_of(len(others), "file"),
+            others[0],
+        )
 
 
 def _shard_key(shard: InputShard) -> str:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel
 
+from data.config import field_key
 from data.files import DataError
 from data.store import (
     BLOCK_BYTES,
@@ -203,7 +204,7 @@ class StoreWriter:
         )
         remedy = "give files with text"
         if "missing field" in self._skipped:
-            remedy = f"set data.sources.{self.plan.source.get('name')}.field to a field with text"
+            remedy = f"set {field_key(str(self.plan.source.get('name')))} to a field with text"
         return f"{what}: no document has a token; skipped: {skipped or 'none'}; {remedy}"
 
     def _append_documents(self, part: TokenizedDocuments) -> None:

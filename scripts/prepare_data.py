@@ -17,13 +17,12 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from configs.command_line import CommandLine
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
-from data.config import DataConfig
+from data.config import DataConfig, files_key
 from data.packed_store import open_packed_store
 from data.prepare import (
     StoreJob,
     TokenizationProgress,
     build,
-    files_key,
     open_prepared,
     prepared_folder,
     store_job,

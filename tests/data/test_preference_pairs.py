@@ -13,7 +13,8 @@ from test_pipeline import OfHost, assert_equal, one_device, rows_over_eight, ste
 from data.batch import FIELDS
 from data.config import DataConfig
 from data.files import DataError
-from data.formats.base import Document, plan_shards, read_documents
+from data.formats.base import Document, read_documents
+from data.formats.shards import plan_shards
 from data.pipeline import Dataset, _ReadLocalRows, eval_batches, local_rows
 from data.store import Store
 

@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import prepare_data as script
 
 from data.config import DataConfig
-from data.formats.base import FileRange, InputShard, read_documents
+from data.formats.base import FileRange, read_documents
+from data.formats.shards import InputShard
 from data.prepare import StoreJob, prepare
 from data.store import Store
 from data.tokenizers import training
