@@ -22,7 +22,7 @@ usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- argu
   --restarts N        how often to restart all processes after a failure; slices that were
                       preempted or terminated are deleted and created again (0)
   --setup COMMAND     command for every host before the installation, to mount the shared run.dir
-  --extras LIST       extras of pyproject.toml to install (tpu)
+  --extras LIST       extras of pyproject.toml to install (tpu,data,gcs)
   --runtime VERSION   version of the TPU software (default by --accelerator)
   --project PROJECT   project of Google Cloud (default of gcloud)
   --no-plan           do not compile the step first to see whether it fits; the configuration and the
@@ -147,7 +147,7 @@ up() {
 }
 
 check_bash
-action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu spot="" dry=""
+action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu,data,gcs spot="" dry=""
 no_plan="" slices=1 restarts=0 state=NONE shown=2 train=()
 archive=.cache/torus.tar.gz token=.cache/torus.token
 while (($#)); do
