@@ -1,4 +1,4 @@
-"""Break real runs on purpose: `scripts/soak.py kills | corruptions | disk | overhead`.
+"""Break real runs on purpose: `scripts/soak.py kills | corruptions | stores | disk | overhead`.
 
 Each soak runs `train.py` on simulated devices in a temporary folder. The folder is deleted at the
 end, or kept and named if something is wrong. The last line of stdout is one JSON object.
@@ -22,6 +22,8 @@ from soaks.disk import soak_disk
 from soaks.kills import soak_kills
 from soaks.overhead import soak_overhead
 from soaks.processes import SoakError, report
+from soaks.store_runs import CASES
+from soaks.stores import soak_stores
 
 from configs.command_line import CommandLine
 
@@ -52,6 +54,13 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
     )
     corruptions.add_argument("--times", type=int, default=200, help="number of damaged copies")
+    stores = command(
+        "stores", soak_stores, "damage to token stores and packed rows is detected or harmless"
+    )
+    stores.add_argument("--times", type=int, default=200, help="number of damaged copies")
+    stores.add_argument(
+        "--runs", type=int, default=len(CASES), help="runs of train.py with a damaged store"
+    )
     command("disk", soak_disk, "a disk that is full, read-only, or emptied during a run")
     overhead = command("overhead", soak_overhead, "what saving checkpoints costs a training step")
     overhead.add_argument("--every", type=int, default=50, help="steps of each turn")
@@ -61,7 +70,7 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
     restore = command("restore", serve_restores, "internal: restore the folders named on stdin")
     restore.add_argument("config", type=Path, help="configuration of the run")
     restore.add_argument("original", type=Path, help="folder of the undamaged checkpoints")
-    for added in (kills, corruptions):
+    for added in (kills, corruptions, stores):
         added.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     return vars(parser.parse_args(argv))
 
