@@ -85,6 +85,7 @@ def open_session(
         *program.plan.describe(),
         *program.describe_objective(),
         *(source.summary for source in dataset.sources),
+        *dataset.unchecked_stores(),
         *dataset.repetitions(),
         *describe_parameters(program, table),
     ]

@@ -23,11 +23,12 @@ from absl import flags
 
 from data.batch import FIELDS, Fields, cut_row, empty_fields, read_row
 from data.batch_schedule import BatchSchedule, batch_number
+from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
 from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, open_packed_store
-from data.packing import PACK_VERSION, PackedRows, count_bytes
+from data.packing import PACK_VERSION, Rows, count_bytes
 from data.prepare import TokenizationProgress, prepare, store_job
 from data.store import Store, count_of
 from data.tokenization import bind_to_parent
@@ -73,6 +74,8 @@ class Source:
         count, length = self.rows_per_item, self.row_length
         out = empty_fields(count * length) if out is None else out
         first = count * int(self._order[index])
+        if count == 1:
+            return self._read(self.packed.train, first, out)
         for n in range(count):
             part = {name: x[n * length : (n + 1) * length] for name, x in out.items()}
             self._read(self.packed.train, first + n, part)
@@ -128,7 +131,7 @@ class Source:
         item, n = divmod(index, self.rows_per_item)
         return self.rows_per_item * int(self._held_out_order[item]) + n
 
-    def _read(self, rows: PackedRows, row: int, out: Fields | None = None) -> Fields:
+    def _read(self, rows: Rows, row: int, out: Fields | None = None) -> Fields:
         return read_row(
             self.store,
             rows,
@@ -154,6 +157,7 @@ class Dataset:
         cache = Path(os.path.expanduser(config.cache_dir))
         # Sorted, so that the order in the configuration has no influence.
         names = sorted(config.named_sources)
+        allow_open_files(FILES_PER_SOURCE * len(names))
         self.sources = [self._open(name, cache) for name in names]
         self.mixture = Mixture(
             names,
@@ -169,6 +173,7 @@ class Dataset:
         job = store_job(name, config, self.tokenizer)
         with TokenizationProgress(name) as progress:
             store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
+        store.load_index()
         try:
             packed = open_packed_store(
                 store,
@@ -233,6 +238,16 @@ class Dataset:
             "lower data.global_batch_size"
             for source, taken in zip(self.sources, most.values(), strict=True)
             if taken > source.num_items
+        ]
+
+    def unchecked_stores(self) -> list[str]:
+        """Return a line for every store that an earlier version wrote, without checksums."""
+        return [
+            f"data {source.name}: {source.store.folder} has no checksums, because an earlier "
+            "version wrote it, so that damage to its tokens is not noticed; delete it to prepare "
+            "it again"
+            for source in self.sources
+            if not source.store.has_checksums
         ]
 
     def progress(self, step: int) -> dict[str, float]:

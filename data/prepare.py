@@ -236,7 +236,7 @@ def build(
 
 
 def _check_loss(store: Store, job: StoreJob) -> Store:
-    if store.loss_mask is not None and not store.num_bytes.any():
+    if store.loss_mask is not None and not any(part.any() for part in store.num_bytes.chunks()):
         raise DataError(
             f"{files_key(job.name)}: no message has the role assistant, so no token contributes to "
             "the loss; give the answers that role"

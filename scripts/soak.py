@@ -25,6 +25,8 @@ from soaks.disk import soak_disk
 from soaks.kills import soak_kills
 from soaks.overhead import soak_overhead
 from soaks.processes import Limit, SoakError, report
+from soaks.store_runs import CASES
+from soaks.stores import soak_stores
 
 from configs.command_line import CommandLine
 
@@ -68,6 +70,13 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
     )
     corruptions.add_argument("--times", type=int, default=200, help="number of damaged copies")
+    stores = command(
+        "stores", soak_stores, "damage to token stores and packed rows is detected or harmless"
+    )
+    stores.add_argument("--times", type=int, default=200, help="number of damaged copies")
+    stores.add_argument(
+        "--runs", type=int, default=len(CASES), help="runs of train.py with a damaged store"
+    )
     command("disk", soak_disk, "a disk that is full, read-only, or emptied during a run")
     overhead = command("overhead", soak_overhead, "what saving checkpoints costs a training step")
     overhead.add_argument("--every", type=int, default=50, help="steps of each turn")
@@ -81,7 +90,7 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         added.add_argument(
             "--minutes", type=float, default=math.inf, help="time after which no kill is made"
         )
-    for added in (kills, prepare, conversion, corruptions):
+    for added in (kills, prepare, conversion, corruptions, stores):
         added.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     options = vars(parser.parse_args(argv))
     if "minutes" in options:

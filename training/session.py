@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,6 +46,7 @@ from training.resume import (
     describe_process,
     log_config_changes,
 )
+from training.run_identity import identify_run
 from training.spikes import SpikeHandler
 from training.step import Program
 from training.stragglers import StragglerMonitor
@@ -108,11 +110,10 @@ def open_run(
         config, resolved = settings.training, settings.resolved_config
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
         start = _find_start(resumer, program, settings, directory)
-        if group.is_primary:
-            replace_file(directory / "config.yaml", resolved)
-            save_tokenizer(dataset.tokenizer, directory)
         log.debug("command: %s", settings.command)
         log.debug("versions: %s", settings.describe_versions())
+        describe = partial(_describe_run, directory, resumer, start[0].step, resolved)
+        run_id = group.broadcast("run id", describe)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
@@ -125,9 +126,24 @@ def open_run(
             start,
             generate=generate,
             stop=stop,
-            directory=directory,
+            run_id=run_id,
             writers=_open_writers(config, context, group),
         )
+
+
+def _describe_run(directory: Path, resumer: Resumer, step: int, resolved: str) -> str:
+    """Write identity, configuration and tokenizer of the run, and return its id.
+
+    A directory that was copied or moved, or that holds a checkpoint of another run, is logged.
+    """
+    identity, line = identify_run(directory)
+    if line is not None:
+        log.info("%s", line)
+    if step:
+        identity.check_record(resumer.checkpoints.record(step))
+    replace_file(directory / "config.yaml", resolved)
+    save_tokenizer(resumer.dataset.tokenizer, directory)
+    return identity.run_id
 
 
 def _writer_context(
@@ -166,11 +182,11 @@ def build_trainer(
     *,
     generate: GenerateText,
     stop: StopRequest,
-    directory: Path,
+    run_id: str,
     writers: MetricsWriter,
 ) -> Trainer:
     """Return a trainer, with one object for each of its concerns; start: see `_find_start`."""
-    resume_point, initial = start
+    (resume_point, initial), directory = start, run_directory(settings.run.dir)
     config, dataset, checkpoints = settings.training, resumer.dataset, resumer.checkpoints
     group = checkpoints.group
     # The last process may have logged seconds after its last checkpoint.
@@ -194,7 +210,7 @@ def build_trainer(
             checkpoints,
             SaveSchedule(settings.checkpoint, config.steps),
             dataset,
-            describe_process(settings.resolved_config, mesh, group.num_processes),
+            describe_process(settings.resolved_config, mesh, group.num_processes, run_id),
             directory,
             goodput,
         ),

@@ -76,17 +76,17 @@ def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> 
     texts = [PLAIN, *LINES]
     chat = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in CHAT]
     expected = [[*text.encode(), EOS] for text in [*texts, "".join(chat), PLAIN * 2]]
-    assert store.tokens.tolist() == [*itertools.chain(*expected)]
-    assert store.ends.tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
+    assert store.tokens[:].tolist() == [*itertools.chain(*expected)]
+    assert store.ends[:].tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
     # Of a chat, what the assistant says is learned, and how it ends; its end only if it is last.
     learned = [[1] * len(ids) for ids in expected]
     learned[6] = [0] * len(expected[6])
     begin = len((chat[0] + "<|im_start|>assistant\n").encode())
     end = begin + len("Jó.<|im_end|>".encode())
     learned[6][begin:end] = [1] * (end - begin)
-    assert store.loss_mask.tolist() == [*itertools.chain(*learned)]
+    assert store.loss_mask[:].tolist() == [*itertools.chain(*learned)]
     sizes = [len(text.encode()) for text in texts] + [len("Jó.".encode()), 2 * len(PLAIN)]
-    assert store.num_bytes.tolist() == sizes
+    assert store.num_bytes[:].tolist() == sizes
     assert [(Path(file.path).name, file.size) for file in store.info.files] == [
         (path.name, path.stat().st_size) for path in sorted((tmp_path / "input").iterdir())
     ]
@@ -283,7 +283,7 @@ def test_broken_documents_are_skipped_and_counted(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(BROKEN) + b"{\n" * 7)
     store = make(SourceConfig(files=str(path)), tmp_path / "cache", on_error="skip")
-    assert ByteTokenizer().decode(store.tokens) == "good" and len(store.ends) == 2
+    assert ByteTokenizer().decode(store.tokens[:]) == "good" and len(store.ends) == 2
     counts = {kind: skip.count for kind, skip in store.info.skipped.items()}
     assert counts == {
         "invalid JSON": 8,
@@ -430,7 +430,7 @@ def test_a_large_vocabulary_makes_wide_tokens(tmp_path) -> None:
     source = SourceConfig(files=str(tmp_path / "a.txt"))
     store = make(source, tmp_path, tokenizer=WideTokenizer())
     assert store.tokens.dtype == np.uint32
-    assert store.tokens.tolist() == [70_097, 70_098, 100_000]
+    assert store.tokens[:].tolist() == [70_097, 70_098, 100_000]
 
 
 class DeadlyTokenizer(ByteTokenizer):
