@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,30 +43,7 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         added.set_defaults(soak=soak)
         return added
 
-    kills = command("kills", soak_kills, "SIGKILL at random moments, then restart and compare")
-    kills.add_argument("--times", type=int, default=100, help="number of kills")
-    kills.add_argument("--steps", type=int, default=300, help="training steps of each run")
-    kills.add_argument(
-        "--processes", type=int, choices=(1, 2, 4), default=1, help="processes of each run"
-    )
-    kills.add_argument(
-        "--change-mesh",
-        action="store_true",
-        help="at each restart, change the mesh and the number of processes (up to --processes)",
-    )
-    kills.add_argument("--sparse", action="store_true", help="train a mixture of experts")
-    kills.add_argument(
-        "--workers", type=int, default=0, help="data worker processes of each process"
-    )
-    prepare = command(
-        "prepare-kills", soak_prepare, "SIGKILL prepare_data.py at random moments, then restart it"
-    )
-    prepare.add_argument("--times", type=int, default=100, help="number of kills")
-    prepare.add_argument("--workers", type=int, default=2, help="processes that tokenize")
-    conversion = command(
-        "conversion-kills", soak_conversions, "SIGKILL convert.py at random moments, then restart"
-    )
-    conversion.add_argument("--times", type=int, default=30, help="number of kills")
+    kills, prepare, conversion = _add_kills(command)
     corruptions = command(
         "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
     )
@@ -96,6 +74,37 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
     if "minutes" in options:
         options["limit"] = Limit(options.pop("times"), options.pop("minutes"))
     return options
+
+
+def _add_kills(
+    command: Callable[[str, Any, str], argparse.ArgumentParser],
+) -> tuple[argparse.ArgumentParser, ...]:
+    """Add the soaks that kill processes: of runs, of prepare_data.py and of convert.py."""
+    kills = command("kills", soak_kills, "SIGKILL at random moments, then restart and compare")
+    kills.add_argument("--times", type=int, default=100, help="number of kills")
+    kills.add_argument("--steps", type=int, default=300, help="training steps of each run")
+    kills.add_argument(
+        "--processes", type=int, choices=(1, 2, 4), default=1, help="processes of each run"
+    )
+    kills.add_argument(
+        "--change-mesh",
+        action="store_true",
+        help="at each restart, change the mesh and the number of processes (up to --processes)",
+    )
+    kills.add_argument("--sparse", action="store_true", help="train a mixture of experts")
+    kills.add_argument(
+        "--workers", type=int, default=0, help="data worker processes of each process"
+    )
+    prepare = command(
+        "prepare-kills", soak_prepare, "SIGKILL prepare_data.py at random moments, then restart it"
+    )
+    prepare.add_argument("--times", type=int, default=100, help="number of kills")
+    prepare.add_argument("--workers", type=int, default=2, help="processes that tokenize")
+    conversion = command(
+        "conversion-kills", soak_conversions, "SIGKILL convert.py at random moments, then restart"
+    )
+    conversion.add_argument("--times", type=int, default=30, help="number of kills")
+    return kills, prepare, conversion
 
 
 def main(argv: list[str] | None = None) -> int:

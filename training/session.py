@@ -174,6 +174,13 @@ def _files_of_process(directory: Path, group: ProcessGroup) -> tuple[Path, Path]
     return directory / f"log.{ending}", directory / f"stacks.{ending}"
 
 
+def _spent_before(directory: Path, resume_point: ResumePoint) -> dict[str, float]:
+    """Return the seconds by label of earlier processes of the run."""
+    # The last process may have logged seconds after its last checkpoint.
+    ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
+    return max(ledgers, key=lambda seconds: sum(seconds.values()))
+
+
 def build_trainer(
     program: Program,
     settings: RunSettings,
@@ -189,9 +196,7 @@ def build_trainer(
     (resume_point, initial), directory = start, run_directory(settings.run.dir)
     config, dataset, checkpoints = settings.training, resumer.dataset, resumer.checkpoints
     group = checkpoints.group
-    # The last process may have logged seconds after its last checkpoint.
-    ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
-    before = max(ledgers, key=lambda seconds: sum(seconds.values()))
+    before = _spent_before(directory, resume_point)
     goodput = Goodput(before, show_phase=writers.show_phase)
     clock, stragglers = StepClock(program), StragglerMonitor(group)
     is_sparse, mesh = program.config.sparse_layers, program.tp.manager.mesh.shape
