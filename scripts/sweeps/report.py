@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safe_files import replace_file
 from sweeps.processes import State
 from sweeps.trials import Objective, Result, Trial, columns
-from training.logs import replace_text
 
 TABLE, RECORD, PLOT = "sweep.md", "sweep.json", "sweep.png"
 _MAX_LEGEND = 8  # trials that the legend of the curves names
@@ -76,13 +76,13 @@ def write_tables(
     order = "highest" if objective.higher_is_better else "lowest"
     head = [f"# Sweep by {objective.metric}", "", f"The {order} value is the first.", ""]
     lines = [*head, *table_lines(rows, varied, objective), ""]
-    replace_text(directory / TABLE, "\n".join(lines))
+    replace_file(directory / TABLE, "\n".join(lines))
     record = {
         "metric": objective.metric,
         "higher_is_better": objective.higher_is_better,
         "trials": [_as_json(row) for row in rows],
     }
-    replace_text(directory / RECORD, json.dumps(record, indent=1) + "\n")
+    replace_file(directory / RECORD, json.dumps(record, indent=1) + "\n")
 
 
 def _as_json(row: Row) -> dict[str, Any]:
