@@ -1,7 +1,7 @@
 """Train a sharded transformer: `python train.py --config configs/tp8.yaml [key=value ...]`.
 
-Exit codes: 0 finished, 2 invalid input, 75 stopped by a signal and resumable, 76 another process
-was lost (start all processes again), 1 any other failure.
+Exit codes: 0 finished, 2 invalid input, 75 stopped by a signal and resumable, 76 a process was lost
+or made no progress (start all processes again), 77 a device computes wrongly, 1 any other failure.
 """
 
 import argparse
@@ -42,6 +42,8 @@ from parallel.planning.sharding_table import render
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
 from training.logs import aligned, log
+from training.memory_errors import memory_error
+from training.recheck import EXIT_DEVICE_FAULT, DeviceFault
 from training.resume import library_versions
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
@@ -83,6 +85,7 @@ def open_session(
         *program.plan.describe(),
         *program.describe_objective(),
         *(source.summary for source in dataset.sources),
+        *dataset.unchecked_stores(),
         *dataset.repetitions(),
         *describe_parameters(program, table),
     ]
@@ -140,7 +143,7 @@ def print_sharding(config: Config) -> None:
 def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
     """Connect to the processes of this run, as the command line or the environment names them.
 
-    Without either, the group is this process alone.
+    Without either, the group is this process alone, monitored for stalls.
 
     Raises:
         ValueError: The arguments do not describe a cluster.
@@ -149,7 +152,9 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
     given = (args.coordinator, args.num_processes, args.process_id)
     cluster = select_cluster(given, config.cluster, os.environ, detect=args.distributed)
     if cluster is None:
-        return ProcessGroup()
+        alone = ProcessGroup(config=config.cluster)
+        alone.monitor_alone()
+        return alone
     group = initialize(cluster, config.cluster, config.mesh.given_devices)
     if not group.is_primary:
         log.addHandler(logging.NullHandler())  # until its own log file is open
@@ -164,7 +169,9 @@ def train(config: Config, args: argparse.Namespace) -> int:
         with contextlib.ExitStack() as stack:
             try:
                 group = open_cluster(config, args)
-                stop.has_nothing_to_save = group.num_processes == 1
+                if group.num_processes == 1:
+                    stack.callback(group.close)
+                    stop.has_nothing_to_save = True
                 run = stack.enter_context(open_session(config, stop, group, args.command))
             except (ValueError, OSError) as error:
                 return _end(group, EXIT_BAD_INPUT, error)
@@ -178,18 +185,20 @@ def train(config: Config, args: argparse.Namespace) -> int:
         return EXIT_RESUMABLE
     except ProcessGroupError as error:
         return _end(group, error.exit_code, error)
+    except DeviceFault as error:
+        return _end(group, EXIT_DEVICE_FAULT, error)
     except (CheckpointError, TrainingError, DataError, OSError) as error:
         return _end(group, EXIT_FAILED, error)
     except BaseException as error:
+        is_from_jax = isinstance(error, jax.errors.JaxRuntimeError)
+        if is_from_jax and (explained := memory_error(error, group.phase, None)):
+            return _end(group, EXIT_FAILED, explained)
         if group.num_processes == 1:
             raise
         traceback.print_exc()
         # Without this message the other processes would wait. A runtime error other than memory may
         # be the loss of another process.
-        is_lost = isinstance(error, jax.errors.JaxRuntimeError)
-        code = (
-            EXIT_PROCESS_LOST if is_lost and "RESOURCE_EXHAUSTED" not in str(error) else EXIT_FAILED
-        )
+        code = EXIT_PROCESS_LOST if is_from_jax else EXIT_FAILED
         group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], code)
         return code
 

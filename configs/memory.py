@@ -33,7 +33,8 @@ class StepShape:
         tokens: Tokens of a microbatch on the devices of one tp group.
         layer: Parameters of the dense matmuls of all layers.
         experts: Parameters of the experts of all layers.
-        table: Parameters of the embedding and the head.
+        embedding: Parameters of the embedding; none if the head has them.
+        head: Parameters of the head.
         b: Bytes of an activation.
     """
 
@@ -41,7 +42,8 @@ class StepShape:
     tokens: float
     layer: float
     experts: float
-    table: float
+    embedding: float
+    head: float
     b: int
 
     @classmethod
@@ -52,22 +54,23 @@ class StepShape:
         rows = max(config.data.batch_sizes) / parts / (mesh.dp * mesh.fsdp * mesh.ep)
         sparse = sum(model.sparse_layers)
         experts = 3 * model.hidden_size * model.expert_size * model.moe.num_experts * sparse
-        tables = 1 if model.tie_word_embeddings else 2
-        table = tables * model.hidden_size * model.padded_vocab_size
+        head = model.hidden_size * model.padded_vocab_size
+        embedding = 0 if model.tie_word_embeddings else head
         split = mesh.fsdp * mesh.sp * mesh.tp
         return cls(
             microbatches=parts,
             tokens=rows * config.data.row_length / mesh.sp,
-            layer=(model.num_parameters - experts - table) / split,
+            layer=(model.num_parameters - experts - embedding - head) / split,
             experts=experts / split / mesh.ep,
-            table=table / split,
+            embedding=embedding / split / mesh.ep,
+            head=head / split,
             b=jnp.dtype(model.dtype).itemsize,
         )
 
     @property
     def parameters(self) -> float:
         """All parameters."""
-        return self.layer + self.experts + self.table
+        return self.layer + self.experts + self.embedding + self.head
 
 
 def step_memory(config: Config, chip: Chip) -> dict[str, float]:

@@ -3,21 +3,22 @@
 To add a field, add a `BatchField` to `FIELDS`; every batch then holds an array of that name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from data.checked_array import CheckedArray
 from data.files import DataError
-from data.packing import PackedRows
+from data.packing import Rows
 from data.store import Store
 
 Fields = dict[str, np.ndarray]
 """Arrays by field name: each (L,) of one row, or (rows, L)."""
 
 
-@dataclass(frozen=True)
-class RowTokens:
+class RowTokens(NamedTuple):
     """Tokens of one row and their documents.
 
     n is `num_tokens` plus one if the row's last document continues: then the next token of the
@@ -52,7 +53,8 @@ def _fill_targets(row: RowTokens, out: np.ndarray) -> None:
 
 def _fill_positions(row: RowTokens, out: np.ndarray) -> None:
     out[: row.num_tokens] = row.positions[: row.num_tokens]
-    out[row.num_tokens :] = np.arange(len(out) - row.num_tokens)
+    if row.num_tokens < len(out):
+        out[row.num_tokens :] = np.arange(len(out) - row.num_tokens)
 
 
 def _fill_segment_ids(row: RowTokens, out: np.ndarray) -> None:
@@ -102,7 +104,7 @@ def empty_fields(*shape: int) -> Fields:
 
 def read_row(
     store: Store,
-    rows: PackedRows,
+    rows: Rows,
     row: int,
     *,
     row_length: int,
@@ -125,23 +127,26 @@ def read_row(
     return out
 
 
-def _read_tokens(
-    store: Store, rows: PackedRows, row: int, eos_id: int, vocab_size: int
-) -> RowTokens:
-    first, last = rows.row_begin[row], rows.row_begin[row + 1]
-    lengths = rows.length[first:last].astype(np.int64)
-    goes_on = bool(rows.goes_on[row])
-    num_tokens = int(lengths.sum())
+def _read_tokens(store: Store, rows: Rows, row: int, eos_id: int, vocab_size: int) -> RowTokens:
+    spans = rows.spans(row)
+    num_tokens = int(spans.length.sum())
     # The next token of a document that continues is read as if it were in the row.
-    lengths[-1] += goes_on
+    lengths = spans.length.copy()
+    lengths[-1] += spans.goes_on
     ends = lengths.cumsum()
-    positions = np.arange(num_tokens + goes_on) - (ends - lengths).repeat(lengths)
-    indices = positions + rows.start[first:last].repeat(lengths)
-    ids = np.asarray(store.tokens)[indices]
+    # int32 as in the batch, so that they are copied and not converted.
+    positions = np.arange(num_tokens + spans.goes_on, dtype=np.int32)
+    segments = np.zeros(len(positions), np.int32)
+    if len(ends) > 1:
+        positions -= (ends - lengths).astype(np.int32).repeat(lengths)
+        segments = np.arange(len(ends), dtype=np.int32).repeat(lengths)
+    parts = _join(spans.start.tolist(), lengths.tolist())
+    ids = _read_parts(store.tokens, parts)
     if ids.max() >= vocab_size:
         wrong = int(np.argmax(ids >= vocab_size))
+        place = spans.start[segments[wrong]] + positions[wrong]
         raise DataError(
-            f"{getattr(store, 'folder', 'store')}: token {indices[wrong]} has id {ids[wrong]}, not "
+            f"{getattr(store, 'folder', 'store')}: token {place} has id {ids[wrong]}, not "
             f"below the vocabulary's {vocab_size}: the store is damaged or of another tokenizer; "
             "delete the folder and prepare it again"
         )
@@ -150,11 +155,24 @@ def _read_tokens(
         num_tokens,
         ids,
         positions,
-        segments=np.arange(len(ends)).repeat(lengths),
-        is_learned=1 if mask is None else np.asarray(mask)[indices[1:]] != 0,
-        last_of_span=ends[: len(ends) - goes_on] - 1,
+        segments=segments,
+        is_learned=1 if mask is None else _read_parts(mask, parts)[1:] != 0,
+        last_of_span=ends[: len(ends) - spans.goes_on] - 1,
         eos_id=eos_id,
     )
+
+
+def _join(starts: list[int], lengths: list[int]) -> list[slice]:
+    """Return the spans as slices of the token stream, neighbours as one."""
+    parts = [slice(starts[0], starts[0] + lengths[0])]
+    for start, length in zip(starts[1:], lengths[1:], strict=True):
+        begin, end = (parts.pop().start, start) if parts[-1].stop == start else (start, start)
+        parts.append(slice(begin, end + length))
+    return parts
+
+
+def _read_parts(array: CheckedArray, parts: Sequence[slice]) -> np.ndarray:
+    return array[parts[0]] if len(parts) == 1 else np.concatenate([array[part] for part in parts])
 
 
 def cut_row(row: Fields, first: int, out: Fields) -> None:

@@ -25,6 +25,20 @@ Packing = Literal["split", "best_fit", "pairs"]
 OnError = Literal["raise", "skip"]
 
 
+DEFAULT_FIELD = "text"
+
+
+def files_key(source: str, *, is_evaluation: bool = False) -> str:
+    """Return the configuration key that names the files, or the eval_files, of a source."""
+    key = "eval_files" if is_evaluation else "files"
+    return f"data.{key}" if source == "text" else f"data.sources.{source}.{key}"
+
+
+def field_key(source: str) -> str:
+    """Return the configuration key that names the text field of a source."""
+    return "data.field" if source == "text" else f"data.sources.{source}.field"
+
+
 def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
     if isinstance(value, dict) and (not value or list(value) != sorted(value) or min(value) != 0):
         raise ValueError("write steps in ascending order, the first one 0: {0: 1, 1000: 2}")
@@ -69,9 +83,10 @@ class SourceConfig(
     eval_files: Files = None
     """Files of the same kinds whose documents are the held-out split of the source, instead of
     eval_fraction of its text. No source trains on them, even if `files` matches them too."""
-    field: str = "text"
+    field: str = DEFAULT_FIELD
     """Field of JSON lines, Parquet and saved datasets that holds the text of a document, or its
-    list of messages with role and content, or with from and value."""
+    list of messages with role and content, or with from and value. With `text`,
+    records that lack it are read from `messages` or `conversations`."""
     weight: Scheduled[NonNegativeFloat] = 1.0
     """Share of the rows, relative to the weights of the other sources; may change at steps."""
 
@@ -85,6 +100,8 @@ class DataConfig(
     """Short for sources.text.files; null: the source code of Python's standard library."""
     eval_files: Files = None
     """Short for sources.text.eval_files."""
+    field: str = DEFAULT_FIELD
+    """Short for sources.text.field."""
     sources: dict[str, SourceConfig] = {}
     """Several sources by name, instead of `files`; each has files, eval_files, field and
     weight."""
@@ -131,6 +148,11 @@ class DataConfig(
             raise ValueError(
                 "data.eval_files and data.sources are both given; use data.sources.NAME.eval_files"
             )
+        if self.sources and self.field != DEFAULT_FIELD:
+            raise ValueError(
+                f"data.field={self.field} has no effect with data.sources; set "
+                "data.sources.NAME.field"
+            )
         self._check_pairs()
         for step, shares in self.shares.items():
             if not shares:
@@ -162,10 +184,10 @@ class DataConfig(
                     f"data.packing=pairs needs preference pairs; set {key} to JSON lines, Parquet "
                     f"or a saved dataset with the fields prompt, chosen and rejected"
                 )
-            if source.field != SourceConfig.model_fields["field"].default:
+            if source.field != DEFAULT_FIELD:
                 raise ValueError(
-                    f"data.sources.{name}.field={source.field} has no effect with data.packing="
-                    "pairs, which reads the fields prompt, chosen and rejected; remove it"
+                    f"{field_key(name)}={source.field} has no effect with data.packing=pairs, "
+                    "which reads the fields prompt, chosen and rejected; remove it"
                 )
 
     def field_of(self, source: SourceConfig) -> str | None:
@@ -197,7 +219,8 @@ class DataConfig(
     @property
     def named_sources(self) -> dict[str, SourceConfig]:
         """Sources by name; `files` is the source text."""
-        return self.sources or {"text": SourceConfig(files=self.files, eval_files=self.eval_files)}
+        short = SourceConfig(files=self.files, eval_files=self.eval_files, field=self.field)
+        return self.sources or {"text": short}
 
     @property
     def evaluated_sources(self) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import posixpath
 import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -56,13 +56,23 @@ def compression_of(path: str) -> str:
     return suffix if suffix in _COMPRESSIONS else ""
 
 
-def find_files(files: str | Sequence[str] | None, key: str = "data.files") -> list[str]:
+def suffix_of(path: str) -> str:
+    """Return the lowercase suffix of a file name, without that of a compression."""
+    return posixpath.splitext(path.lower().removesuffix(compression_of(path)))[1]
+
+
+def find_files(
+    files: str | Sequence[str] | None, key: str = "data.files", suffixes: Container[str] = ()
+) -> list[str]:
     """Return the files of a source, sorted, each once.
 
-    files: one or several globs (`**` descends into folders; hidden files match only when named), a
-        folder written by `datasets.Dataset.save_to_disk`, or None for the `.py` files of the
-        running interpreter's standard library without its tests, about 12 MB of text.
+    files: one or several globs (`**` descends into folders; hidden files match only when named),
+        folders, or None for the `.py` files of the running interpreter's standard library without
+        its tests, about 12 MB of text. A folder is one written by
+        `datasets.Dataset.save_to_disk`, or stands for the files in it and below that have one of
+        the suffixes; if none has, for all of them.
     key: configuration key, for error messages.
+    suffixes: of the files that a folder stands for, lowercase and without that of a compression.
     Raises: DataError when a glob matches nothing or all files are empty.
     """
     if files is None:
@@ -76,7 +86,7 @@ def find_files(files: str | Sequence[str] | None, key: str = "data.files") -> li
     else:
         what = f"{key}={files!r}"
         patterns = [files] if isinstance(files, str) else files
-        found = [path for pattern in patterns for path in _match(pattern, key)]
+        found = [path for pattern in patterns for path in _match(pattern, key, suffixes)]
     if not found:
         raise _no_match(what)
     found = sorted(set(found))
@@ -87,35 +97,51 @@ def find_files(files: str | Sequence[str] | None, key: str = "data.files") -> li
 
 def _no_match(what: str, pattern: str = "") -> DataError:
     remedy = "give a glob such as 'texts/*.txt', or null for the standard library's source"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-]+", pattern):
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", pattern):
         remedy += (
-            "; a dataset of the Hugging Face hub must be saved first: "
-            f"datasets.load_dataset({pattern!r}, split='train').save_to_disk(FOLDER)"
+            f"; a dataset of the Hugging Face hub must be saved first: {_save_dataset(pattern)}"
         )
     return DataError(f"{what} matches no file; {remedy}")
 
 
-def _match(pattern: str, key: str) -> list[str]:
-    """Return the files of one glob, or the folder of a saved dataset that it names."""
+def _save_dataset(name: str) -> str:
+    """Return the Python that saves a dataset of the Hugging Face hub, where it can be reached."""
+    return f"datasets.load_dataset({name!r}, split='train').save_to_disk(FOLDER)"
+
+
+def _unreachable(place: str, pattern: str, error: Exception) -> DataError:
+    """Return the error of a file system that could not be asked."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if not pattern.startswith("hf://"):
+        return DataError(f"{place}: {reason}; correct the glob")
+    name = "/".join(pattern.removeprefix("hf://").removeprefix("datasets/").split("/")[:2])
+    return DataError(
+        f"{place}: the Hugging Face hub did not answer ({reason}); on a machine with access run "
+        f"{_save_dataset(name.partition('@')[0])}, and set the key to that folder"
+    )
+
+
+def _match(pattern: str, key: str, suffixes: Container[str]) -> list[str]:
+    """Return the files of one glob or folder, or the folder of a saved dataset that it names."""
     place = f"{key}={pattern!r}"
     system, path = open_file_system(os.path.expanduser(pattern))
     try:
-        if system.isdir(path):
-            return [_saved_dataset(system, path, key, place)]
+        is_folder = system.isdir(path)
+        if is_folder and (dataset := _saved_dataset(system, path, place)):
+            return [dataset]
         if isinstance(system, LocalFileSystem):
-            found = _match_local(path)
+            found = _match_local(f"{glob.escape(path)}/**/*" if is_folder else path)
         else:
-            literal = {path: system.info(path)} if system.isfile(path) else None
-            infos = literal or system.glob(path, detail=True)
-            found = [
-                system.unstrip_protocol(name)
-                for name, info in infos.items()
-                if info["type"] == "file" and name.count("/.") == path.count("/.")
-            ]
-    except (OSError, DataError):
+            found = _match_remote(system, f"{path}/**" if is_folder else path)
+    except DataError:
         raise
     except Exception as error:  # each library behind fsspec has exceptions of its own
-        raise DataError(f"{place}: {type(error).__name__}: {error}; correct the glob") from error
+        if isinstance(error, OSError) and not pattern.startswith("hf://"):
+            raise
+        raise _unreachable(place, pattern, error) from error
+    if is_folder:
+        known = [p for p in found if os.path.isdir(p) or suffix_of(p) in suffixes]
+        found = known or found
     if not found:
         raise _no_match(place, pattern)
     return found
@@ -129,22 +155,28 @@ def _match_local(path: str) -> list[str]:
     return [name for name in found if os.path.dirname(name) not in datasets]
 
 
+def _match_remote(system: Any, path: str) -> list[str]:
+    infos = {path: system.info(path)} if system.isfile(path) else system.glob(path, detail=True)
+    return [
+        system.unstrip_protocol(name)
+        for name, info in infos.items()
+        if info["type"] == "file" and name.count("/.") == path.count("/.")
+    ]
+
+
 def _is_saved_dataset(folder: str) -> bool:
     parts = ("dataset_info.json", "state.json")
     return all(os.path.isfile(os.path.join(folder, part)) for part in parts)
 
 
-def _saved_dataset(system: Any, path: str, key: str, place: str) -> str:
-    """Return `path` if `datasets.Dataset.save_to_disk` wrote it. Raises: DataError."""
+def _saved_dataset(system: Any, path: str, place: str) -> str | None:
+    """Return `path` if `datasets.Dataset.save_to_disk` wrote it, else None. Raises: DataError."""
     inside = {posixpath.basename(name.rstrip("/")) for name in system.ls(path, detail=False)}
     if "dataset_dict.json" in inside:
         splits = sorted(name for name in inside if system.isdir(posixpath.join(path, name)))
         raise DataError(f"{place} holds several datasets; add the name of one: {', '.join(splits)}")
     if not {"dataset_info.json", "state.json"} <= inside:
-        suffixes = sorted({posixpath.splitext(name)[1] for name in inside} - {""}) or [".txt"]
-        globs = [f"{path}/**/*{suffix}" for suffix in suffixes[:3]]
-        remedy = f"{key}={globs[0]!r}" if len(globs) == 1 else f'{key}="[{", ".join(globs)}]"'
-        raise DataError(f"{place} is a folder; name the files in it: {remedy}")
+        return None
     if not isinstance(system, LocalFileSystem):
         raise DataError(
             f"{place} is a saved dataset, which must be on a local disk; copy it and name the copy"

@@ -132,7 +132,7 @@ def _spell(ids: np.ndarray, tokenizer: Tokenizer, by_token: bool) -> str:
 
 def document_lengths(source: Source) -> np.ndarray:
     """Return the tokens of every document with its end, int64 (D,)."""
-    return np.diff(np.asarray(source.store.ends), prepend=0)
+    return np.diff(source.store.ends[:], prepend=0)
 
 
 def length_histogram(lengths: np.ndarray) -> np.ndarray:
@@ -143,9 +143,10 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
 def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, str]]:
     """Return (name, value) of the statistics of a source, with its weight at `step`."""
     store, info, packed = source.store, source.store.info, source.packed.info
-    num_bytes, num_learned = int(store.num_bytes.sum()), info.num_tokens
+    num_bytes = sum(int(part.sum()) for part in store.num_bytes.chunks())
+    num_learned = info.num_tokens
     if store.loss_mask is not None:
-        num_learned = int(np.count_nonzero(store.loss_mask))
+        num_learned = sum(int(np.count_nonzero(part)) for part in store.loss_mask.chunks())
     weights = {
         name: next(w for s, w in reversed(values_by_step(of.weight).items()) if s <= step)
         for name, of in config.named_sources.items()

@@ -1,7 +1,11 @@
-"""Packed rows of a store, cached on disk: made once, then verified and opened by every run.
+"""Packed rows of a store, cached on disk: made once, then opened by every run.
 
-A packed store is a folder under `cache_dir/packs` with one file per array and an index with their
-sizes and digests. Its name is a hash of everything that decides its content.
+A packed store is a folder under `cache_dir/packs`, of which the name is a hash of everything that
+decides its content. `pack.json` describes `rows.bin`, one array of int64 with four parts:
+    index of training rows  (R + 1,)  2 * first span of the row + 1 if its last span goes on
+    spans of training rows  (S, 2)    first token and number of tokens
+    the same two for held-out rows
+`rows.crc32` has the checksums of its blocks; see `checked_array.py`.
 """
 
 import glob
@@ -12,12 +16,13 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.checked_array import CheckedArray, ChecksumWriter, checksum_path, make_seed
 from data.config import Packing
 from data.files import DataError
 from data.packing import (
@@ -25,6 +30,7 @@ from data.packing import (
     PACK_VERSION,
     PACKERS,
     PackedRows,
+    RowSpans,
     TokenSpans,
     count_divided,
     count_loss_tokens,
@@ -34,6 +40,12 @@ from data.packing import (
 )
 from data.store import Store
 from safe_files import publish_folder, replace_file
+
+# Part of the name of a folder; raise it when the files change.
+FORMAT = 2
+INDEX, ROWS = "pack.json", "rows.bin"
+# Bytes of a block that has a checksum: a row is a few dozen bytes.
+BLOCK_BYTES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +74,30 @@ class PackingInfo:
 
 
 @dataclass(frozen=True)
+class StoredRows:
+    """Rows on disk; each read is checked."""
+
+    array: CheckedArray
+    num_rows: int
+    index_begin: int
+    """Where the index begins in `array`."""
+
+    def spans(self, row: int) -> RowSpans:
+        """Return the spans of a row. Raises: DataError; OSError."""
+        place = self.index_begin + row
+        entry, following = self.array[place : place + 2].tolist()
+        begin = self.index_begin + self.num_rows + 1
+        part = self.array[begin + (entry & ~1) : begin + (following & ~1)].reshape(-1, 2)
+        return RowSpans(part[:, 0], part[:, 1], bool(entry & 1))
+
+
+@dataclass(frozen=True)
 class PackedStore:
-    """Training and held-out rows of a store, memory-mapped; pickles as its folder."""
+    """Training and held-out rows of a store, on disk; pickles as its folder."""
 
     folder: Path
-    train: PackedRows
-    held_out: PackedRows
+    train: StoredRows
+    held_out: StoredRows
     info: PackingInfo
 
     def __reduce__(self) -> tuple[Callable[[Path], "PackedStore"], tuple[Path]]:
@@ -83,17 +113,18 @@ def open_packed_store(
     """
     has_conversations = packing != "pairs" and store.loss_mask is not None
     version = CONVERSATION_PACK_VERSION if has_conversations else PACK_VERSION
-    identity = store.digest, row_length, packing, eval_fraction, version
+    identity = store.digest, row_length, packing, eval_fraction, version, FORMAT
     name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = cache / "packs" / name
     _remove_leftovers(folder.parent)
     if not folder.exists():
+        ends = store.ends[:]
         if packing == "pairs":
-            train, held_out = pack_pairs(store.ends, row_length, eval_fraction)
+            train, held_out = pack_pairs(ends, row_length, eval_fraction)
             held_spans = TokenSpans(held_out.start, held_out.length)
         else:
             split = split_conversations if has_conversations else split_documents
-            train_spans, held_spans = split(store.ends, eval_fraction)
+            train_spans, held_spans = split(ends, eval_fraction)
             pack = PACKERS[packing]
             train, held_out = pack(train_spans, row_length), pack(held_spans, row_length)
         info = _describe(store, train, held_out, held_spans, row_length)
@@ -101,7 +132,7 @@ def open_packed_store(
             info = replace(
                 info,
                 held_out_conversations=len(held_spans.start),
-                once_divided=count_divided(store.ends, eval_fraction),
+                once_divided=count_divided(ends, eval_fraction),
             )
         if eval_fraction and not info.held_out_learned:
             raise DataError(
@@ -115,12 +146,11 @@ def open_packed_store(
 def _describe(
     store: Store, train: PackedRows, held_out: PackedRows, held: TokenSpans, row_length: int
 ) -> PackingInfo:
-    ends = np.asarray(store.ends)
+    ends = store.ends[:]
     if store.loss_mask is None:
         held_out_learned = int((held.length - 1).sum())
     else:
-        mask = np.asarray(store.loss_mask)
-        counts = count_loss_tokens(mask, held.start + 1, held.start + held.length)
+        counts = count_loss_tokens(store.loss_mask, held.start + 1, held.start + held.length)
         held_out_learned = int(counts.sum())
     train_tokens = int(train.length.sum(dtype=np.int64))
     cut = np.searchsorted(ends, train.start[train.row_begin[1:][train.goes_on] - 1], side="right")
@@ -137,15 +167,6 @@ def _describe(
     )
 
 
-def _array_names() -> list[tuple[str, str]]:
-    return [(split, array.name) for split in ("train", "held_out") for array in fields(PackedRows)]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -153,19 +174,25 @@ def _digest_of(value: Any) -> str:
 def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackingInfo) -> None:
     """Write the folder under a temporary name, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    splits = {"train": train, "held_out": held_out}
     prefix = f"{_temporary_prefix()}{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as building:
         made = Path(building) / folder.name
         made.mkdir()
-        files = {}
-        for split, name in _array_names():
-            path = made / f"{split}_{name}.npy"
-            np.save(path, getattr(splits[split], name))
-            files[path.name] = {"size": path.stat().st_size, "sha256": _digest(path)}
-        record = {"info": asdict(info), "files": files}
+        seed = make_seed(folder.name, ROWS)
+        with (
+            open(made / ROWS, "wb") as file,
+            ChecksumWriter(checksum_path(made / ROWS), BLOCK_BYTES, seed) as checksums,
+        ):
+            for part in (*_as_stored(train), *_as_stored(held_out)):
+                file.write(part.data)
+                checksums.update(part)
+            checksums.finish()
+            file.flush()
+            os.fsync(file.fileno())
+        counts = {"train": _counts(train), "held_out": _counts(held_out)}
+        record = {"name": folder.name, "info": asdict(info), "rows": counts}
         text = json.dumps({"sha256": _digest_of(record), **record}, indent=1)
-        replace_file(made / "pack.json", text)
+        replace_file(made / INDEX, text)
         try:
             publish_folder(made, folder)
         except OSError:
@@ -196,32 +223,42 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _open_folder(folder: Path) -> PackedStore:
-    def damaged(path: Path, what: str) -> DataError:
-        return DataError(f"{path}: {what}; delete the folder {folder}, the next run makes it again")
+def _as_stored(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index and the spans of rows, as the module docstring lays them out."""
+    index = 2 * rows.row_begin.astype("<i8")
+    index[:-1] += rows.goes_on
+    return index, np.stack([rows.start, rows.length], axis=1, dtype="<i8")
 
-    index = folder / "pack.json"
+
+def _counts(rows: PackedRows) -> list[int]:
+    return [rows.num_rows, len(rows.start)]
+
+
+def _open_folder(folder: Path) -> PackedStore:
+    remedy = f"delete the folder {folder}, the next run makes it again"
+    index = folder / INDEX
     try:
         record = json.loads(index.read_text())
         digest = record.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(index, f"not the index of a packed store: {error}") from error
-    if digest != _digest_of(record):
-        raise damaged(index, "its content differs from what was written")
-    arrays: dict[str, dict[str, np.ndarray]] = {"train": {}, "held_out": {}}
-    for split, name in _array_names():
-        path = folder / f"{split}_{name}.npy"
-        written = record["files"][path.name]
-        size = path.stat().st_size if path.exists() else 0
-        if size != written["size"]:
-            raise damaged(path, f"has {size} bytes, expected {written['size']}")
-        if _digest(path) != written["sha256"]:
-            raise damaged(path, "its content differs from what was written")
-        # A plain view, since every slice of a memmap costs a microsecond.
-        arrays[split][name] = np.load(path, mmap_mode="r").view(np.ndarray)
-    train, held_out = (PackedRows(**arrays[split]) for split in ("train", "held_out"))
+        raise DataError(f"{index}: not the index of a packed store: {error}; {remedy}") from error
+    if digest != _digest_of(record) or record["name"] != folder.name:
+        raise DataError(f"{index}: its content differs from what was written; {remedy}")
+    counts = record["rows"]
+    sizes = {split: rows + 1 + 2 * spans for split, (rows, spans) in counts.items()}
+    array = CheckedArray(
+        folder / ROWS,
+        "<i8",
+        sum(sizes.values()),
+        remedy=remedy,
+        block_bytes=BLOCK_BYTES,
+        seed=make_seed(folder.name, ROWS),
+    )
+    array.load()
+    train = StoredRows(array, counts["train"][0], 0)
+    held_out = StoredRows(array, counts["held_out"][0], sizes["train"])
     try:
         info = PackingInfo(**record["info"])
     except TypeError as error:
-        raise damaged(index, "another version of this program wrote it") from error
+        raise DataError(f"{index}: another version of this program wrote it; {remedy}") from error
     return PackedStore(folder, train, held_out, info)

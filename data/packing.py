@@ -7,13 +7,15 @@ them apart, unless `data.attend_across_documents` is set.
 """
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from data.checked_array import CheckedArray
 from data.config import Packing
 from data.files import DataError
 from data.store import Store
@@ -36,9 +38,31 @@ class TokenSpans:
     """Tokens. The token after a span is of another document or of the other split."""
 
 
+class RowSpans(NamedTuple):
+    """Spans of the token stream that make up one row."""
+
+    start: np.ndarray
+    """int64 (S,): first token of each span."""
+    length: np.ndarray
+    """int64 (S,): tokens of each span."""
+    goes_on: bool
+    """The last span is cut, so that the next token of the stream is the last target of the row."""
+
+
+class Rows(Protocol):
+    """Rows in memory or on disk."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows (R)."""
+
+    def spans(self, row: int) -> RowSpans:
+        """Return the spans of a row."""
+
+
 @dataclass(frozen=True)
 class PackedRows:
-    """Spans of the token stream that make up each row."""
+    """Spans of the token stream that make up each row, in memory."""
 
     row_begin: np.ndarray
     """int64 (R + 1,): spans row_begin[r] .. row_begin[r + 1] - 1 make up row r."""
@@ -54,6 +78,12 @@ class PackedRows:
     def num_rows(self) -> int:
         """Number of rows (R)."""
         return len(self.goes_on)
+
+    def spans(self, row: int) -> RowSpans:
+        """Return the spans of a row."""
+        part = slice(self.row_begin[row], self.row_begin[row + 1])
+        length = self.length[part].astype(np.int64)
+        return RowSpans(self.start[part], length, bool(self.goes_on[row]))
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -291,26 +321,27 @@ PACKERS: dict[Packing, Callable[[TokenSpans, int], PackedRows]] = {
 }
 
 
-def count_bytes(store: Store, rows: PackedRows, numbers: Sequence[int]) -> float:
+def count_bytes(store: Store, rows: Rows, numbers: Sequence[int]) -> float:
     """Return the UTF-8 bytes of text in these rows that contributes to the loss.
 
     A document that is only partly in the rows counts in proportion to its tokens in the loss.
     """
     total = 0.0
     for row in numbers:
-        part = slice(rows.row_begin[row], rows.row_begin[row + 1])
-        starts, lengths = rows.start[part], rows.length[part]
-        documents = np.searchsorted(store.ends, starts, side="right")
-        begins = np.where(documents > 0, store.ends[documents - 1], 0)
-        here, whole = lengths, store.ends[documents] - begins
+        spans = rows.spans(row)
+        documents = [bisect_right(store.ends, start) for start in spans.start.tolist()]
+        begins = np.array([store.ends[n - 1] if n else 0 for n in documents])
+        ends = np.array([store.ends[n] for n in documents])
+        num_bytes = np.array([store.num_bytes[n] for n in documents])
+        here, whole = spans.length, ends - begins
         if store.loss_mask is not None:
-            here = count_loss_tokens(store.loss_mask, starts, starts + lengths)
-            whole = count_loss_tokens(store.loss_mask, begins, store.ends[documents])
-        total += float((store.num_bytes[documents] * (here / np.maximum(whole, 1))).sum())
+            here = count_loss_tokens(store.loss_mask, spans.start, spans.start + spans.length)
+            whole = count_loss_tokens(store.loss_mask, begins, ends)
+        total += float((num_bytes * (here / np.maximum(whole, 1))).sum())
     return total
 
 
-def count_loss_tokens(mask: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def count_loss_tokens(mask: CheckedArray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Count the tokens with mask 1 from each of `begins` up to each of `ends` (N,): int64 (N,)."""
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
     return np.array([np.count_nonzero(mask[a:b]) for a, b in spans])

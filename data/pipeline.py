@@ -23,6 +23,7 @@ from absl import flags
 
 from data.batch import FIELDS, Fields, cut_row, empty_fields
 from data.batch_schedule import BatchSchedule, batch_number
+from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
 from data.files import DataError
 from data.mixture import Mixture
@@ -55,6 +56,8 @@ class Dataset:
         cache = Path(os.path.expanduser(config.cache_dir))
         # Sorted, so that the order in the configuration has no influence.
         names = sorted(config.named_sources)
+        num_stores = sum(1 + (s.eval_files is not None) for s in config.named_sources.values())
+        allow_open_files(FILES_PER_SOURCE * num_stores)
         self.sources = [self._open(name, cache) for name in names]
         self.mixture = Mixture(
             names,
@@ -92,6 +95,7 @@ class Dataset:
         job = store_job(name, config, self.tokenizer, is_evaluation=is_evaluation)
         with TokenizationProgress(name) as progress:
             store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
+        store.load_index()
         try:
             return store, open_packed_store(
                 store,
@@ -145,6 +149,16 @@ class Dataset:
             "lower data.global_batch_size"
             for source, taken in zip(self.sources, most.values(), strict=True)
             if taken > source.num_items
+        ]
+
+    def unchecked_stores(self) -> list[str]:
+        """Return a line for every store that an earlier version wrote, without checksums."""
+        return [
+            f"data {source.name}: {store.folder} has no checksums, because an earlier version "
+            "wrote it, so that damage to its tokens is not noticed; delete it to prepare it again"
+            for source in self.sources
+            for store in dict.fromkeys([source.store, source.held_out[0]])
+            if not store.has_checksums
         ]
 
     def progress(self, step: int) -> dict[str, float]:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
-from data.config import DataConfig, OnError, SourceConfig
+from data.config import DataConfig, OnError, SourceConfig, files_key
 from data.files import DataError, find_files, fingerprint, input_bytes
-from data.formats.base import InputShard, plan_shards
-from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan
+from data.formats.shards import InputShard, known_suffixes, plan_shards
+from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan, count_of
 from data.store_writer import StoreWriter, remove_journal
 from data.tokenization import TokenizeSettings, document_remedy, tokenize_shards
 from data.tokenizers.base import Tokenizer, document_bos
@@ -63,7 +63,8 @@ class StoreJob:
     @cached_property
     def paths(self) -> list[str]:
         """The input files. Raises: DataError when there are none."""
-        return without_files(find_files(self.files, self.files_key), self.held_out, self.files_key)
+        found = find_files(self.files, self.files_key, known_suffixes())
+        return without_files(found, self.held_out, self.files_key)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -136,12 +137,6 @@ def store_job(
     )
 
 
-def files_key(name: str, *, is_evaluation: bool = False) -> str:
-    """Return the configuration key that names the files of a source."""
-    key = "eval_files" if is_evaluation else "files"
-    return f"data.{key}" if name == "text" else f"data.sources.{name}.{key}"
-
-
 def held_out_files(config: DataConfig) -> frozenset[str]:
     """Return the files of every `eval_files`, on which no source may train. Raises: DataError."""
     found: set[str] = set()
@@ -151,7 +146,8 @@ def held_out_files(config: DataConfig) -> frozenset[str]:
         if (folder := prepared_folder(source.eval_files)) is not None:
             found |= {_identity(file.path) for file in Store(folder).info.files}
         else:
-            paths = find_files(source.eval_files, files_key(name, is_evaluation=True))
+            key = files_key(name, is_evaluation=True)
+            paths = find_files(source.eval_files, key, known_suffixes())
             found |= {_identity(path) for path in paths}
     return frozenset(found)
 
@@ -297,7 +293,7 @@ def build(
 
 
 def _check_loss(store: Store, job: StoreJob) -> Store:
-    if store.loss_mask is not None and not store.num_bytes.any():
+    if store.loss_mask is not None and not any(part.any() for part in store.num_bytes.chunks()):
         raise DataError(
             f"{job.files_key}: no message has the role assistant, so no token contributes to "
             "the loss; give the answers that role"
@@ -323,6 +319,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | None) -> Store:
     plan, shards = job.plan(), plan_shards(job.paths)
+    _warn_of_other_files(job)
     keys = [_shard_key(shard) for shard in shards]
     bytes_before = _bytes_before(shards, plan.files)
     settings = TokenizeSettings(
@@ -356,6 +353,22 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
             if not writer.num_tokens:
                 writer.discard()
             raise
+
+
+def _warn_of_other_files(job: StoreJob) -> None:
+    """Log the files of a folder that are not read because others in it have a known suffix."""
+    if job.files is None:
+        return
+    # Without suffixes, a folder stands for all of its files.
+    read = find_files(job.files, job.files_key, known_suffixes())
+    others = sorted({*find_files(job.files)} - {*read})
+    if others:
+        log.warning(
+            "%s: %s of other formats in the folder left out, such as %s; give a glob to read them",
+            job.files_key,
+            count_of(len(others), "file"),
+            others[0],
+        )
 
 
 def _shard_key(shard: InputShard) -> str:

@@ -7,7 +7,7 @@ import grain
 
 from data.batch import Fields, empty_fields, read_row
 from data.packed_store import PackedStore
-from data.packing import PackedRows, count_bytes
+from data.packing import Rows, count_bytes
 from data.store import Store, count_of
 from data.tokenizers.base import Tokenizer
 
@@ -49,13 +49,15 @@ class Source:
         count, length = self.rows_per_item, self.row_length
         out = empty_fields(count * length) if out is None else out
         first = count * int(self._order[index])
+        if count == 1:
+            return self._read(self.store, self.packed.train, first, out)
         for n in range(count):
             part = {name: x[n * length : (n + 1) * length] for name, x in out.items()}
             self._read(self.store, self.packed.train, first + n, part)
         return out
 
     @property
-    def held_out(self) -> tuple[Store, PackedRows]:
+    def held_out(self) -> tuple[Store, Rows]:
         """The held-out rows, and the store that has their tokens."""
         if self.evaluation is None:
             return self.store, self.packed.held_out
@@ -116,7 +118,7 @@ class Source:
         item, n = divmod(index, self.rows_per_item)
         return self.rows_per_item * int(self._held_out_order[item]) + n
 
-    def _read(self, store: Store, rows: PackedRows, row: int, out: Fields | None = None) -> Fields:
+    def _read(self, store: Store, rows: Rows, row: int, out: Fields | None = None) -> Fields:
         return read_row(
             store,
             rows,

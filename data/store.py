@@ -1,30 +1,36 @@
-"""Token store: the documents of a source on disk, in order, memory-mapped.
+"""Token store: the documents of a source on disk, in order, checked whenever they are read.
 
 A store is a folder of little-endian arrays and one description, `store.json`:
     tokens.bin     uint16 or uint32 (T,)  token ids; the end of text closes every document
     ends.bin       int64 (D,)             where the tokens of each document end
     num_bytes.bin  int64 (D,)             UTF-8 bytes of each document that contribute to the loss
     learned.bin    uint8 (T,)             loss mask; missing if every token contributes
+Beside each is a `.crc32` file with checksums of its blocks; see `checked_array.py`.
 `store_writer.py` writes it under a temporary name and renames it when it is complete.
 """
 
 import hashlib
 import json
-import mmap
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
+from data.checked_array import CheckedArray, make_seed
 from data.files import DataError
 from safe_files import replace_file
 
 VERSION: Literal[1] = 1
 INFO = "store.json"
 TOKENS, ENDS, NUM_BYTES, LOSS_MASK = "tokens.bin", "ends.bin", "num_bytes.bin", "learned.bin"
-BLOCK_BYTES = 2**24
+# Bytes of a block that has a checksum. A block of tokens is a page of memory, so that a check reads
+# no more from a disk than the row itself. Of the index, single values are read.
+CHECKSUM_BLOCKS = {TOKENS: 4096, ENDS: 512, NUM_BYTES: 512, LOSS_MASK: 4096}
 
 
 def count_of(number: int, noun: str) -> str:
@@ -91,8 +97,9 @@ class StoreInfo(BaseModel, frozen=True, extra="forbid"):
     """Description of a complete store: the content of store.json.
 
     digests: SHA-256 of each array file. digest: SHA-256 of what sha256sum prints for these files,
-    which identifies tokens, document ends and masks independently of the folder. encoding: None in
-    stores that are older than this entry.
+    which identifies tokens, document ends and masks independently of the folder. encoding,
+    checksum_blocks (bytes of a block that has a checksum): None in stores that are older than these
+    entries.
     """
 
     version: Literal[1]
@@ -110,6 +117,7 @@ class StoreInfo(BaseModel, frozen=True, extra="forbid"):
     source: dict[str, Any]
     files: tuple[StoredFile, ...]
     encoding: Encoding | None = None
+    checksum_blocks: dict[str, PositiveInt] | None = None
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each array file."""
@@ -131,70 +139,85 @@ def array_sizes(tokens: int, documents: int, dtype: Any, masked: bool) -> dict[s
 class Store:
     """Complete store, read-only; the module docstring lists its arrays.
 
-    Opening reads store.json and the index of documents, never the tokens. It pickles as its folder.
+    Opening reads store.json alone, and compares the sizes of all files; of a store without
+    checksums it reads the index of documents too. It pickles as its folder and digest.
     Raises: DataError when a file is missing, truncated or damaged.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.info = _read_info(self.folder)
-        for name, expected in self.info.sizes().items():
-            check_size(self.folder, name, expected, exact=True)
-        for name in (ENDS, NUM_BYTES):
-            self._check_digest(name)
-        self.tokens = self._map_tokens(TOKENS, np.dtype(self.info.dtype).newbyteorder("<"))
-        self.ends = np.memmap(self.folder / ENDS, "<i8", "r")
-        self.num_bytes = np.memmap(self.folder / NUM_BYTES, "<i8", "r")
-        self.loss_mask: np.memmap | None = None
+        tokens = np.dtype(self.info.dtype).newbyteorder("<")
+        # Not a method: with it, files would stay open until the garbage collector comes.
+        describe = partial(_tokens_of, self.info.files)
+        self.tokens = self._open(TOKENS, tokens, describe)
+        self.ends = self._open(ENDS, "<i8", "documents {} to {}".format)
+        self.num_bytes = self._open(NUM_BYTES, "<i8", "documents {} to {}".format)
+        self.loss_mask: CheckedArray | None = None
         if LOSS_MASK in self.info.digests:
-            self.loss_mask = self._map_tokens(LOSS_MASK, np.dtype(np.uint8))
+            self.loss_mask = self._open(LOSS_MASK, np.uint8, describe)
+        if not self.has_checksums:
+            for array in (self.ends, self.num_bytes):
+                self._check_digest(array)
 
-    def _map_tokens(self, name: str, dtype: np.dtype) -> np.memmap:
-        array = np.memmap(self.folder / name, dtype, "r")
-        assert isinstance(array.base, mmap.mmap)
-        # Rows are read in random order, so that readahead would read a cold disk many times.
-        array.base.madvise(mmap.MADV_RANDOM)
-        return array
+    def load_index(self) -> None:
+        """Check the index of documents, and keep it in memory if it is small. Raises: DataError."""
+        for array in (self.ends, self.num_bytes):
+            array.load()
+
+    def _open(self, name: str, dtype: Any, describe: Callable[[int, int], str]) -> CheckedArray:
+        return CheckedArray(
+            self.folder / name,
+            dtype,
+            self.info.sizes()[name] // np.dtype(dtype).itemsize,
+            remedy=remedy(self.folder),
+            block_bytes=(self.info.checksum_blocks or {}).get(name),
+            seed=make_seed(self.info.key, name),
+            describe=describe,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Store, (self.folder,)
+        return _open_again, (self.folder, self.digest)
 
     @property
     def digest(self) -> str:
         """Identity of tokens, document ends and loss mask."""
         return self.info.digest
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether damage is noticed when it is read; earlier versions wrote no checksums."""
+        return self.info.checksum_blocks is not None
+
     def verify(self) -> None:
         """Read everything. Raises: DataError that names the input file whose tokens changed."""
         begin = 0
-        with open(self.folder / TOKENS, "rb") as tokens:
-            for file in self.info.files:
-                digest = hashlib.sha256()
-                for block in read_blocks(tokens, file.num_tokens * self.tokens.itemsize):
-                    digest.update(block)
-                if digest.hexdigest() != file.digest:
-                    raise DataError(
-                        f"{self.folder / TOKENS}: tokens {begin} to {begin + file.num_tokens} of "
-                        f"{file.path} differ from what was written; {remedy(self.folder)}"
-                    )
-                begin += file.num_tokens
-        for name in self.info.digests:
-            if name != TOKENS:  # covered by the digests of the input files
-                self._check_digest(name)
+        for file in self.info.files:
+            digest, end = hashlib.sha256(), begin + file.num_tokens
+            for part in self.tokens.chunks(begin, end):
+                digest.update(part.data)
+            if digest.hexdigest() != file.digest:
+                what = _tokens_of(self.info.files, begin, end)
+                raise DataError(
+                    f"{self.tokens.path}: {what} differ from what was written; "
+                    f"{remedy(self.folder)}"
+                )
+            begin = end
+        for array in (self.ends, self.num_bytes, self.loss_mask):
+            if array is not None:
+                self._check_digest(array)
 
-    def _check_digest(self, name: str) -> None:
-        with open(self.folder / name, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        written = self.info.digests[name]
+    def _check_digest(self, array: CheckedArray) -> None:
+        found, written = array.digest(), self.info.digests[array.path.name]
         if found != written:
             raise DataError(
-                f"{self.folder / name}: its SHA-256 is {found[:16]}, expected {written[:16]}; "
+                f"{array.path}: its SHA-256 is {found[:16]}, expected {written[:16]}; "
                 f"{remedy(self.folder)}"
             )
 
     def summary(self) -> str:
         """Return one line with the size of the store and the skipped documents."""
-        info, num_bytes = self.info, int(self.num_bytes.sum())
+        info, num_bytes = self.info, sum(int(part.sum()) for part in self.num_bytes.chunks())
         documents = count_of(info.num_documents, "document")
         if info.encoding is not None and info.encoding.is_paired:
             documents = count_of(info.num_documents // 2, "preference pair")
@@ -208,6 +231,23 @@ class Store:
             for kind, skip in info.skipped.items()
         ]
         return f"{line}; skipped: {', '.join(skipped)}" if skipped else line
+
+
+def _tokens_of(files: Sequence[StoredFile], begin: int, end: int) -> str:
+    """Name tokens, and the input files that they are from."""
+    ends = list(accumulate(file.num_tokens for file in files))
+    first, last = bisect_right(ends, begin), bisect_left(ends, end)
+    paths = [file.path for file in files[first : last + 1] if file.num_tokens]
+    names = " to ".join(dict.fromkeys([*paths[:1], *paths[-1:]]))
+    return f"tokens {begin} to {end}" + (f" of {names}" if names else "")
+
+
+def _open_again(folder: Path, digest: str) -> Store:
+    """Open a store in another process. Raises: DataError also when it holds other tokens now."""
+    store = Store(folder)
+    if store.digest != digest:
+        raise DataError(f"{folder} was replaced by another store during the run; start it again")
+    return store
 
 
 def remedy(folder: Path) -> str:
@@ -225,7 +265,8 @@ def _read_info(folder: Path) -> StoreInfo:
             return StoreInfo.model_validate(tree)
     except FileNotFoundError as error:
         raise DataError(
-            f"{folder} has no {INFO}, so it is not a complete store; prepare it"
+            f"{folder} has no {INFO}, so it is not a complete store; "
+            f"{remedy(folder) if folder.exists() else 'prepare it'}"
         ) from error
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} is damaged; {remedy(folder)}") from error
@@ -244,19 +285,3 @@ def write_info(folder: Path, info: StoreInfo) -> None:
 
 def _checksum(tree: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-
-
-def check_size(folder: Path, name: str, expected: int, *, exact: bool) -> None:
-    """Raise DataError when a file is missing or too small, or, if `exact`, too large."""
-    path = folder / name
-    found = path.stat().st_size if path.is_file() else None
-    if found is None or found < expected or (exact and found != expected):
-        what = "is missing" if found is None else f"has {found} bytes"
-        raise DataError(f"{path} {what}, expected {expected} bytes; {remedy(folder)}")
-
-
-def read_blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the next `size` bytes, or fewer if the file ends before."""
-    while size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
-        yield block
-        size -= len(block)

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,9 +16,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from pydantic import BaseModel
 
+from data.checked_array import ChecksumWriter, checksum_path, make_seed
+from data.config import field_key
 from data.files import DataError
 from data.store import (
-    BLOCK_BYTES,
+    CHECKSUM_BLOCKS,
     ENDS,
     LOSS_MASK,
     NUM_BYTES,
@@ -30,8 +32,6 @@ from data.store import (
     StoreInfo,
     StorePlan,
     array_sizes,
-    check_size,
-    read_blocks,
     remedy,
     write_info,
 )
@@ -39,6 +39,7 @@ from safe_files import publish_folder, sync
 
 JOURNAL = "journal.jsonl"
 MAX_EXAMPLES = 5
+BLOCK_BYTES = 2**24
 
 
 def add_skipped(total: dict[str, Skipped], more: Mapping[str, Skipped]) -> None:
@@ -109,12 +110,14 @@ class StoreWriter:
         self._skipped: dict[str, Skipped] = {}
         self._inputs = {file.path: _Written() for file in plan.files}
         self._digests: dict[str, Any] = {}
+        self._checksums: dict[str, ChecksumWriter] = {}
         self._files: dict[str, BinaryIO] = {}
         self.building.mkdir(parents=True, exist_ok=True)
         lines, size = self._read_journal()
         masked = bool(lines) and lines[-1].masked
-        self._restore(lines, masked)
         with contextlib.ExitStack() as stack:
+            self._stack = stack
+            self._restore(lines, masked)
             for name, length in self._sizes(masked).items():
                 self._files[name] = stack.enter_context(open(self.building / name, "ab"))
                 os.truncate(self.building / name, length)
@@ -155,6 +158,8 @@ class StoreWriter:
         """Write store.json and rename the folder. Raises: DataError if there is no token."""
         if not self.num_tokens:
             raise DataError(self._explain_empty())
+        for checksums in self._checksums.values():
+            checksums.finish()
         self._stack.close()
         plan = self.plan
         files = [
@@ -176,13 +181,10 @@ class StoreWriter:
             digests={name: digest.hexdigest() for name, digest in self._digests.items()},
             skipped=self._skipped,
             files=tuple(files),
+            checksum_blocks={name: CHECKSUM_BLOCKS[name] for name in self._digests},
         )
         write_info(self.building, info)
-        for (
-            name,
-            size,
-        ) in info.sizes().items():  # where locks do not work, two processes may have written
-            check_size(self.building, name, size, exact=True)
+        Store(self.building)  # where locks do not work, two processes may have written
         publish_folder(self.building, self.folder)
         remove_journal(self.folder)
         return Store(self.folder)
@@ -190,8 +192,10 @@ class StoreWriter:
     def discard(self) -> None:
         """Delete what is written, since nothing can continue it."""
         self._stack.close()
-        for name in (*self._files, JOURNAL):
+        for name in self._files:
             (self.building / name).unlink()
+            checksum_path(self.building / name).unlink()
+        (self.building / JOURNAL).unlink()
         self.building.rmdir()
 
     def _explain_empty(self) -> str:
@@ -203,7 +207,7 @@ class StoreWriter:
         )
         remedy = "give files with text"
         if "missing field" in self._skipped:
-            remedy = f"set data.sources.{self.plan.source.get('name')}.field to a field with text"
+            remedy = f"set {field_key(str(self.plan.source.get('name')))} to a field with text"
         return f"{what}: no document has a token; skipped: {skipped or 'none'}; {remedy}"
 
     def _append_documents(self, part: TokenizedDocuments) -> None:
@@ -213,7 +217,7 @@ class StoreWriter:
         if mask is not None and LOSS_MASK not in self._files and not mask.all():
             path = self.building / LOSS_MASK
             self._files[LOSS_MASK] = self._stack.enter_context(open(path, "wb"))
-            self._digests[LOSS_MASK] = hashlib.sha256()
+            self._begin_file(LOSS_MASK)
             for begin in range(0, self.num_tokens, BLOCK_BYTES):
                 count = min(BLOCK_BYTES, self.num_tokens - begin)
                 self._write(LOSS_MASK, np.ones(count, np.uint8))
@@ -230,7 +234,20 @@ class StoreWriter:
     def _write(self, name: str, array: np.ndarray) -> None:
         array = np.ascontiguousarray(array)
         self._files[name].write(array.data)
-        self._digests[name].update(array)
+        self._account(name, array)
+
+    def _begin_file(self, name: str) -> None:
+        """Begin the digest and the checksums of a file."""
+        self._digests[name] = hashlib.sha256()
+        path, seed = checksum_path(self.building / name), make_seed(self.plan.key, name)
+        self._checksums[name] = self._stack.enter_context(
+            ChecksumWriter(path, CHECKSUM_BLOCKS[name], seed)
+        )
+
+    def _account(self, name: str, data: Any) -> None:
+        """Add the next bytes of a file to its digest and its checksums."""
+        self._digests[name].update(data)
+        self._checksums[name].update(data)
 
     def _count(self, path: str, tokens: int, documents: int) -> None:
         state = self._inputs[path]
@@ -274,7 +291,8 @@ class StoreWriter:
     def _restore(self, lines: Sequence[_JournalLine], masked: bool) -> None:
         """Restore the state after the last line of the journal, and verify what is on disk."""
         names = [TOKENS, ENDS, NUM_BYTES, *([LOSS_MASK] if masked else [])]
-        self._digests = {name: hashlib.sha256() for name in names}
+        for name in names:
+            self._begin_file(name)
         if not lines:
             return
         itemsize = self.plan.dtype.itemsize
@@ -283,16 +301,16 @@ class StoreWriter:
                 self.shards.append(line.unit)
                 for path, tokens, documents in line.parts:
                     self._count(path, tokens, documents)
-                    for block in read_blocks(file, tokens * itemsize):
-                        self._digests[TOKENS].update(block)
+                    for block in _read_blocks(file, tokens * itemsize):
+                        self._account(TOKENS, block)
                         self._inputs[path].digest.update(block)
                 add_skipped(self._skipped, line.skipped)
         for name, size in self._sizes(masked).items():
-            check_size(self.building, name, size, exact=False)
+            _check_size(self.building, name, size)
             if name != TOKENS:
                 with open(self.building / name, "rb") as file:
-                    for block in read_blocks(file, size):
-                        self._digests[name].update(block)
+                    for block in _read_blocks(file, size):
+                        self._account(name, block)
         if self._digest() != lines[-1].digest:
             raise DataError(
                 f"{self.building}: its files do not match its journal; {remedy(self.building)}"
@@ -304,3 +322,19 @@ def remove_journal(folder: Path) -> None:
     journal = folder / JOURNAL
     if journal.exists():
         journal.unlink(missing_ok=True)
+
+
+def _check_size(folder: Path, name: str, expected: int) -> None:
+    """Raise DataError when a file is missing or too small."""
+    path = folder / name
+    found = path.stat().st_size if path.is_file() else None
+    if found is None or found < expected:
+        what = "is missing" if found is None else f"has {found} bytes"
+        raise DataError(f"{path} {what}, expected {expected} bytes; {remedy(folder)}")
+
+
+def _read_blocks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes, or fewer if the file ends before."""
+    while size > 0 and (block := file.read(min(size, BLOCK_BYTES))):
+        yield block
+        size -= len(block)

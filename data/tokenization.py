@@ -22,17 +22,10 @@ from data.chat import (
     Messages,
     encode_answers,
 )
-from data.config import OnError
+from data.config import OnError, field_key
 from data.files import DataError
-from data.formats.base import (
-    FORMATS,
-    Document,
-    DocumentError,
-    FileRange,
-    Format,
-    InputShard,
-    read_documents,
-)
+from data.formats.base import FORMATS, Document, DocumentError, FileRange, Format, read_documents
+from data.formats.shards import InputShard
 from data.store import Skipped
 from data.store_writer import MAX_EXAMPLES, TokenizedDocuments, add_skipped
 from data.tokenizers.base import Tokenizer, with_bos
@@ -143,7 +136,7 @@ def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedSh
                     place = document.file_range, document.number
                     document = DocumentError(*place, "chat template", str(error))
             if settings.on_error == "raise" and document.kind != "empty":
-                raise unreadable(document, settings.source)
+                raise unreadable(document, settings.source, any(out.tokens for out in outputs))
             before = skipped.get(document.kind)
             is_shown = before is None or before.count < MAX_EXAMPLES  # a location costs time
             examples = (_one_line(f"{document.location}: {document.detail}"),) if is_shown else ()
@@ -152,18 +145,24 @@ def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedSh
     return [output.documents() for output in outputs], skipped
 
 
-def unreadable(error: DocumentError, source: str) -> DataError:
+def unreadable(error: DocumentError, source: str, others_are_readable: bool) -> DataError:
     """Return the exception for an unreadable document of a source."""
     what = _one_line(f"{error.location}: {error.kind}: {error.detail}")
-    return DataError(f"{what}; {document_remedy(error.kind, source, error.suggested_field)}")
+    field = None if others_are_readable else error.suggested_field
+    return DataError(f"{what}; {document_remedy(error.kind, source, field)}")
 
 
 def document_remedy(kind: str, source: str, suggested_field: str | None = None) -> str:
-    """Return what to do about documents that are unreadable for this reason."""
+    """Return what to do about documents that are unreadable for this reason.
+
+    suggested_field: field that probably holds the text of all documents of the source.
+    """
+    if kind == "missing field" and suggested_field is not None:
+        return f"set {field_key(source)}={suggested_field}"
     if kind == "missing field":
-        rename = "replace data.files by data.sources.text.files and " if source == "text" else ""
-        key = f"data.sources.{source}.field={suggested_field or '...'}"
-        return f"{rename}set {key}, or use data.on_error=skip"
+        return f"correct the file, set {field_key(source)}, or use data.on_error=skip"
+    if kind == "too long":
+        return "divide it into several documents, or use data.on_error=skip"
     if kind == "no fields":
         return "give JSON lines, Parquet or a saved dataset"
     return "correct the file, or use data.on_error=skip"

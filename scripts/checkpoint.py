@@ -167,8 +167,13 @@ def _find_damage(checkpoints: Checkpoints, step: int) -> list[str]:
 
 
 def diff_steps(args: argparse.Namespace) -> int:
-    """Print what differs between two checkpoints: configuration, data order, arrays."""
+    """Print what differs between two checkpoints: configuration, data order, arrays.
+
+    Before that, print at which step the two runs first differ.
+    """
     (run_a, step_a), (run_b, step_b) = tools.find_step(args.a), tools.find_step(args.b)
+    if run_a.resolve() != run_b.resolve():
+        _print_first_difference(tools.compare_steps(run_a, run_b))
     with tools.open_checkpoints(run_a) as a, tools.open_checkpoints(run_b) as b:
         step_a, step_b = tools.choose_step(a, run_a, step_a), tools.choose_step(b, run_b, step_b)
         before, after = a.record(step_a), b.record(step_b)
@@ -189,6 +194,20 @@ def diff_steps(args: argparse.Namespace) -> int:
     if len(found) > args.limit:
         print(f"and {len(found) - args.limit} more arrays differ; a larger --limit shows them")
     return 0
+
+
+def _print_first_difference(found: tools.StepComparison) -> None:
+    if not found.steps:
+        return
+    if found.first is None:
+        print(f"steps: all {len(found.steps)} that both have logged are bit-equal")
+        return
+    num_equal = found.steps.index(found.first)
+    values = (f"{name} {a!r} -> {b!r}" for name, (a, b) in found.differences.items())
+    print(
+        f"steps: {found.first} is the first that differs: {', '.join(values)}; the {num_equal} "
+        "before it are bit-equal"
+    )
 
 
 def _difference_row(array: tools.ArrayDifference) -> list[str]:
@@ -302,7 +321,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--fingerprints", action="store_true", help="print those of every array")
     verify = command("verify", verify_run, "read every array and find damage")
     verify.add_argument("steps", metavar="STEP", type=int, nargs="*", help="default: all")
-    diff = command("diff", diff_steps, "compare two checkpoints")
+    diff = command("diff", diff_steps, "compare two runs by step, and two of their checkpoints")
     for name in ("a", "b"):
         diff.add_argument(name, metavar="RUN[@STEP]", help="default: the newest step")
     diff.add_argument("--all", action="store_true", help="compare the optimizer state too")

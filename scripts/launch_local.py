@@ -29,7 +29,8 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 # The exit codes of train.py.
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PROCESS_LOST = 1, 2, 75, 76
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PROCESS_LOST, EXIT_DEVICE_FAULT = 1, 2, 75, 76, 77
+_FINAL = (0, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DEVICE_FAULT)  # a restart does not help
 
 _POLL_SECONDS = 0.02
 _RELAY_SECONDS = 5.0  # for the last lines of a process that has exited
@@ -282,7 +283,7 @@ def launch(
         finally:
             for child in children:
                 child.close()
-        if code in (0, EXIT_BAD_INPUT, EXIT_STOPPED) or supervisor.is_stopped or signals.stop:
+        if code in _FINAL or supervisor.is_stopped or signals.stop:
             return code
         if restart == restarts:
             return code

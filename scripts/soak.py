@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from soaks.disk import soak_disk
 from soaks.kills import soak_kills
 from soaks.overhead import soak_overhead
 from soaks.processes import Limit, SoakError, report
+from soaks.store_runs import CASES
+from soaks.stores import soak_stores
 
 from configs.command_line import CommandLine
 
@@ -40,6 +43,43 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         added.set_defaults(soak=soak)
         return added
 
+    kills, prepare, conversion = _add_kills(command)
+    corruptions = command(
+        "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
+    )
+    corruptions.add_argument("--times", type=int, default=200, help="number of damaged copies")
+    stores = command(
+        "stores", soak_stores, "damage to token stores and packed rows is detected or harmless"
+    )
+    stores.add_argument("--times", type=int, default=200, help="number of damaged copies")
+    stores.add_argument(
+        "--runs", type=int, default=len(CASES), help="runs of train.py with a damaged store"
+    )
+    command("disk", soak_disk, "a disk that is full, read-only, or emptied during a run")
+    overhead = command("overhead", soak_overhead, "what saving checkpoints costs a training step")
+    overhead.add_argument("--every", type=int, default=50, help="steps of each turn")
+    overhead.add_argument(
+        "--cycles", type=int, default=5, help="pairs of turns, with and without a save"
+    )
+    restore = command("restore", serve_restores, "internal: restore the folders named on stdin")
+    restore.add_argument("config", type=Path, help="configuration of the run")
+    restore.add_argument("original", type=Path, help="folder of the undamaged checkpoints")
+    for added in (kills, prepare, conversion):
+        added.add_argument(
+            "--minutes", type=float, default=math.inf, help="time after which no kill is made"
+        )
+    for added in (kills, prepare, conversion, corruptions, stores):
+        added.add_argument("--seed", type=int, default=0, help="seed of all random choices")
+    options = vars(parser.parse_args(argv))
+    if "minutes" in options:
+        options["limit"] = Limit(options.pop("times"), options.pop("minutes"))
+    return options
+
+
+def _add_kills(
+    command: Callable[[str, Any, str], argparse.ArgumentParser],
+) -> tuple[argparse.ArgumentParser, ...]:
+    """Add the soaks that kill processes: of runs, of prepare_data.py and of convert.py."""
     kills = command("kills", soak_kills, "SIGKILL at random moments, then restart and compare")
     kills.add_argument("--times", type=int, default=100, help="number of kills")
     kills.add_argument("--steps", type=int, default=300, help="training steps of each run")
@@ -64,29 +104,7 @@ def parse(argv: list[str] | None = None) -> dict[str, Any]:
         "conversion-kills", soak_conversions, "SIGKILL convert.py at random moments, then restart"
     )
     conversion.add_argument("--times", type=int, default=30, help="number of kills")
-    corruptions = command(
-        "corruptions", soak_corruptions, "damage to the newest checkpoint is detected or harmless"
-    )
-    corruptions.add_argument("--times", type=int, default=200, help="number of damaged copies")
-    command("disk", soak_disk, "a disk that is full, read-only, or emptied during a run")
-    overhead = command("overhead", soak_overhead, "what saving checkpoints costs a training step")
-    overhead.add_argument("--every", type=int, default=50, help="steps of each turn")
-    overhead.add_argument(
-        "--cycles", type=int, default=5, help="pairs of turns, with and without a save"
-    )
-    restore = command("restore", serve_restores, "internal: restore the folders named on stdin")
-    restore.add_argument("config", type=Path, help="configuration of the run")
-    restore.add_argument("original", type=Path, help="folder of the undamaged checkpoints")
-    for added in (kills, prepare, conversion):
-        added.add_argument(
-            "--minutes", type=float, default=math.inf, help="time after which no kill is made"
-        )
-    for added in (kills, prepare, conversion, corruptions):
-        added.add_argument("--seed", type=int, default=0, help="seed of all random choices")
-    options = vars(parser.parse_args(argv))
-    if "minutes" in options:
-        options["limit"] = Limit(options.pop("times"), options.pop("minutes"))
-    return options
+    return kills, prepare, conversion
 
 
 def main(argv: list[str] | None = None) -> int:

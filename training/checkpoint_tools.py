@@ -25,6 +25,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, steps_to_keep
 from training.checkpoint_record import CheckpointError
 from training.dotted_keys import flatten
+from training.writers.jsonl import metrics_by_step
 
 _SECONDS_PER_LOOK = 0.3  # within this time a checkpoint that is being deleted loses a file
 
@@ -157,6 +158,38 @@ def was_deleted(folder: Path) -> bool:
     while folder.exists() and num_files != (num_files := len(_files(folder))):
         time.sleep(_SECONDS_PER_LOOK)
     return not folder.exists()
+
+
+_FINGERPRINTS = ("loss", "grad_norm", "params_fingerprint")
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """Comparison of two runs by the bits of some metrics, in the steps that both have logged."""
+
+    steps: Sequence[int]
+    """The compared steps, in order."""
+    first: int | None
+    """The first step that differs."""
+    differences: Mapping[str, tuple[float, float]]
+    """The metrics that differ in this step, of both runs."""
+
+
+def compare_steps(run: Path, other: Path) -> StepComparison:
+    """Compare loss, gradient norm and parameter fingerprints of two runs, bit for bit.
+
+    A metric that one of them has not logged in a step is not compared.
+    """
+    a, b = (metrics_by_step(folder / "metrics.jsonl", _FINGERPRINTS) for folder in (run, other))
+    steps = sorted(a.keys() & b.keys())
+    for step in steps:
+        pairs = {name: (a[step][name], b[step][name]) for name in a[step] if name in b[step]}
+        # repr: NaN equals NaN, and 0.0 is not -0.0.
+        if differences := {
+            name: pair for name, pair in pairs.items() if len({*map(repr, pair)}) > 1
+        }:
+            return StepComparison(steps, step, differences)
+    return StepComparison(steps, None, {})
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class TrainingConfig(
     sample_tokens: NonNegativeInt = 64
     """Number of generated tokens of a text sample; 0: no samples."""
     guard: GuardConfig = GuardConfig()
-    """Reaction to loss and gradient spikes."""
+    """Reaction to loss and gradient spikes, and rechecks of the devices."""
     health: HealthLimits = HealthLimits()
     """Limits beyond which the load of experts is reported."""
     profile: ProfileConfig = ProfileConfig()

@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from pydantic import BaseModel, PositiveFloat, PositiveInt
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
 
 # Length of the running statistics in steps: short enough to follow a falling loss.
 MEMORY = 128
@@ -25,7 +25,10 @@ _LIMIT = 1e3
 class GuardConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
-    """Reaction to loss and gradient spikes; a step that is not finite is always skipped."""
+    """Reaction to loss and gradient spikes, and rechecks of the devices.
+
+    A step that is not finite is always skipped.
+    """
 
     on_spike: Literal["off", "warn", "skip", "rollback"] = "warn"
     """off: nothing; warn: log a warning; skip: the step updates nothing; rollback: skip, restore
@@ -35,6 +38,12 @@ class GuardConfig(
     and 128 steps, one step in 10^8 exceeds 6; real spikes reach tens."""
     max_bad_steps: PositiveInt = 10
     """Number of skipped steps in a row after which the run ends."""
+    recheck_every: NonNegativeInt = 0
+    """Steps between rechecks of the devices, which end the run with code 77 if one computes
+    wrongly; 0: never. Replicas of the state are compared bit for bit, and the gradients of one
+    microbatch are computed twice; see docs/checkpoints.md for what that finds. A recheck takes
+    about as long as the forward and backward passes of two to three microbatches. On NVIDIA GPUs
+    it needs XLA_FLAGS=--xla_gpu_deterministic_ops=true."""
 
 
 @jax.tree_util.register_dataclass

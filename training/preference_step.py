@@ -84,7 +84,7 @@ class PreferenceProgram(Program):
         reference_P2 = jax.lax.stop_gradient(reference_P2)
         return sum_over_pairs(policy_P2, reference_P2, _is_pair(batch), self.dpo), report
 
-    def preference_gradients(
+    def step_gradients(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None = None
     ) -> tuple[Sums, MoEReport | None, Any]:
         """Return (loss and metrics, means over all pairs of a batch; MoE report; gradients).
@@ -107,14 +107,6 @@ class PreferenceProgram(Program):
         trained = self.trained(state.params)
         (means, report), grads = self._accumulate(objective, trained, batch, dropout_key)
         return means, report, grads
-
-    def _step(
-        self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
-    ) -> tuple[TrainState, dict[str, Any]]:
-        means, report, grads = self.preference_gradients(state, batch, dropout_key)
-        with jax.named_scope("optimizer"):
-            state, metrics = self.apply_gradients(state, means["loss"], report, grads)
-        return state, means | metrics
 
     @cached_property
     def preference_sums(self) -> Any:

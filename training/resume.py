@@ -60,7 +60,7 @@ class ResumePoint:
     @classmethod
     def from_record(cls, record: Mapping[str, Any], step: int) -> "ResumePoint":
         """Return the resume point that the record of a checkpoint describes."""
-        keys = ("config_hash", "mesh", "processes", "versions", "began", "from_step")
+        keys = ("config_hash", "mesh", "processes", "versions", "began", "run_id", "from_step")
         entry = {key: record[key] for key in keys if key in record}
         return cls(
             step,
@@ -187,9 +187,12 @@ def library_versions() -> dict[str, str]:
 
 
 def describe_process(
-    resolved_config: str, mesh: Mapping[str, int], num_processes: int
+    resolved_config: str, mesh: Mapping[str, int], num_processes: int, run_id: str | None = None
 ) -> dict[str, Any]:
-    """Return the description of this process for the record of its checkpoints; JSON values."""
+    """Return the description of this process for the record of its checkpoints; JSON values.
+
+    run_id: see `training/run_identity.py`; None: no run, but a converted model.
+    """
     return {
         "config": resolved_config,
         "config_hash": hashlib.sha256(resolved_config.encode()).hexdigest(),
@@ -197,6 +200,7 @@ def describe_process(
         "processes": num_processes,
         "versions": library_versions(),
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **({} if run_id is None else {"run_id": run_id}),
     }
 
 

@@ -1,6 +1,8 @@
 """Runs compiled training steps over the batches of the dataset."""
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,9 +13,10 @@ from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput
 from training.logs import log
+from training.memory_errors import memory_error
 from training.resume import ResumePoint
 from training.spikes import TrainingError
-from training.step import Program, TrainState
+from training.step import Batch, Program, TrainState
 
 
 def compile_lowered(lowered: Any) -> Any:
@@ -60,6 +63,11 @@ class StepRunner:
         self._compiled_shape: tuple[int, ...] | None = None
 
     @property
+    def batch(self) -> Batch:
+        """The batch of the next step."""
+        return self._batch
+
+    @property
     def needs_compile(self) -> bool:
         """Whether the next batch has another shape than the compiled step."""
         return self._batch["tokens"].shape != self._compiled_shape
@@ -68,6 +76,7 @@ class StepRunner:
         """Compile the step for the next batch."""
         begin = time.perf_counter()
         self._group.set_phase("compiling")
+        self._train_step = None
         with self._goodput.spend("compile"):
             self._train_step = compile_lowered(self._program.train_step.lower(state, self._batch))
         parts, rows, length = self._compiled_shape = self._batch["tokens"].shape
@@ -79,6 +88,23 @@ class StepRunner:
             seconds,
         )
         self._clock.restart()
+
+    @contextlib.contextmanager
+    def explained_memory_errors(self) -> Iterator[None]:
+        """Raise a TrainingError that names the largest buffer for a lack of device memory.
+
+        A step fails when its metrics are read, so the context holds the whole loop.
+        """
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            phase, program = self._group.phase, None
+            if phase is not None and phase.startswith("step"):
+                phase, program = f"{phase} or the one before", self._train_step
+            explained = memory_error(error, phase, program)
+            if explained is None:
+                raise
+            raise explained from error
 
     def run(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """Dispatch a step and fetch the next batch; return (state, metrics), not awaited."""

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -37,6 +38,7 @@ from training.initial_parameters import (
 )
 from training.logs import log, logging_to
 from training.profiler import Profiler
+from training.recheck import Recheck
 from training.reporter import StepReporter
 from training.resume import (
     ResumePoint,
@@ -44,6 +46,7 @@ from training.resume import (
     describe_process,
     log_config_changes,
 )
+from training.run_identity import identify_run
 from training.spikes import SpikeHandler
 from training.step import Program
 from training.stragglers import StragglerMonitor
@@ -96,8 +99,8 @@ def open_run(
         moved = move_aside(directory) if group.is_primary and is_fresh else None
         check_shared_filesystem(directory, group)
         terminal = find_terminal() if group.is_primary else None
-        log_file = "log.txt" if group.is_primary else f"log.{group.process_id}.txt"
-        stack.enter_context(logging_to(directory / log_file, terminal, silent=not group.is_primary))
+        log_file, group.stack_file = _files_of_process(directory, group)
+        stack.enter_context(logging_to(log_file, terminal, silent=not group.is_primary))
         checkpoints = Checkpoints(directory / "checkpoints", settings.checkpoint, group=group)
         # However the run ends, a save in progress is completed.
         stack.push(checkpoints.on_exit)
@@ -107,11 +110,10 @@ def open_run(
         config, resolved = settings.training, settings.resolved_config
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
         start = _find_start(resumer, program, settings, directory)
-        if group.is_primary:
-            replace_file(directory / "config.yaml", resolved)
-            save_tokenizer(dataset.tokenizer, directory)
         log.debug("command: %s", settings.command)
         log.debug("versions: %s", settings.describe_versions())
+        describe = partial(_describe_run, directory, resumer, start[0].step, resolved)
+        run_id = group.broadcast("run id", describe)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
@@ -124,9 +126,24 @@ def open_run(
             start,
             generate=generate,
             stop=stop,
-            directory=directory,
+            run_id=run_id,
             writers=_open_writers(config, context, group),
         )
+
+
+def _describe_run(directory: Path, resumer: Resumer, step: int, resolved: str) -> str:
+    """Write identity, configuration and tokenizer of the run, and return its id.
+
+    A directory that was copied or moved, or that holds a checkpoint of another run, is logged.
+    """
+    identity, line = identify_run(directory)
+    if line is not None:
+        log.info("%s", line)
+    if step:
+        identity.check_record(resumer.checkpoints.record(step))
+    replace_file(directory / "config.yaml", resolved)
+    save_tokenizer(resumer.dataset.tokenizer, directory)
+    return identity.run_id
 
 
 def _writer_context(
@@ -151,6 +168,19 @@ def _open_writers(
     return open_writers(names, context)
 
 
+def _files_of_process(directory: Path, group: ProcessGroup) -> tuple[Path, Path]:
+    """Return the files for log lines, and for stacks after a stall."""
+    ending = "txt" if group.is_primary else f"{group.process_id}.txt"
+    return directory / f"log.{ending}", directory / f"stacks.{ending}"
+
+
+def _spent_before(directory: Path, resume_point: ResumePoint) -> dict[str, float]:
+    """Return the seconds by label of earlier processes of the run."""
+    # The last process may have logged seconds after its last checkpoint.
+    ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
+    return max(ledgers, key=lambda seconds: sum(seconds.values()))
+
+
 def build_trainer(
     program: Program,
     settings: RunSettings,
@@ -159,16 +189,14 @@ def build_trainer(
     *,
     generate: GenerateText,
     stop: StopRequest,
-    directory: Path,
+    run_id: str,
     writers: MetricsWriter,
 ) -> Trainer:
     """Return a trainer, with one object for each of its concerns; start: see `_find_start`."""
-    resume_point, initial = start
+    (resume_point, initial), directory = start, run_directory(settings.run.dir)
     config, dataset, checkpoints = settings.training, resumer.dataset, resumer.checkpoints
     group = checkpoints.group
-    # The last process may have logged seconds after its last checkpoint.
-    ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
-    before = max(ledgers, key=lambda seconds: sum(seconds.values()))
+    before = _spent_before(directory, resume_point)
     goodput = Goodput(before, show_phase=writers.show_phase)
     clock, stragglers = StepClock(program), StragglerMonitor(group)
     is_sparse, mesh = program.config.sparse_layers, program.tp.manager.mesh.shape
@@ -187,7 +215,7 @@ def build_trainer(
             checkpoints,
             SaveSchedule(settings.checkpoint, config.steps),
             dataset,
-            describe_process(settings.resolved_config, mesh, group.num_processes),
+            describe_process(settings.resolved_config, mesh, group.num_processes, run_id),
             directory,
             goodput,
         ),
@@ -205,6 +233,7 @@ def build_trainer(
             clock=clock,
         ),
         spikes=spikes,
+        recheck=Recheck(program, config.guard.recheck_every, group, goodput, clock),
         stragglers=stragglers,
         profiler=Profiler(config.profile, directory, stop.take_profile_request, clock),
         writers=writers,

@@ -176,6 +176,13 @@ class Program:
         with jax.default_matmul_precision(self._precision):
             return model.loss(hidden, batch["targets"], batch["loss_mask"]), report
 
+    def row_losses(self, params: Any, batch: Batch) -> jax.Array:
+        """Return the cross-entropy of every row `B` of a microbatch, in nats, without dropout."""
+        model, hidden, batch, _ = self._hidden(params, batch, None, dropless=True)
+        with jax.default_matmul_precision(self._precision):
+            losses_BL = model.token_losses(hidden, batch["targets"])
+        return jnp.sum(losses_BL * batch["loss_mask"], axis=1)
+
     def _hidden(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None, *, dropless: bool
     ) -> tuple[Transformer, jax.Array, Batch, MoEReport | None]:
@@ -325,9 +332,17 @@ class Program:
     def _step(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[TrainState, dict[str, Any]]:
-        gradients = self.gradients(state.params, batch, dropout_key)
+        means, report, grads = self.step_gradients(state, batch, dropout_key)
         with jax.named_scope("optimizer"):
-            return self.apply_gradients(state, *gradients)
+            state, metrics = self.apply_gradients(state, means["loss"], report, grads)
+        return state, means | metrics
+
+    def step_gradients(
+        self, state: TrainState, batch: Batch, dropout_key: jax.Array | None = None
+    ) -> tuple[dict[str, jax.Array], MoEReport | None, Any]:
+        """Return (loss and metrics of the objective, means over a batch; MoE report; gradients)."""
+        loss, report, grads = self.gradients(state.params, batch, dropout_key)
+        return {"loss": loss}, report, grads
 
     @cached_property
     def eval_step(self) -> Any:

@@ -24,6 +24,7 @@ from training.goodput import Goodput
 from training.initial_parameters import InitialParameters
 from training.logs import log, peak_memory
 from training.profiler import Profiler
+from training.recheck import Recheck
 from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer
 from training.runner import StepRunner
@@ -55,6 +56,7 @@ class Trainer:
     sampling: Sampling
     reporter: StepReporter
     spikes: SpikeHandler
+    recheck: Recheck
     stragglers: StragglerMonitor
     profiler: Profiler
     writers: MetricsWriter
@@ -66,6 +68,7 @@ class Trainer:
 
         Raises:
             TrainingError: training cannot continue.
+            DeviceFault: a device computes wrongly.
             CheckpointError: the state can be neither restored nor saved.
         """
         while True:
@@ -75,7 +78,7 @@ class Trainer:
                     self._finish_interrupted(state)
                     state, code = self._train_steps(state)
                     if code == EXIT_DONE:
-                        self.sampling.run(self.early_stop.last_step or self.config.steps, state)
+                        self._sample(self.early_stop.last_step or self.config.steps, state)
                     self._log_summary()
                     return code
             except Rollback as rollback:
@@ -94,7 +97,11 @@ class Trainer:
         if first_step > last_step:
             log.info("step %d is the last: nothing left to train", last_step)
             return state, EXIT_DONE
-        with contextlib.closing(self._open_runner()) as runner, contextlib.closing(self.profiler):
+        with (
+            contextlib.closing(self._open_runner()) as runner,
+            contextlib.closing(self.profiler),
+            runner.explained_memory_errors(),
+        ):
             for step in range(first_step, last_step + 1):
                 state = self._step(step, state, runner)
                 agreed, eval_loss = self._agree(step), None
@@ -114,15 +121,21 @@ class Trainer:
                     break
                 if sample:
                     self.reporter.finish_step()
-                    self.sampling.run(step, state)
+                    self._sample(step, state)
         self.checkpointing.finish()
         return state, EXIT_DONE
 
     def _step(self, step: int, state: TrainState, runner: StepRunner) -> TrainState:
-        """Dispatch a step, then write the metrics of the previous one."""
+        """Dispatch a step, then write the metrics of the previous one.
+
+        Raises: DeviceFault.
+        """
         if runner.needs_compile:
             self.reporter.finish_step()
             runner.compile(state)
+        if self.recheck.is_due(step):
+            self.reporter.finish_step()
+            self.reporter.add_metrics(self.recheck.run(step, state, runner.batch))
         self.coordinator.begin_step()
         self.profiler.begin_step(step)
         state, metrics = runner.run(step, state)
@@ -145,10 +158,15 @@ class Trainer:
     def _evaluate(self, step: int, state: TrainState) -> float | None:
         """Evaluate, write the line of the step, and return the evaluation loss."""
         self.reporter.read_step()
+        self.group.set_phase(f"evaluation after step {step}")
         evaluated = self.evaluation.run(step, state)
         self.reporter.finish_step(evaluated)
         self.early_stop.add(step, evaluated)
         return evaluated.get("eval_loss")
+
+    def _sample(self, step: int, state: TrainState) -> None:
+        self.group.set_phase(f"sample after step {step}")
+        self.sampling.run(step, state)
 
     def _save(
         self, step: int, state: TrainState, eval_loss: float | None, pending: tuple[str, ...] = ()
@@ -183,13 +201,14 @@ class Trainer:
         """Run the evaluation and the sample that a signal kept the previous process from."""
         step, pending = self.resume_point.step, self.resume_point.pending
         if "evaluation" in pending:
+            self.group.set_phase(f"evaluation after step {step}")
             evaluated = self.evaluation.run(step, state)
             self.checkpointing.checkpoints.set_eval_loss(step, evaluated.get("eval_loss"))
             self.writers.amend(step, evaluated)
             self.early_stop.add(step, evaluated)
         is_last = step in (self.config.steps, self.early_stop.last_step)
         if "sample" in pending and not is_last:
-            self.sampling.run(step, state)
+            self._sample(step, state)
 
     def _first_state(self) -> TrainState:
         """Return fresh parameters, or restore the newest checkpoint that is not damaged."""

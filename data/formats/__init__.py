@@ -1,5 +1,5 @@
 """Text formats; importing the package registers them."""
 
-from data.formats import records, text
+from data.formats import json_files, records, text
 
-__all__ = ["records", "text"]
+__all__ = ["json_files", "records", "text"]

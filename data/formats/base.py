@@ -5,20 +5,18 @@ a file. The module of that function must be imported: by `data/formats/__init__.
 of the configuration.
 """
 
-import os
-import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from data.files import DamagedFileError, DataError, compression_of, input_bytes
+from data.config import DEFAULT_FIELD
+from data.files import DamagedFileError
 from registry import Registry
 
-SHARD_BYTES = 16 * 2**20
-"""Input of one task: about a second of tokenization, small beside the memory of a machine."""
-
+CHAT_FIELDS = ("messages", "conversations")
+"""Fields of chats as OpenAI and ShareGPT name them, read where the field `text` is missing."""
 # Fields that usually hold the text of a document, in order of preference.
-_USUAL_FIELDS = ("text", "content", "body", "messages", "conversations", "document", "markdown")
+_USUAL_FIELDS = (DEFAULT_FIELD, "content", "body", *CHAT_FIELDS, "document", "markdown")
 PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair; the prompt may be missing."""
 # Roles of ShareGPT by their usual names; others stay as they are.
@@ -38,8 +36,8 @@ _JSON_TYPES = {
 class FileRange:
     """Part of one file: begin <= position < end.
 
-    Positions are bytes of a plain JSON lines file (its lines start in the range), row groups of
-    Parquet, records of ArrayRecord and rows of a saved dataset. The range of a text or compressed
+    Positions are bytes of a plain text or JSON lines file (its lines start in the range), row
+    groups of Parquet, records of ArrayRecord and rows of a saved dataset. The range of a compressed
     file is the whole file.
     """
 
@@ -47,13 +45,6 @@ class FileRange:
     format: str
     begin: int
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class InputShard:
-    """Ranges of files that one task tokenizes, in order."""
-
-    ranges: tuple[FileRange, ...]
 
 
 Messages = tuple[tuple[str, str], ...]
@@ -88,9 +79,9 @@ class Document:
 class DocumentError:
     """Document, or rest of a file, that cannot be read, and the reason.
 
-    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, not a pair, no fields, chat
-        template, truncated file or corrupt file. The last two, and a missing field of a table, end
-        the range.
+    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, too long, not a pair, no
+        fields, chat template, truncated file or corrupt file. The last two, and a missing field of
+        a table, end the range.
     suggested_field: field that may hold the text, when the configured one is missing.
     """
 
@@ -122,6 +113,7 @@ class Format:
     suffixes: tuple[str, ...] = ()
     count: Callable[[str], int] | None = None
     splittable: bool = True
+    whole_bytes: int | None = None
     compressible: bool = False
     locate: Callable[[FileRange, int], str] = _locate_row
 
@@ -135,6 +127,7 @@ def register_format(
     suffixes: Sequence[str] = (),
     count: Callable[[str], int] | None = None,
     splittable: bool = True,
+    whole_bytes: int | None = None,
     compressible: bool = False,
     locate: Callable[[FileRange, int], str] = _locate_row,
 ) -> Callable[[ReadDocuments], ReadDocuments]:
@@ -146,7 +139,8 @@ def register_format(
 
     suffixes: of the file names, lowercase, such as ".jsonl".
     count: positions at which a file can be cut; None: bytes.
-    splittable: False when a range is always a whole file.
+    splittable: False when a range is a whole file.
+    whole_bytes: size above which a file is cut all the same, into ranges of this size.
     compressible: whether the reader decompresses .gz, .bz2, .xz and .zst.
     locate: place of a document for a person, from its range and number.
     Raises: ValueError when the name or a suffix is taken.
@@ -154,7 +148,7 @@ def register_format(
 
     def register(read: ReadDocuments) -> ReadDocuments:
         for suffix in suffixes:
-            if (owner := _format_of_suffix(suffix)) is not None:
+            if (owner := format_of_suffix(suffix)) is not None:
                 raise ValueError(f"text format {name!r}: {owner.name} already reads {suffix} files")
         entry = Format(
             name=name,
@@ -162,6 +156,7 @@ def register_format(
             suffixes=tuple(suffixes),
             count=count,
             splittable=splittable,
+            whole_bytes=whole_bytes,
             compressible=compressible,
             locate=locate,
         )
@@ -171,7 +166,8 @@ def register_format(
     return register
 
 
-def _format_of_suffix(suffix: str) -> Format | None:
+def format_of_suffix(suffix: str) -> Format | None:
+    """Return the format of a suffix without that of a compression, or None."""
     return next((entry for entry in FORMATS.values() if suffix in entry.suffixes), None)
 
 
@@ -179,8 +175,8 @@ def read_documents(file_range: FileRange, field: str | None) -> Iterator[Documen
     """Yield the documents of a range in order, and an error in the place of each unreadable one.
 
     field: field of JSON lines, Parquet and saved datasets that holds a text, or a list of messages
-        with role and content; other fields are not read. None: PAIR_FIELDS are read, and each
-        document is a preference pair. A record of ArrayRecord is a text.
+        with role and content; see `find_field`. None: PAIR_FIELDS are read, and each document is a
+        preference pair. A record of ArrayRecord is a text.
     Raises: DataError without the format's library, OSError when the file is gone.
     """
     try:
@@ -193,50 +189,6 @@ def _location(file_range: FileRange, number: int | None) -> str:
     if number is None:
         return file_range.path
     return FORMATS[file_range.format].locate(file_range, number)
-
-
-def plan_shards(paths: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[InputShard]:
-    """Group the files into shards of about `shard_bytes`, in order, without reading documents.
-
-    What cannot be cut (a text, a compressed file, a row group) is one range of any size.
-    Raises: DataError when a format cannot be read where it is, or its library is missing.
-    """
-    shards: list[InputShard] = []
-    ranges: list[FileRange] = []
-    filled = 0
-    for path in paths:
-        for part, size in _cut_file(path, shard_bytes):
-            if ranges and filled + size > shard_bytes:
-                shards.append(InputShard(tuple(ranges)))
-                ranges, filled = [], 0
-            if ranges and ranges[-1] == replace(part, begin=ranges[-1].begin, end=part.begin):
-                ranges[-1] = replace(part, begin=ranges[-1].begin)
-            else:
-                ranges.append(part)
-            filled += size
-    return [*shards, InputShard(tuple(ranges))] if ranges else shards
-
-
-def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
-    """Yield the ranges of one file, and approximately how many bytes each has."""
-    size = input_bytes([path])
-    compression = compression_of(path)
-    suffix = posixpath.splitext(path.lower().removesuffix(compression))[1]
-    if os.path.isdir(path):
-        entry = FORMATS["datasets"]
-    else:
-        entry = _format_of_suffix(suffix) or FORMATS["text"]
-    if compression and not entry.compressible:
-        raise DataError(f"{path} is {suffix} inside {compression}; decompress it first")
-    try:
-        count = entry.count(path) if entry.count else size
-    except DamagedFileError:  # the reader meets the damage again, and reports it
-        count = 1
-    whole = bool(compression) or not entry.splittable
-    step = max(1, count if whole else count * shard_bytes // max(1, size))
-    for begin in range(0, max(count, whole), step):
-        end = min(begin + step, count)
-        yield FileRange(path, entry.name, begin, end), size * (end - begin) // max(1, count)
 
 
 def decode_utf8(
@@ -347,7 +299,7 @@ def _to_messages(
         if not isinstance(value, dict):
             detail = f"message {index} is {type_name(value)}, not role and content"
             return DocumentError(file_range, number, "wrong type", detail)
-        is_sharegpt = "from" in value and "role" not in value
+        is_sharegpt = "from" in value and value.get("role") is None  # tables fill in null
         texts = []
         for key in ("from", "value") if is_sharegpt else ("role", "content"):
             if key not in value:
@@ -370,6 +322,14 @@ def _joined_parts(content: Any) -> Any:
     texts = [part.get("text") if isinstance(part, dict) else part for part in content]
     found = [text for text in texts if isinstance(text, str)]
     return "".join(found) if found and len(found) == len(texts) else content
+
+
+def find_field(field: str, names: Container[str]) -> str | None:
+    """Return the field of a record to read: the configured one, or a chat in place of `text`."""
+    if field in names:
+        return field
+    chats = (name for name in CHAT_FIELDS if name in names)
+    return next(chats, None) if field == DEFAULT_FIELD else None
 
 
 def missing_field(

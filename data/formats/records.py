@@ -14,6 +14,7 @@ from data.formats.base import (
     Document,
     DocumentError,
     FileRange,
+    find_field,
     invalid_utf8,
     missing_field,
     missing_pair_field,
@@ -60,7 +61,7 @@ def read_parquet(file_range: FileRange, field: str | None) -> Iterator[Document 
         # Group by group, since a damaged group would spoil a batch that begins before it.
         groups = range(file_range.begin, file_range.end)
         batches = (batch for group in groups for batch in read(row_groups=[group]))
-        yield from _read_rows(file_range, field, first, batches)
+        yield from _read_rows(file_range, field and columns[0], first, batches)
 
 
 def _open_dataset(path: str) -> Any:
@@ -87,7 +88,7 @@ def read_dataset(file_range: FileRange, field: str | None) -> Iterator[Document 
         return
     part = dataset.select(range(file_range.begin, file_range.end)).select_columns(columns)
     tables = part.with_format("arrow").iter(_ROWS)
-    yield from _read_rows(file_range, field, file_range.begin, tables)
+    yield from _read_rows(file_range, field and columns[0], file_range.begin, tables)
 
 
 def _find_columns(
@@ -99,9 +100,10 @@ def _find_columns(
         if {*PAIR_FIELDS[1:]} <= {*found}:
             return found
         return missing_pair_field(file_range, None, names)
-    if field not in names:
+    name = find_field(field, names)
+    if name is None:
         return missing_field(file_range, None, field, names, _text_columns(schema))
-    return [field]
+    return [name]
 
 
 def _text_columns(schema: Any) -> list[str]:

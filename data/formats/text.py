@@ -1,6 +1,6 @@
 """Text files and JSON lines, plain or compressed.
 
-Memory is bounded by the longest line of JSON lines, or by one text file.
+No more than two documents of the largest size are in memory at a time, whatever the file holds.
 """
 
 import bz2
@@ -18,34 +18,82 @@ from data.formats.base import (
     DocumentError,
     FileRange,
     decode_utf8,
+    find_field,
     missing_field,
     register_format,
     to_document,
     type_name,
 )
 
+MAX_BYTES = 2**26
+"""Size of a document above which a text file is cut, at the end of a line, into several documents,
+and a line of JSON lines is refused. To tokenize a document of this size takes about 8.3 GiB with a
+BPE tokenizer and 0.8 GiB with bytes: 132 and 13 bytes per byte of 16 MiB on 24 November 2026."""
 _BLOCK = 2**17  # bytes per read; decompressed blocks are larger
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-@register_format("text", suffixes=(".txt",), splittable=False, compressible=True)
+@register_format(
+    "text", suffixes=(".txt",), splittable=False, whole_bytes=MAX_BYTES, compressible=True
+)
 def read_text(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
-    """Yield the one document of a text file; files without a known suffix are texts too."""
-    parts: list[bytes] = []
+    """Yield the document of a text file, or one per `MAX_BYTES` of a larger file.
+
+    Files without a known suffix are texts too. A line belongs to the document of the multiple of
+    `MAX_BYTES` in which it starts, however the file is compressed.
+    """
+    for begin, content in _read_pieces(file_range):
+        text = decode_utf8(file_range, None, content, first=begin)
+        if isinstance(text, str) and not begin:
+            text = text.removeprefix("\ufeff")
+        yield to_document(file_range, None, text, field)
+
+
+def _read_pieces(file_range: FileRange) -> Iterator[tuple[int, bytes]]:
+    """Yield where each document of a range begins in the text, and its bytes.
+
+    Raises: DamagedFileError, also for a line of more than `MAX_BYTES` across the end of a document.
+    """
+    begin, end = 0, None
+    if not compression_of(file_range.path):
+        begin, end = _find_first_line(file_range), file_range.end
+        if begin and begin >= end:
+            return
+    rest, searched = bytearray(), begin
     try:
-        parts.extend(_read_blocks(file_range.path))
+        for block in read_blocks(file_range.path, begin):
+            rest += block
+            boundary = (begin // MAX_BYTES + 1) * MAX_BYTES
+            # The newline at or after boundary - 1 closes the last line that starts before it.
+            while (at := rest.find(b"\n", max(searched, boundary - 1) - begin)) >= 0:
+                content = bytes(memoryview(rest)[: at + 1])
+                del rest[: at + 1]
+                yield begin, content
+                begin += at + 1
+                if end is not None and begin >= end:
+                    return
+                boundary = (begin // MAX_BYTES + 1) * MAX_BYTES
+            searched = begin + len(rest)
+            if searched > boundary + MAX_BYTES:
+                line = rest.rfind(b"\n", 0, boundary - begin) + begin + 1
+                raise DamagedFileError("too long", f"the line at offset {line} {too_long()}")
     except DamagedFileError as damage:
-        length = sum(map(len, parts))
-        detail = f"{damage.detail} after {length} bytes of text"
+        if damage.kind == "too long":
+            raise
+        detail = f"{damage.detail} after {begin + len(rest)} bytes of text"
         raise DamagedFileError(damage.kind, detail) from damage
-    text = decode_utf8(file_range, None, b"".join(parts))
-    if isinstance(text, str):
-        text = text.removeprefix("\ufeff")
-    yield to_document(file_range, None, text, field)
+    if rest or not begin:
+        yield begin, bytes(rest)
 
 
-def _locate_line(file_range: FileRange, number: int) -> str:
+def too_long() -> str:
+    """Return the rule that a document breaks."""
+    return f"has more than {MAX_BYTES:,} bytes"
+
+
+def locate_line(file_range: FileRange, number: int) -> str:
+    """Return the line of a file for a line of a range."""
     line = _lines_before(file_range.path, file_range.begin) + number
     return f"{file_range.path}:{line}"
 
@@ -61,16 +109,17 @@ def _lines_before(path: str, begin: int) -> int:
         return 1 + sum(file.read(min(_BLOCK, begin - 1 - at)).count(b"\n") for at in starts)
 
 
-@register_format(
-    "jsonl", suffixes=(".jsonl", ".ndjson", ".json"), compressible=True, locate=_locate_line
-)
+@register_format("jsonl", suffixes=(".jsonl", ".ndjson"), compressible=True, locate=locate_line)
 def read_json_lines(file_range: FileRange, field: str | None) -> Iterator[Document | DocumentError]:
     """Yield the document of each line that starts in the range; blank lines are skipped."""
     number = 0
     try:
         for number, line in enumerate(_read_lines(file_range), 1):
+            if line is None:
+                yield DocumentError(file_range, number, "too long", f"the line {too_long()}")
+                continue
             if number == 1 and not file_range.begin:
-                line = line.removeprefix(_BOM)
+                line = line.removeprefix(BOM)
             if line and not line.isspace():
                 yield _parse_line(file_range, number, line, field)
     except DamagedFileError as damage:
@@ -84,20 +133,29 @@ def _parse_line(
     if isinstance(text, DocumentError):
         return text
     try:
-        record = json.loads(text)
+        record: Any = json.loads(text)
     except json.JSONDecodeError as error:
         detail = f"{error.msg} at column {error.pos + 1}"
         return DocumentError(file_range, number, "invalid JSON", detail)
     except (ValueError, RecursionError) as error:  # a number or a depth beyond Python's limit
         return DocumentError(file_range, number, "invalid JSON", str(error))
+    return parse_record(file_range, number, record, text, field)
+
+
+def parse_record(
+    file_range: FileRange, number: int, record: Any, text: str, field: str | None
+) -> Document | DocumentError:
+    """Make a document of a record; text: its JSON, which may spell half of a surrogate pair."""
     if not isinstance(record, dict):
-        detail = f"the line is {type_name(record)}, not an object"
+        what = "line" if file_range.format == "jsonl" else "record"
+        detail = f"the {what} is {type_name(record)}, not an object"
         return DocumentError(file_range, number, "wrong type", detail)
-    if field is not None and field not in record:
-        texts = [name for name, value in record.items() if value and isinstance(value, str | list)]
-        texts.sort(key=lambda name: -len(record[name]))
+    name = None if field is None else find_field(field, record)
+    if field is not None and name is None:
+        texts = [key for key, value in record.items() if value and isinstance(value, str | list)]
+        texts.sort(key=lambda key: -len(record[key]))
         return missing_field(file_range, number, field, record, texts)
-    value = record if field is None else record[field]
+    value = record if name is None else record[name]
     if "\\u" in text and _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -105,11 +163,11 @@ def _parse_line(
             half = f"\\u{ord(error.object[error.start]):x}"
             detail = f"{half} is one half of a surrogate pair"
             return DocumentError(file_range, number, "invalid UTF-8", detail)
-    return to_document(file_range, number, value, field)
+    return to_document(file_range, number, value, name)
 
 
-def _read_lines(file_range: FileRange) -> Iterator[bytes]:
-    """Yield the lines that start in the range, without their newlines."""
+def _read_lines(file_range: FileRange) -> Iterator[bytes | None]:
+    """Yield the lines that start in the range, without their newlines; None: one is too long."""
     if compression_of(file_range.path):
         position, end = 0, None
     else:
@@ -117,20 +175,27 @@ def _read_lines(file_range: FileRange) -> Iterator[bytes]:
         if position >= end:
             return
     parts: list[bytes] = []  # of a line longer than a block
-    for block in _read_blocks(file_range.path, position):
+    size = 0  # of the line so far
+    for block in read_blocks(file_range.path, position):
         *whole, rest = block.split(b"\n")
-        if whole and parts:
-            whole[0] = b"".join([*parts, whole[0]])
-            parts = []
-        for line in whole:
+        for part in whole:
             if end is not None and position >= end:
                 return
-            position += len(line) + 1
-            yield line
-        parts.append(rest)
-    last = b"".join(parts)
-    if last and (end is None or position < end):
-        yield last
+            if size <= MAX_BYTES:  # else it is reported already
+                is_short = size + len(part) <= MAX_BYTES
+                yield b"".join([*parts, part]) if is_short else None
+            position += size + len(part) + 1
+            parts, size = [], 0
+        if end is not None and position >= end:
+            return
+        if size <= MAX_BYTES < size + len(rest):
+            parts = []
+            yield None
+        elif size <= MAX_BYTES:
+            parts.append(rest)
+        size += len(rest)
+    if 0 < size <= MAX_BYTES:
+        yield b"".join(parts)
 
 
 def _find_first_line(file_range: FileRange) -> int:
@@ -148,7 +213,7 @@ def _find_first_line(file_range: FileRange) -> int:
     return file_range.end
 
 
-def _read_blocks(path: str, begin: int = 0) -> Iterator[bytes]:
+def read_blocks(path: str, begin: int = 0) -> Iterator[bytes]:
     """Yield the bytes of a file from `begin`, decompressed."""
     compression = compression_of(path)
     with open_bytes(path) as file:

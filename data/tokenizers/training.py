@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from data.config import DataConfig, OnError
+from data.config import DataConfig, OnError, files_key
 from data.files import DataError, find_files, load_library
-from data.formats.base import DocumentError, InputShard, plan_shards, read_documents
-from data.prepare import files_key, held_out_files, prepared_folder, without_files
+from data.formats.base import DocumentError, read_documents
+from data.formats.shards import InputShard, known_suffixes, plan_shards
+from data.prepare import held_out_files, prepared_folder, without_files
 from data.tokenization import unreadable
 from data.tokenizers.base import (
     END,
@@ -68,7 +69,7 @@ def sample_texts(
         for document in (d for part in shard.ranges for d in read_documents(part, field)):
             if isinstance(document, DocumentError):
                 if on_error == "raise" and document.kind != "empty":
-                    raise unreadable(document, source)
+                    raise unreadable(document, source, left < SAMPLE_BYTES // count)
                 continue
             messages = document.messages or ()
             for text in [document.text] if document.text else [text for _, text in messages]:
@@ -109,7 +110,7 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
                 "tokenizer on; name its input files"
             )
         key = files_key(name)
-        paths = without_files(find_files(source.files, key), held_out, key)
+        paths = without_files(find_files(source.files, key, known_suffixes()), held_out, key)
         field = data.field_of(source)
         shards += [(shard, name, field) for shard in plan_shards(paths)]
     report(

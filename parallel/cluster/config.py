@@ -4,7 +4,7 @@ from pydantic import BaseModel, PositiveInt
 
 
 class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
-    """Timeouts among the processes of a run, in seconds."""
+    """Timeouts of a run and among its processes, in seconds."""
 
     start_timeout: PositiveInt = 300
     """Time for all processes to connect; then the missing ones are named and the run exits with
@@ -13,8 +13,10 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     """Time without a heartbeat after which a process counts as lost. A process that is killed is
     noticed at once."""
     stall_timeout: PositiveInt = 1800
-    """Time without progress after which the run exits: the longest training step, compilation or
-    save of any process."""
+    """Time without progress after which the run exits with code 76, also if it has one process. It
+    must exceed the longest training step, compilation, evaluation and save of any process. Every
+    process then writes the stacks of its threads to stacks.txt (process N: stacks.N.txt) in the
+    run directory."""
 
 
 EXIT_MISMATCH = 2

@@ -3,7 +3,8 @@
 Every process sends a heartbeat once a second over its connection to process 0, with the phase it
 is in ("compiling", "step 12"). A closed connection means a killed process, silence for
 `cluster.peer_timeout` a frozen one or a lost host. Process 0 also knows the phase of all: when one
-lasts longer than `cluster.stall_timeout`, the run has stalled.
+lasts longer than `cluster.stall_timeout`, the run has stalled. A process that runs alone is
+monitored for stalls, too.
 """
 
 import ctypes
@@ -67,6 +68,7 @@ class LivenessMonitor:
     on_message: called with (process id, message) for everything but heartbeats; raises ValueError
         for a message that this process must not send.
     on_failure: called once with (reason, exit code); the thread has nothing more to do then.
+    on_stall: called with the reason before `on_failure` if the run has stalled.
     """
 
     def __init__(
@@ -78,11 +80,12 @@ class LivenessMonitor:
         *,
         on_message: Callable[[int, Message], None],
         on_failure: Callable[[str, int], None],
+        on_stall: Callable[[str], None],
     ):
         self._label = f"process {process_id} on {host}"
         self._is_primary, self._host = process_id == 0, host
         self._peers, self._config = peers, config
-        self._on_message, self._on_failure = on_message, on_failure
+        self._on_message, self._on_failure, self._on_stall = on_message, on_failure, on_stall
         self._phase = Phase(start=time.monotonic())
         self.is_stopping = False
         self._thread = threading.Thread(target=self._run, name="liveness", daemon=True)
@@ -97,18 +100,24 @@ class LivenessMonitor:
 
     def wait_for_failure(self) -> None:
         """Give the thread the time of one heartbeat to notice and report a lost process."""
-        self._thread.join(HEARTBEAT_SECONDS)
+        if self._peers:
+            self._thread.join(HEARTBEAT_SECONDS)
 
     def stop(self) -> None:
         """End the thread."""
         self.is_stopping = True
         self._thread.join()
 
-    def fail(self, reason: str, exit_code: int = EXIT_PROCESS_LOST) -> None:
+    def fail(
+        self, reason: str, exit_code: int = EXIT_PROCESS_LOST, *, has_stalled: bool = False
+    ) -> None:
         """Report a failure; process 0 sends it to all others first."""
         if self._is_primary:
-            self._broadcast(Abort(reason=reason, exit_code=exit_code))
+            abort = Abort(reason=reason, exit_code=exit_code, has_stalled=has_stalled)
+            self._broadcast(abort)
         self.is_stopping = True
+        if has_stalled:
+            self._on_stall(reason)
         self._on_failure(reason, exit_code)
 
     def _run(self) -> None:
@@ -129,12 +138,13 @@ class LivenessMonitor:
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
                 if now - last >= HEARTBEAT_SECONDS:
+                    phase = self._phase
                     if now - last > 5 * HEARTBEAT_SECONDS:
                         # This process itself stood still, and could not hear the others.
                         for peer in self._peers.values():
                             peer.last_heard += now - last
+                        phase.start = min(now, phase.start + now - last)
                     last = now
-                    phase = self._phase
                     self._broadcast(
                         Heartbeat(phase=phase.name, phase_seconds=max(0.0, now - phase.start))
                     )
@@ -183,9 +193,12 @@ class LivenessMonitor:
                 f"process {number} on {host}: {phase.name or 'idle'} for {now - phase.start:.0f} s"
                 for number, host, phase in sorted(phases, key=lambda entry: entry[2].start)
             )
+            files = "stacks.txt and stacks.N.txt" if self._peers else "stacks.txt"
             self.fail(
-                f"no progress for {limit} s (cluster.stall_timeout): {listed}; restart all "
-                "processes, or raise the timeout if this phase needs longer"
+                f"no progress for {limit} s (cluster.stall_timeout): {listed}; the stacks of all "
+                f"threads are in {files} of the run directory; restart all processes, or raise "
+                "the timeout if this phase needs longer",
+                has_stalled=True,
             )
 
     def _fail_lost(self, number: int, problem: str) -> None:

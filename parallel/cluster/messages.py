@@ -111,6 +111,8 @@ class Abort(_Fields):
     kind: Literal["abort"] = "abort"
     reason: _Text
     exit_code: int = Field(ge=1, le=255)
+    has_stalled: bool = False
+    """Whether the receiver writes the stacks of its threads first."""
 
 
 Message = Hello | Members | Heartbeat | Gather | Result | Abort

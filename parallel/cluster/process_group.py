@@ -29,12 +29,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from parallel.cluster.config import EXIT_MISMATCH, ClusterConfig, ProcessGroupError
 from parallel.cluster.liveness import LivenessMonitor, Peer
 from parallel.cluster.messages import Abort, Gather, Hello, Member, Message, Result
 from parallel.cluster.rendezvous import Rendezvous, connect_to_primary
+from parallel.cluster.stacks import write_stacks
 
 _LOG = logging.getLogger("torus")
 _LEAVE = "leave"
@@ -42,7 +44,10 @@ _LAST_WORDS_SECONDS = 5.0
 
 
 class ProcessGroup:
-    """All processes of a run, seen from one of them. A group of one needs no connection."""
+    """All processes of a run, seen from one of them.
+
+    A group of one needs no connection; `monitor_alone` applies its stall timeout.
+    """
 
     def __init__(
         self,
@@ -68,6 +73,10 @@ class ProcessGroup:
         """Seconds by which the clock of every process is ahead of the clock of process 0."""
         self.interface = ""
         """IP address at which process 0 has listened; "" on other processes, or for all."""
+        self.phase: str | None = None
+        """What this process works on; see `set_phase`."""
+        self.stack_file: Path | None = None
+        """File for the stacks of all threads of this process if the run stalls; None: stderr."""
         self._token = token
         self._on_failure = on_failure or _exit
         self._peers: dict[int, Peer] = {}
@@ -106,6 +115,15 @@ class ProcessGroup:
         self.hosts = [member.host for member in members]
         self.clock_skews = [member.clock_skew for member in members]
         self._peers = {n: Peer(self.hosts[n], link) for n, link in connections.items()}
+        self._start_monitor()
+        return [member.payload for member in members]
+
+    def monitor_alone(self) -> None:
+        """Apply the stall timeout to a group of one process, until `close` or `abort`."""
+        assert self.num_processes == 1 and self._monitor is None
+        self._start_monitor()
+
+    def _start_monitor(self) -> None:
         self._monitor = LivenessMonitor(
             self.process_id,
             self.hosts[self.process_id],
@@ -113,15 +131,16 @@ class ProcessGroup:
             self.config,
             on_message=self._handle,
             on_failure=self._on_failure,
+            on_stall=lambda reason: _in_time(write_stacks, self.stack_file, reason),
         )
         self._monitor.start()
-        return [member.payload for member in members]
 
     def set_phase(self, phase: str | None) -> None:
         """Say what this process works on, for error messages, and restart its stall timeout.
 
         phase: "compiling", "step 12"; None suspends the stall timeout.
         """
+        self.phase = phase
         if self._monitor is not None:
             self._monitor.set_phase(phase)
 
@@ -230,7 +249,9 @@ class ProcessGroup:
         """
         if isinstance(message, Abort):
             if self._monitor is not None and not self._monitor.is_stopping:
-                self._monitor.fail(message.reason, message.exit_code)
+                self._monitor.fail(
+                    message.reason, message.exit_code, has_stalled=message.has_stalled
+                )
         elif isinstance(message, Gather) and self.is_primary:
             self._contribute(message.tag, number, message.value)
         elif isinstance(message, Result) and len(message.values) == self.num_processes:
@@ -269,13 +290,18 @@ def _subject(numbers: Sequence[int]) -> str:
 def _exit(reason: str, exit_code: int) -> None:
     """Exit at once with a line on stderr and in the log; the main thread may hang in a collective.
 
-    The line is written in a thread of its own: if another thread hangs in a write to the log, it
-    holds the log's lock, and that must not delay the exit.
+    If another thread hangs in a write to the log, it holds the log's lock, and that must not delay
+    the exit.
     """
-    writer = threading.Thread(target=_write_reason, args=(reason,), daemon=True)
+    _in_time(_write_reason, reason)
+    os._exit(exit_code)
+
+
+def _in_time(write: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a thread of its own, and give it a few seconds: its file may hang."""
+    writer = threading.Thread(target=write, args=arguments, daemon=True)
     writer.start()
     writer.join(_LAST_WORDS_SECONDS)
-    os._exit(exit_code)
 
 
 def _write_reason(reason: str) -> None:

@@ -129,9 +129,12 @@ def _all_to_all(
     permutation, groups = sort_by_group(groups_TK.reshape(-1), uniform)
     weights_nM = permute_weights(tokens.weights_TK.reshape(-1), permutation).reshape(n, e * C)
     sizes_ne = groups.sizes_E.reshape(n, e)
-    mlp = partial(_block_mlp, bound=tokens.assignment_bound, kernels=kernels, spec=spec)
     if chunked:
         sizes_ne = all_to_all(sizes_ne[position_n], spec.axes)[permutes.sources()]
+        x_TD, kernels = _gradients_together(tokens.x_TD, kernels)
+        tokens = replace(tokens, x_TD=x_TD)
+    mlp = partial(_block_mlp, bound=tokens.assignment_bound, kernels=kernels, spec=spec)
+    if chunked:
 
         def send(route: Permutation, x_TD: jax.Array) -> list[jax.Array]:
             return [permutes.send(rows, i) for i, rows in enumerate(permute_blocks(x_TD, route, n))]
@@ -166,6 +169,27 @@ def _all_to_all(
         with jax.named_scope("combine"):
             results = [exchange(y_nMD.reshape(-1, D))]
     return unpermute(results, permutation, T), jnp.sum(groups.sizes_E)
+
+
+@jax.custom_vjp
+def _gradients_together(x_TD: jax.Array, kernels: ExpertKernels) -> tuple[jax.Array, ExpertKernels]:
+    """Return the arguments; in the backward pass their gradients wait for one another.
+
+    The gradient of x travels last. libtpu would compute the gradients of kernels long after it,
+    where they hide no transfer.
+    """
+    return x_TD, kernels
+
+
+def _together_forward(x_TD: jax.Array, kernels: ExpertKernels) -> tuple[Any, None]:
+    return (x_TD, kernels), None
+
+
+def _together_backward(_: None, gradients: Any) -> Any:
+    return lax.optimization_barrier(gradients)
+
+
+_gradients_together.defvjp(_together_forward, _together_backward)
 
 
 def _block_mlp(

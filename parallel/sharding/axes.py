@@ -153,9 +153,9 @@ class TokenWise(DynamicShardingAxes):
 
 
 class EmbeddingTable(DynamicShardingAxes):
-    """Embedding table (V, D), its features over tp, fsdp and sp. Ours."""
+    """Embedding table (V, D), its features over all axes but dp. Ours."""
 
-    axes: ClassVar = [EMPTY, [TP, FSDP, SP]]
+    axes: ClassVar = [EMPTY, [TP, FSDP, SP, EP]]
     mode: ClassVar = MODE_TRAIN
 
 

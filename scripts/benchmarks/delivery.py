@@ -22,10 +22,11 @@ import _clone
 import jax
 import numpy as np
 
+from data.checked_array import ChecksumWriter, checksum_path, make_seed
 from data.config import DataConfig, Packing
 from data.files import find_files
 from data.pipeline import Dataset, train_batches
-from data.store import ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
+from data.store import CHECKSUM_BLOCKS, ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import train_tokenizer
 from parallel.sharding.devices import describe_missing_tpu
@@ -145,8 +146,16 @@ def write_sparse_store(folder: Path, num_documents: int) -> None:
     lengths = np.ceil(MEDIAN_DOCUMENT * rng.lognormal(0, SPREAD, num_documents)).astype(np.int64)
     for name, array in ((ENDS, np.cumsum(lengths)), (NUM_BYTES, lengths - 1)):
         (folder / name).write_bytes(array.astype("<i8").tobytes())
+        with _checksums(folder, name) as checksums:
+            checksums.update(array.astype("<i8"))
+            checksums.finish()
+    size = 2 * int(lengths.sum())
     with open(folder / TOKENS, "wb") as file:
-        file.truncate(2 * int(lengths.sum()))
+        file.truncate(size)
+    with _checksums(folder, TOKENS) as checksums:
+        for begin in range(0, size, 2**24):
+            checksums.update(bytes(min(2**24, size - begin)))
+        checksums.finish()
     tokenizer = ByteTokenizer()
     info = StoreInfo(
         version=VERSION,
@@ -164,8 +173,14 @@ def write_sparse_store(folder: Path, num_documents: int) -> None:
         skipped={},
         source={},
         files=(),
+        checksum_blocks=CHECKSUM_BLOCKS,
     )
     write_info(folder, info)
+
+
+def _checksums(folder: Path, name: str) -> ChecksumWriter:
+    path = checksum_path(folder / name)
+    return ChecksumWriter(path, CHECKSUM_BLOCKS[name], make_seed("sparse", name))
 
 
 def _digest(path: Path) -> str:

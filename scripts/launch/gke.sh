@@ -4,21 +4,25 @@ set -euo pipefail
 
 usage() {
   cat <<'EOF'
-usage: gke.sh build|up|tail|delete [options] [-- arguments of train.py]
+usage: gke.sh build|prepare|up|tail|delete [options] [-- arguments of train.py or prepare_data.py]
 
   build   build the image from this folder, and push it
+  prepare tokenize the data on a node without TPUs; arguments are those of scripts/prepare_data.py
   up      start the JobSet; the run resumes from its newest checkpoint
   tail    follow the console of process 0
   delete  send SIGTERM, so that all processes save at the same step; then delete the JobSet
 
-  --name NAME         name of the JobSet (up, tail, delete)
-  --image IMAGE       image with its registry and tag (build, up)
+  --name NAME         name of the JobSet (prepare, up, tail, delete)
+  --image IMAGE       image with its registry and tag (build, prepare, up)
+  --extras LIST       extras of pyproject.toml in the image besides tpu (data,gcs) (build)
   --cluster CLUSTER   --location ZONE_OR_REGION  --project PROJECT  --namespace NAMESPACE (default)
   --accelerator TYPE  cloud.google.com/gke-tpu-accelerator: tpu-v5-lite-podslice, tpu-v5p-slice, ...
   --topology AxB[xC]  topology of one slice
   --chips N           chips per host (4)
   --slices N          number of slices; give mesh.dcn_dp=N, too (1)
   --pvc CLAIM         volume claim (ReadWriteMany), mounted at /shared: put run.dir there
+  --root              run as root, still without privileges: if the nodes give their TPUs, or the
+                      volume its files, to root alone (prepare, up)
   --restarts N        how often to restart all processes after a failure (20)
   --xpk               use XPK for up and delete; give --tpu-type TYPE instead of accelerator,
                       topology and chips; attach the volume by `xpk storage attach`
@@ -54,27 +58,51 @@ list() {
   printf '[%s]' "${line#, }"
 }
 
+# Print a template with the values that every manifest has.
+fill() {
+  local text user=1000 non_root=true drop='["ALL"]'
+  [[ ! $root ]] || user=0 non_root=false drop='[]' # what the container runtime drops anyway
+  text=$(< "scripts/launch/$1")
+  shift
+  text=${text//__NAME__/"$name"}
+  text=${text//__NAMESPACE__/"$namespace"}
+  text=${text//__IMAGE__/"$image"}
+  text=${text//__PVC__/"$pvc"}
+  text=${text//__USER__/"$user"}
+  text=${text//__NON_ROOT__/"$non_root"}
+  text=${text//__DROP__/"$drop"}
+  text=${text//__ARGS__/"$(list "$@")"}
+  printf '%s\n' "$text"
+}
+
 manifest() {
-  local text hosts=1 size
+  local text hosts=1 size host_network=false dns_policy=ClusterFirst
   for size in ${topology//x/ }; do
     hosts=$((hosts * size))
   done
   ((hosts % chips == 0)) ||
     die "--topology=$topology has $hosts chips, which do not divide over hosts of --chips=$chips; give --chips"
   hosts=$((hosts / chips))
-  text=$(< scripts/launch/gke_jobset.yaml)
-  text=${text//__NAME__/"$name"}
-  text=${text//__NAMESPACE__/"$namespace"}
+  ((slices == 1)) || host_network=true dns_policy=ClusterFirstWithHostNet
+  text=$(fill gke_jobset.yaml --distributed "${train[@]}")
   text=${text//__RESTARTS__/"$restarts"}
   text=${text//__SLICES__/"$slices"}
   text=${text//__HOSTS__/"$hosts"}
   text=${text//__ACCELERATOR__/"$accelerator"}
   text=${text//__TOPOLOGY__/"$topology"}
-  text=${text//__IMAGE__/"$image"}
   text=${text//__CHIPS__/"$chips"}
-  text=${text//__PVC__/"$pvc"}
-  text=${text//__ARGS__/"$(list --distributed "${train[@]}")"}
+  text=${text//__HOST_NETWORK__/"$host_network"}
+  text=${text//__DNS_POLICY__/"$dns_policy"}
   printf '%s\n' "$text"
+}
+
+# Create what a manifest describes, with a new secret for __TOKEN__.
+apply() {
+  if [[ $dry ]]; then
+    printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "${1/__TOKEN__/a-new-secret}"
+  else
+    kubectl apply --filename=- <<< "${1/__TOKEN__/$(eval "$new_token")}"
+  fi
 }
 
 connect() {
@@ -104,23 +132,35 @@ up() {
   filled=$(manifest)
   ask_planner "$accelerator:$topology$copies" python3 -- "${train[@]}"
   connect
-  if [[ $dry ]]; then
-    printf "kubectl apply --filename=- <<'EOF'\n%s\nEOF\n" "${filled/__TOKEN__/a-new-secret}"
-  else
-    # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
-    kubectl apply --filename=- <<< "${filled/__TOKEN__/$(eval "$new_token")}"
-  fi
+  # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
+  apply "$filled"
+}
+
+prepare() {
+  local job=job/$name-data tries=0
+  need name image cluster location pvc
+  ((${#train[@]})) || die "give the arguments of scripts/prepare_data.py after --"
+  [[ ${train[*]} != *$'\n'* ]] || die "an argument of prepare_data.py has a line break; remove it"
+  connect
+  run kubectl delete "$job" --namespace="$namespace" --ignore-not-found # a Job cannot be changed
+  apply "$(fill gke_prepare.yaml "${train[@]}")"
+  # Fails until the container runs, which may have to wait for a node and for the image.
+  until run kubectl logs --follow "$job" --namespace="$namespace"; do
+    ((++tries < 90)) || die "$job has not started after 15 minutes; see kubectl describe $job"
+    sleep 10
+  done
+  run kubectl wait "$job" --namespace="$namespace" --for=condition=Complete --timeout=60s
 }
 
 check_bash
 action="" name="" image="" cluster="" location="" project="" accelerator="" topology="" pvc=""
-tpu_type="" xpk="" dry="" no_plan="" namespace=default chips=4 slices=1 restarts=20 train=()
+tpu_type="" xpk="" dry="" no_plan="" root="" extras=data,gcs namespace=default chips=4 slices=1 restarts=20 train=()
 variables=.cache/torus.env
 while (($#)); do
   case $1 in
-    build | up | tail | delete) action=$1 ;;
+    build | prepare | up | tail | delete) action=$1 ;;
     --name | --image | --cluster | --location | --project | --namespace | --accelerator | \
-      --topology | --chips | --slices | --pvc | --restarts | --tpu-type)
+      --topology | --chips | --slices | --pvc | --restarts | --tpu-type | --extras)
       (($# > 1)) || die "$1 needs a value; see --help"
       option=${1#--}
       printf -v "${option//-/_}" %s "$2"
@@ -128,6 +168,7 @@ while (($#)); do
       ;;
     --xpk) xpk=1 ;;
     --no-plan) no_plan=1 ;;
+    --root) root=1 ;;
     --dry-run) dry=1 ;;
     --help)
       usage
@@ -142,7 +183,7 @@ while (($#)); do
   esac
   shift
 done
-[[ $action ]] || die "give an action: build, up, tail or delete; see --help"
+[[ $action ]] || die "give an action: build, prepare, up, tail or delete; see --help"
 # These values go into the YAML file, so they may have no special characters.
 for option in name namespace pvc; do
   [[ ${!option} =~ ^([a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?)?$ ]] ||
@@ -160,9 +201,11 @@ xpk_place=(--cluster="$cluster" --zone="$location" --project="$project")
 case $action in
   build)
     need image
-    run docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu --tag="$image" .
+    run docker build --platform=linux/amd64 --build-arg=ACCELERATOR=tpu \
+      --build-arg=EXTRAS="$extras" --tag="$image" .
     run docker push "$image"
     ;;
+  prepare) prepare ;;
   up) up ;;
   tail)
     need name cluster location

@@ -22,7 +22,7 @@ usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- argu
   --restarts N        how often to restart all processes after a failure; slices that were
                       preempted or terminated are deleted and created again (0)
   --setup COMMAND     command for every host before the installation, to mount the shared run.dir
-  --extras LIST       extras of pyproject.toml to install (tpu)
+  --extras LIST       extras of pyproject.toml to install (tpu,data,gcs)
   --runtime VERSION   version of the TPU software (default by --accelerator)
   --project PROJECT   project of Google Cloud (default of gcloud)
   --no-plan           do not compile the step first to see whether it fits; the configuration and the
@@ -31,7 +31,8 @@ usage: tpu_pod.sh up|tail|stop|delete --name NAME --zone ZONE [options] [-- argu
                       the number of chips; as if the queued resource were in STATE: NONE (default),
                       ACTIVE, SUSPENDED, ...
 
-Exit codes: 0 done, 2 bad input, 75 stopped and resumable, else that of the last attempt.
+Exit codes: 0 done, 2 bad input, 75 stopped and resumable, 77 a device computes wrongly, else that
+of the last attempt.
 EOF
 }
 
@@ -134,11 +135,11 @@ up() {
     queued scp "$archive" "$token" "$name:." --node=all --worker=all && run rm -f "$token" &&
       on_all "$launch" && on_all "$watch" || code=$?
     if [[ $dry ]]; then
-      say "exit codes 0, 2 and 75 end here; any other repeats all of this, $restarts times"
+      say "exit codes 0, 2, 75 and 77 end here; any other repeats all of this, $restarts times"
       return
     fi
     say "exit code $code"
-    if [[ $code =~ ^(0|2|75)$ ]] || ((tries++ >= restarts)); then
+    if [[ $code =~ ^(0|2|75|77)$ ]] || ((tries++ >= restarts)); then
       exit "$code"
     fi
     sleep 30
@@ -146,7 +147,7 @@ up() {
 }
 
 check_bash
-action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu spot="" dry=""
+action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu,data,gcs spot="" dry=""
 no_plan="" slices=1 restarts=0 state=NONE shown=2 train=()
 archive=.cache/torus.tar.gz token=.cache/torus.token
 while (($#)); do

@@ -156,7 +156,7 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
     layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
     recomputes = model.remat == "full"
     stream = shape.tokens * model.hidden_size * shape.b
-    weights = (shape.layer + shape.table) * shape.b
+    weights = (shape.layer + shape.head) * shape.b
 
     def ring(size: int, moved: float, beyond: int) -> float:
         """Return the time of collectives that move this much; beyond: devices they span."""
@@ -177,7 +177,8 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         found["fsdp"] = ring(shards, moved, shards * mesh.tp)
     if mesh.dp > 1 or mesh.ep > 1:
         size = mesh.dp * mesh.ep
-        trained = 0.0 if config.lora.rank else shape.layer + shape.table
+        dense = shape.layer + shape.embedding + shape.head
+        trained = 0.0 if config.lora.rank else dense
         found["dp"] = ring(size, 2 * shape.b * trained, mesh.num_devices)
     if mesh.ep > 1:
         routed = shape.tokens / mesh.tp * model.moe.num_experts_per_tok * model.hidden_size

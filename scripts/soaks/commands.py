@@ -196,7 +196,8 @@ class CommandKills:
                 break
             if not self.kill_once():
                 break
-            report(f"{self.job.name}: kill {self.phases.total()}/{self.limit.times}: {self.phases}")
+            count = f"{self.phases.total()}/{self.limit.times}"
+            report(f"{self.job.name}: kill {count}: {dict(self.phases)}")
         found = self.job.differences(reference, self.job.folder)
         self.mismatches += [f"{self.job.name}: {line}" for line in found]
         verdict = f"{len(found)} differences from" if found else "equals"

@@ -11,7 +11,16 @@ from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError
 
 # The metrics that do not depend on the clock: equal bits on the same mesh.
-EXACT = ("loss", "grad_norm", "learning_rate", "loss_z", "grad_z", "skipped_steps", "eval_loss")
+EXACT = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "loss_z",
+    "grad_z",
+    "skipped_steps",
+    "eval_loss",
+    "params_fingerprint",
+)
 # On another mesh only losses are compared: relative, sixteen roundings of float32.
 CLOSE = ("loss", "eval_loss")
 CLOSE_BOUND = 16 * 2.0**-24

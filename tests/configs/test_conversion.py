@@ -189,7 +189,7 @@ def test_documents_of_an_imported_run_do_not_end_like_a_message(tmp_path) -> Non
     store = Dataset(opened.config.data).sources[0].store
     end, turn_end = (chats.SPECIAL.index(token) for token in (chats.EOS, "<|im_end|>"))
     first, last = ([*opened.tokenizer.encode(text).tolist(), end] for text in texts)
-    assert np.asarray(store.tokens).tolist() == [*first, *last]
+    assert store.tokens[:].tolist() == [*first, *last]
     assert opened.tokenizer.eos_ids == (end, turn_end)
     talk = [("user", "what is one?"), ("assistant", "two")]
     template = find_chat_template("auto", opened.tokenizer).template

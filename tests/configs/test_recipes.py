@@ -58,6 +58,7 @@ def test_the_step_of_a_recipe_compiles(name) -> None:
 
 SHIPPED = {
     "tp8": "v5e-8",
+    "bpe_400m": "v5litepod-16",
     "moe_ep8": "v5e-8",
     "llama3_8b_tp8": "v5p-16",
     "mixtral_8x7b_ep8": "v5p-64",

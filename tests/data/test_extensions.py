@@ -99,7 +99,7 @@ def test_a_marker_is_a_control_token_only_where_the_tokenizer_has_it():
 
 
 def test_a_taken_suffix_and_unknown_names_are_refused():
-    with pytest.raises(ValueError, match=r"'again': jsonl already reads \.json files"):
+    with pytest.raises(ValueError, match=r"'again': json already reads \.json files"):
         register_format("again", suffixes=(".json",))(read_documents)
     with pytest.raises(ValueError, match="unknown chat template 'x'; use one of chatml"):
         DataConfig(chat_template="x")

@@ -17,7 +17,8 @@ from pyarrow import parquet
 
 from data import files as module
 from data.files import DataError, find_files, fingerprint, input_bytes
-from data.formats.base import FileRange, plan_shards
+from data.formats.base import FileRange
+from data.formats.shards import known_suffixes, plan_shards
 
 disable_progress_bars()
 
@@ -126,6 +127,29 @@ def test_the_name_of_a_dataset_on_the_hub_is_answered_with_how_to_save_it():
         find_files("user/stories")
 
 
+@pytest.mark.parametrize(
+    "error", [OSError("offline"), RuntimeError("no\nroute"), FileNotFoundError("user/stories")]
+)
+@pytest.mark.parametrize("rest", ["", "@main/data/*.parquet", "/data/train.jsonl"])
+def test_a_hub_that_does_not_answer_is_one_line_with_how_to_save_the_dataset(
+    monkeypatch, error, rest
+):
+    class Hub:
+        def isdir(self, path):
+            raise error
+
+    monkeypatch.setattr(module, "url_to_fs", lambda path: (Hub(), path))
+    with pytest.raises(DataError) as refused:
+        find_files(f"hf://datasets/user/stories{rest}")
+    line = " ".join(str(error).split())
+    assert str(refused.value) == (
+        f"data.files='hf://datasets/user/stories{rest}': the Hugging Face hub did not answer "
+        f"({type(error).__name__}: {line}); on a machine with access run "
+        "datasets.load_dataset('user/stories', split='train').save_to_disk(FOLDER), and set the "
+        "key to that folder"
+    )
+
+
 def test_no_glob_at_all_is_refused():
     with pytest.raises(DataError, match=r"data.files=\[\] matches no file; give a glob"):
         find_files([])
@@ -138,19 +162,31 @@ def test_files_without_a_byte_are_refused_with_a_remedy(tmp_path):
     assert f"data.files={str(tmp_path / '*')!r}" in str(error.value)
 
 
-def test_a_folder_is_refused_unless_datasets_saved_it(tmp_path, memory):
-    write(tmp_path, a_txt=1)
-    for suffixes, remedy in (
-        (["txt"], f"data.files='{tmp_path}/**/*.txt'"),
-        (["md"], f'data.files="[{tmp_path}/**/*.md, {tmp_path}/**/*.txt]"'),
-    ):
-        write(tmp_path, **{f"a_{suffix}": 1 for suffix in suffixes})
-        with pytest.raises(DataError, match=r"is a folder; name the files in it: ") as error:
-            find_files(str(tmp_path))
-        assert str(error.value).endswith(remedy)
-    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
-    assert find_files(str(tmp_path / "saved")) == [str(tmp_path / "saved")]
-    for path in (tmp_path / "saved").iterdir():
+def test_a_folder_stands_for_the_files_of_known_formats_in_it_or_else_for_all(tmp_path, memory):
+    folder = tmp_path / "[a]"  # not a glob
+    for name in ("b.txt", "deep/a.JSONL.gz", "deep/er/c.parquet", "README.md", ".git/config.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("text")
+        memory.pipe(f"/top/{name}", b"text")
+    known = ["b.txt", "deep/a.JSONL.gz", "deep/er/c.parquet"]
+    for root in (str(folder), f"{folder}/", "memory:///top"):
+        place = root.rstrip("/")
+        found = find_files(root, suffixes=known_suffixes())
+        assert found == [f"{place}/{name}" for name in known]
+        # Of a folder without them, all.
+        assert find_files(root) == sorted(f"{place}/{name}" for name in [*known, "README.md"])
+    assert find_files(f"{folder}/deep/er", suffixes={".txt"}) == [f"{folder}/deep/er/c.parquet"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="matches no file; give a glob"):
+        find_files(str(tmp_path / "empty"))
+
+
+def test_a_folder_that_datasets_saved_is_one_file_also_below_another(tmp_path, memory):
+    Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "in" / "saved")
+    for folder in ("in/saved", "in"):
+        found = find_files(str(tmp_path / folder), suffixes={".txt"})
+        assert found == [str(tmp_path / "in" / "saved")]
+    for path in (tmp_path / "in" / "saved").iterdir():
         memory.pipe(f"/saved/{path.name}", path.read_bytes())
     with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
         find_files("memory://saved")
@@ -228,7 +264,7 @@ def test_formats_follow_from_the_suffix_under_a_compression_too(tmp_path):
     formats = {
         "a.jsonl": "jsonl",
         "a.NDJSON": "jsonl",
-        "a.json.gz": "jsonl",
+        "a.json.gz": "json",
         "a.jsonl.zst": "jsonl",
         "a.txt": "text",
         "a.py.xz": "text",

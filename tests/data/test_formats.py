@@ -21,14 +21,8 @@ from pyarrow import parquet
 
 from data.files import DamagedFileError, find_files
 from data.formats import text
-from data.formats.base import (
-    SHARD_BYTES,
-    Document,
-    DocumentError,
-    FileRange,
-    plan_shards,
-    read_documents,
-)
+from data.formats.base import Document, DocumentError, FileRange, read_documents
+from data.formats.shards import SHARD_BYTES, plan_shards
 
 disable_progress_bars()
 
@@ -447,10 +441,10 @@ def test_the_report_of_damage_is_one_short_line():
 def test_lines_are_read_in_bounded_memory(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path, ["x" * 1000] * 1000)
     reads = []
-    blocks = text._read_blocks
+    blocks = text.read_blocks
     monkeypatch.setattr(
         text,
-        "_read_blocks",
+        "read_blocks",
         lambda *args: (reads.append(block) or block for block in blocks(*args)),
     )
     entry = FileRange(str(path), "jsonl", 0, path.stat().st_size)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,16 +24,16 @@ from data.packing import count_bytes, split_documents
 OPTIONS = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
 
 
-def arrays_of(packs: PackedStore) -> list[list]:
+def rows_of(packs: PackedStore) -> list[list]:
     return [
-        getattr(rows, name).tolist()
+        [spans.start.tolist(), spans.length.tolist(), spans.goes_on]
         for rows in (packs.train, packs.held_out)
-        for name in ("row_begin", "start", "length", "goes_on")
+        for spans in map(rows.spans, range(rows.num_rows))
     ]
 
 
 def assert_equal(left: PackedStore, right: PackedStore) -> None:
-    assert arrays_of(left) == arrays_of(right)
+    assert rows_of(left) == rows_of(right)
     assert (left.folder, left.info) == (right.folder, right.info)
 
 
@@ -41,8 +42,8 @@ def test_opened_rows_are_the_packed_ones_and_lie_on_disk(packing, tmp_path):
     store = store_of(range(1, 30))
     packs = open_packed_store(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
     train, held_out = (PACKERS[packing](p, 8) for p in split_documents(store.ends, 0.2))
-    assert arrays_of(packs) == arrays_of(replace(packs, train=train, held_out=held_out))
-    assert isinstance(packs.train.start.base, np.memmap)
+    assert rows_of(packs) == rows_of(replace(packs, train=train, held_out=held_out))
+    assert packs.train.num_rows == train.num_rows > 0 < held_out.num_rows == packs.held_out.num_rows
     assert [path.name for path in (tmp_path / "packs").iterdir()] == [packs.folder.name]
 
 
@@ -118,9 +119,9 @@ def test_a_pickle_holds_the_folder_only(tmp_path):
     assert_equal(pickle.loads(pickled), packs)
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, place: int = -3) -> None:
     content = bytearray(path.read_bytes())
-    content[-3] ^= 1
+    content[place] ^= 1
     path.write_bytes(content)
 
 
@@ -129,7 +130,11 @@ def cut_short(path: Path) -> None:
 
 
 DAMAGE = {"flipped": flip, "cut short": cut_short, "removed": Path.unlink}
-FILES = ["pack.json", "train_row_begin.npy", "train_length.npy", "held_out_start.npy"]
+FILES = ["pack.json", "rows.bin", "rows.crc32"]
+
+
+def read_folder(store, cache: Path) -> list[list]:
+    return rows_of(open_packed_store(store, **OPTIONS, cache=cache))
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -138,8 +143,52 @@ def test_a_damaged_file_is_named_with_the_remedy(name, damage, tmp_path):
     store = store_of(range(1, 30))
     folder = open_packed_store(store, **OPTIONS, cache=tmp_path).folder
     damage(folder / name)
-    with pytest.raises(DataError, match=rf"{folder / name}: .*; delete the folder {folder}, the"):
-        open_packed_store(store, **OPTIONS, cache=tmp_path)
+    where = r"rows\..*" if name != "pack.json" else "pack.json: .*"
+    with pytest.raises(DataError, match=rf"^{folder}/{where}; delete the folder {folder}, the"):
+        read_folder(store, tmp_path)
+
+
+def test_every_flipped_bit_of_the_rows_or_their_checksums_is_found_before_a_row_is_used(tmp_path):
+    store = store_of(range(1, 30))
+    folder = open_packed_store(store, **OPTIONS, cache=tmp_path).folder
+    for name in ("rows.bin", "rows.crc32"):
+        for place in range(0, (folder / name).stat().st_size, 37):
+            flip(folder / name, place)
+            with pytest.raises(DataError, match="differ from what was written"):
+                read_folder(store, tmp_path)
+            flip(folder / name, place)
+    read_folder(store, tmp_path)
+
+
+@pytest.mark.parametrize("names", [FILES, FILES[1:], FILES[:1], FILES[2:]])
+def test_files_of_another_packed_store_of_equal_sizes_are_found(names, tmp_path):
+    one, two = store_of([8] * 60), store_of([8] * 60)
+    two.digest = "1"
+    folders = [open_packed_store(store, **OPTIONS, cache=tmp_path).folder for store in (one, two)]
+    for name in names:
+        assert (folders[0] / name).stat().st_size == (folders[1] / name).stat().st_size
+        shutil.copy(folders[0] / name, folders[1] / name)
+    with pytest.raises(DataError, match=r"differs? from what was written"):
+        read_folder(two, tmp_path)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+@pytest.mark.parametrize("is_small", [False, True])
+def test_rows_that_are_cut_short_in_use_are_an_error_or_in_memory(
+    name, is_small, tmp_path, monkeypatch
+):
+    if not is_small:
+        monkeypatch.setattr("data.checked_array.MAX_READ", 64)
+    store = store_of(range(1, 30))
+    packs = open_packed_store(store, **OPTIONS, cache=tmp_path)
+    wanted = rows_of(packs)
+    os.truncate(packs.folder / name, 4)
+    if is_small:
+        assert rows_of(packs) == wanted
+        return
+    law = rf"^{packs.folder / name} was cut short while it was in use: .*; delete the folder"
+    with pytest.raises(DataError, match=law):
+        packs.train.spans(packs.train.num_rows - 1)
 
 
 def test_an_index_that_says_something_else_is_damaged(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import pairwise
 
 import numpy as np
 import pyarrow
@@ -13,7 +14,8 @@ from test_pipeline import OfHost, assert_equal, one_device, rows_over_eight, ste
 from data.batch import FIELDS
 from data.config import DataConfig
 from data.files import DataError
-from data.formats.base import Document, plan_shards, read_documents
+from data.formats.base import Document, read_documents
+from data.formats.shards import plan_shards
 from data.pipeline import Dataset, _ReadLocalRows, eval_batches, local_rows
 from data.store import Store
 
@@ -184,9 +186,8 @@ def test_held_out_pairs_are_padded_by_pairs_without_a_loss(folder):
 
 def learned(store: Store, tokenizer) -> list[str]:
     """Text in the loss of every document."""
-    begins = [0, *store.ends[:-1]]
-    parts = [slice(int(a), int(b)) for a, b in zip(begins, store.ends, strict=True)]
-    return [tokenizer.decode(store.tokens[p][np.asarray(store.loss_mask[p]) > 0]) for p in parts]
+    parts = [slice(a, b) for a, b in pairwise([0, *store.ends[:].tolist()])]
+    return [tokenizer.decode(store.tokens[p][store.loss_mask[p] > 0]) for p in parts]
 
 
 @pytest.mark.parametrize("template", ["chatml of ours", *TEMPLATES])

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import prepare as module
-from data.config import SourceConfig
+from data.config import DataConfig, SourceConfig
 from data.files import DataError
-from data.formats.base import plan_shards
+from data.formats.shards import plan_shards
 from data.prepare import StoreJob, prepare
 from data.store import Store
 from data.tokenizers.base import Tokenizer
@@ -76,17 +76,17 @@ def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> 
     texts = [PLAIN, *LINES]
     chat = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in CHAT]
     expected = [[*text.encode(), EOS] for text in [*texts, "".join(chat), PLAIN * 2]]
-    assert store.tokens.tolist() == [*itertools.chain(*expected)]
-    assert store.ends.tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
+    assert store.tokens[:].tolist() == [*itertools.chain(*expected)]
+    assert store.ends[:].tolist() == np.cumsum([len(ids) for ids in expected]).tolist()
     # Of a chat, what the assistant says is learned, and how it ends; its end only if it is last.
     learned = [[1] * len(ids) for ids in expected]
     learned[6] = [0] * len(expected[6])
     begin = len((chat[0] + "<|im_start|>assistant\n").encode())
     end = begin + len("Jó.<|im_end|>".encode())
     learned[6][begin:end] = [1] * (end - begin)
-    assert store.loss_mask.tolist() == [*itertools.chain(*learned)]
+    assert store.loss_mask[:].tolist() == [*itertools.chain(*learned)]
     sizes = [len(text.encode()) for text in texts] + [len("Jó.".encode()), 2 * len(PLAIN)]
-    assert store.num_bytes.tolist() == sizes
+    assert store.num_bytes[:].tolist() == sizes
     assert [(Path(file.path).name, file.size) for file in store.info.files] == [
         (path.name, path.stat().st_size) for path in sorted((tmp_path / "input").iterdir())
     ]
@@ -134,8 +134,8 @@ import multiprocessing, os, signal, sys
 from functools import partial
 from pathlib import Path
 from data import prepare as module
-from data.config import SourceConfig
-from data.formats.base import plan_shards
+from data.config import DataConfig, SourceConfig
+from data.formats.shards import plan_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 def report(done, total, tokens):
@@ -283,7 +283,7 @@ def test_broken_documents_are_skipped_and_counted(tmp_path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(BROKEN) + b"{\n" * 7)
     store = make(SourceConfig(files=str(path)), tmp_path / "cache", on_error="skip")
-    assert ByteTokenizer().decode(store.tokens) == "good" and len(store.ends) == 2
+    assert ByteTokenizer().decode(store.tokens[:]) == "good" and len(store.ends) == 2
     counts = {kind: skip.count for kind, skip in store.info.skipped.items()}
     assert counts == {
         "invalid JSON": 8,
@@ -298,28 +298,62 @@ def test_broken_documents_are_skipped_and_counted(tmp_path) -> None:
     assert "skipped: 8 invalid JSON (first: " in store.summary()
 
 
+SKIP = "or use data.on_error=skip"
+
+
 @pytest.mark.parametrize(
-    ("record", "remedy"),
+    ("record", "field"),
     [
-        ({"id": 1, "content": "x"}, "field=content, or"),
-        ({"title": "a long title", "body": "x"}, "field=body, or"),
-        ({"id": "7", "prose": "longer"}, "field=prose, or"),
-        ({"id": 1}, r"field=\.\.\., or"),
+        ({"id": 1, "content": "x"}, "content"),
+        ({"title": "a long title", "body": "x"}, "body"),
+        ({"id": "7", "prose": "longer"}, "prose"),
+        ({"id": 1}, None),
     ],
 )
 def test_a_missing_field_is_answered_with_the_field_that_may_hold_the_text(
-    tmp_path, record, remedy
+    tmp_path, record, field
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     source = SourceConfig(files=str(tmp_path / "a.jsonl"))
-    for name, start in (("docs", "; set "), ("text", r"text\.files and set ")):
+    for name, key in (("docs", "data.sources.docs.field"), ("text", "data.field")):
         job = StoreJob(name, source, ByteTokenizer(), "raise")
-        with pytest.raises(DataError, match=rf"{start}data\.sources\.{name}\.{remedy} use data\."):
+        with pytest.raises(DataError) as refused:
             prepare(job, cache=tmp_path / "cache")
+        remedy = f"set {key}={field}" if field else f"correct the file, set {key}, {SKIP}"
+        assert str(refused.value).endswith(f"; {remedy}")
     skipping = StoreJob("docs", source, ByteTokenizer(), "skip")
     law = r"skipped: 1 missing field \(first: .*\); set data\.sources\.docs\.field to a field with"
     with pytest.raises(DataError, match=law):
         prepare(skipping, cache=tmp_path / "cache")
+
+
+def test_a_field_that_only_one_document_lacks_is_no_other_field(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"error": "no text"}\n')
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*; correct the file, .*{SKIP}$"):
+        make(SourceConfig(files=str(tmp_path / "a.jsonl")), tmp_path / "cache")
+
+
+def test_the_field_of_data_files_is_data_field(tmp_path) -> None:
+    config = DataConfig(files="a", field="content")
+    assert config.named_sources == {"text": SourceConfig(files="a", field="content")}
+    with pytest.raises(ValueError, match=r"data\.field=content has no effect with data\.sources"):
+        DataConfig(sources={"a": SourceConfig(files="a")}, field="content")
+
+
+def test_a_folder_is_read_and_its_files_of_other_formats_are_named(tmp_path, caplog) -> None:
+    folder = tmp_path / "folder"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "a.txt").write_text("one")
+    (folder / "deep" / "b.jsonl").write_text('{"text": "two"}\n')
+    source = SourceConfig(files=str(folder))
+    expected = [*b"one", EOS, *b"two", EOS]
+    assert make(source, tmp_path / "first").tokens[:].tolist() == expected and not caplog.messages
+    (folder / "README.md").write_text("about")
+    assert make(source, tmp_path / "second").tokens[:].tolist() == expected
+    assert caplog.messages == [
+        f"data.files: 1 file of other formats in the folder left out, such as {folder}/README.md; "
+        "give a glob to read them"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +430,7 @@ def test_a_large_vocabulary_makes_wide_tokens(tmp_path) -> None:
     source = SourceConfig(files=str(tmp_path / "a.txt"))
     store = make(source, tmp_path, tokenizer=WideTokenizer())
     assert store.tokens.dtype == np.uint32
-    assert store.tokens.tolist() == [70_097, 70_098, 100_000]
+    assert store.tokens[:].tolist() == [70_097, 70_098, 100_000]
 
 
 class DeadlyTokenizer(ByteTokenizer):

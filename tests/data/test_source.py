@@ -134,7 +134,7 @@ def test_validation_conversations_and_pairs_are_rows_like_any_others(folder):
     dataset = open_data(folder, sequence_length=128)
     source = dataset.sources[0]
     learned = sum(int(source.eval_row(n)["loss_mask"].sum()) for n in range(source.num_eval))
-    assert learned == int(np.count_nonzero(source.held_out[0].loss_mask))
+    assert learned == int(np.count_nonzero(source.held_out[0].loss_mask[:]))
     train, held = all_texts(dataset)
     assert train.count("train") == 12 and held.count("held") == 5 and "held" not in train
     for name, count in (("train", 12), ("held", 5)):

@@ -1,10 +1,12 @@
 """A store holds what was appended, for any shards and kills; damage to any file is found."""
 
+import errno
 import hashlib
 import itertools
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 from pathlib import Path
@@ -82,11 +84,11 @@ def stored(tmp_path) -> Store:
 
 
 def test_a_store_holds_what_was_appended(stored) -> None:
-    assert stored.tokens.tolist() == [1, 2, 3, 256, 4, 256, 5, 6, 256, 256, 7, 8, 9, 256]
-    assert stored.ends.tolist() == [4, 6, 9, 10, 14]
-    assert stored.num_bytes.tolist() == [3, 1, 2, 0, 3]
-    assert stored.loss_mask.tolist() == [1] * 6 + [0, 1, 1, 1, 1, 1, 1, 1]
-    assert not stored.tokens.flags.writeable
+    assert stored.tokens[:].tolist() == [1, 2, 3, 256, 4, 256, 5, 6, 256, 256, 7, 8, 9, 256]
+    assert stored.ends[:].tolist() == [4, 6, 9, 10, 14]
+    assert stored.num_bytes[:].tolist() == [3, 1, 2, 0, 3]
+    assert stored.loss_mask[:].tolist() == [1] * 6 + [0, 1, 1, 1, 1, 1, 1, 1]
+    assert not stored.tokens[:].flags.writeable
     counts = [(file.path, file.num_tokens, file.num_documents) for file in stored.info.files]
     assert counts == [("a.txt", 6, 2), ("b.txt", 0, 0), ("c.txt", 8, 3)]
     assert stored.info.skipped["empty"].count == 4
@@ -106,7 +108,7 @@ def test_the_vocabulary_decides_the_width_of_tokens(tmp_path, size, dtype) -> No
     tokens = np.array([1, size - 1], dtype)
     part = TokenizedDocuments("a.txt", tokens, np.array([2]), np.array([1]))
     stored = write(tmp_path / "s", [[part]], size)
-    assert stored.tokens.dtype == dtype and stored.tokens.tolist() == [1, size - 1]
+    assert stored.tokens.dtype == dtype and stored.tokens[:].tolist() == [1, size - 1]
     assert stored.loss_mask is None and not (stored.folder / "learned.bin").exists()
 
 
@@ -216,17 +218,142 @@ def test_a_damaged_journal_is_not_continued(tmp_path) -> None:
             StoreWriter(tmp_path / "s", plan())
 
 
-def test_a_flipped_byte_of_description_or_index_is_found_at_opening(stored) -> None:
-    for name in ("store.json", "ends.bin", "num_bytes.bin"):
-        path = stored.folder / name
-        whole = path.read_bytes()
-        for place in range(0, len(whole), max(1, len(whole) // 100)):
-            flipped = whole[place] ^ (1 << place % 8)
-            path.write_bytes(whole[:place] + bytes([flipped]) + whole[place + 1 :])
-            with pytest.raises(DataError, match=f"{name}.*; delete .* and prepare"):
-                Store(stored.folder)
-        path.write_bytes(whole)
+ARRAYS = ["tokens", "ends", "num_bytes", "learned"]
+
+
+def read_everything(folder: Path) -> None:
+    store = Store(folder)
+    for array in (store.tokens, store.ends, store.num_bytes, store.loss_mask):
+        array[:]
+
+
+def flip(path: Path, place: int, bit: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= bit
+    path.write_bytes(content)
+
+
+def test_a_flipped_byte_of_the_description_is_found_at_opening(stored) -> None:
+    path = stored.folder / "store.json"
+    for place in range(0, path.stat().st_size, path.stat().st_size // 100):
+        flip(path, place, 1 << place % 8)
+        with pytest.raises(DataError, match=r"store\.json.*; delete .* and prepare"):
+            Store(stored.folder)
+        flip(path, place, 1 << place % 8)
     Store(stored.folder)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "crc32"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_flipped_bit_of_an_array_or_of_its_checksums_is_found_when_it_is_read(
+    stored, name, suffix
+) -> None:
+    path = stored.folder / f"{name}.{suffix}"
+    for place in range(path.stat().st_size):
+        flip(path, place, 1 << place % 8)
+        law = rf"^{stored.folder / name}\.bin: .* differ from what was written; delete "
+        with pytest.raises(DataError, match=law):
+            read_everything(stored.folder)
+        flip(path, place, 1 << place % 8)
+    read_everything(stored.folder)
+
+
+def test_damage_is_named_with_its_block_and_its_input_files(tmp_path) -> None:
+    """Blocks of 4096 bytes hold 2048 tokens."""
+    texts = [document(path, [n % 256 for n in range(3071)]) for path in ("a.txt", "c.txt")]
+    stored = write(tmp_path / "s", [texts])
+    for place, law in (
+        (0, "tokens 0 to 2048 of a.txt (bytes 0 to 4096)"),
+        (4096 + 2047, "tokens 2048 to 4096 of a.txt to c.txt (bytes 4096 to 8192)"),
+        (2 * 6144 - 1, "tokens 4096 to 6144 of c.txt (bytes 8192 to 12288)"),
+    ):
+        flip(stored.folder / "tokens.bin", place)
+        begin = place // 4096 * 2048
+        with pytest.raises(DataError, match=re.escape(f"{law} differ from what was written")):
+            stored.tokens[begin + 2047 : begin + 2048]
+        # Only what is read is checked.
+        assert len(np.concatenate([stored.tokens[:begin], stored.tokens[begin + 2048 :]])) == 4096
+        flip(stored.folder / "tokens.bin", place)
+    flip(stored.folder / "ends.bin", 8)
+    with pytest.raises(DataError, match=r"ends\.bin: documents 0 to 2 \(bytes 0 to 16\) differ"):
+        stored.ends[0]
+
+
+def test_swapped_and_zeroed_blocks_are_found(tmp_path) -> None:
+    stored = write(tmp_path / "s", [[document("a.txt", [n % 251 for n in range(8191)])]])
+    path = stored.folder / "tokens.bin"
+    whole = path.read_bytes()
+    blocks = [whole[n : n + 4096] for n in range(0, len(whole), 4096)]
+    for changed in ([1, 0, 2, 3], [0, 1, 3, 2], [0, 0, 2, 3]):
+        path.write_bytes(b"".join(blocks[n] for n in changed))
+        with pytest.raises(DataError, match="differ from what was written"):
+            stored.tokens[:]
+    path.write_bytes(whole[:4096] + bytes(4096) + whole[8192:])
+    with pytest.raises(DataError, match=r"tokens 2048 to 4096 of a\.txt"):
+        stored.tokens[:]
+
+
+@pytest.mark.parametrize("suffixes", [("bin",), ("crc32",), ("bin", "crc32")])
+def test_files_of_another_store_of_equal_sizes_are_found(stored, tmp_path, suffixes) -> None:
+    changed = [*DOCUMENTS[:4], document("c.txt", [7, 8, 8], [True] * 3)]
+    with StoreWriter(tmp_path / "other", plan(key="other")) as writer:
+        writer.append("0", changed, {})
+        other = writer.finish()
+    for name in ARRAYS:
+        for suffix in suffixes:
+            shutil.copy(stored.folder / f"{name}.{suffix}", other.folder / f"{name}.{suffix}")
+    with pytest.raises(DataError, match="differ from what was written"):
+        read_everything(other.folder)
+
+
+@pytest.mark.parametrize("suffix", ["bin", "crc32"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_file_that_is_cut_short_in_use_is_an_error_and_not_a_crash(stored, name, suffix) -> None:
+    path = stored.folder / f"{name}.{suffix}"
+    array = {"learned": "loss_mask"}.get(name, name)
+    os.truncate(path, 1)
+    with pytest.raises(DataError, match=f"^{path} was cut short while it was in use: .*; delete"):
+        getattr(stored, array)[:]
+
+
+def test_a_store_that_is_deleted_or_replaced_in_use_is_read_as_it_was(stored, tmp_path) -> None:
+    wanted = stored.tokens[:].tolist()
+    shutil.rmtree(stored.folder)
+    write(stored.folder, [[document("a.txt", [9] * 13)]])
+    assert stored.tokens[:].tolist() == wanted
+
+
+def test_an_unreadable_block_is_an_error_that_names_the_file(stored, monkeypatch) -> None:
+    def refuse(*_: int) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pread", refuse)
+    with pytest.raises(OSError, match=f"Input/output error: '{stored.folder / 'tokens.bin'}'"):
+        stored.tokens[:1]
+
+
+def as_earlier_version(folder: Path) -> None:
+    """Make a store what the first version wrote: without checksums."""
+    path = folder / "store.json"
+    info = json.loads(path.read_text())
+    del info["checksum"], info["checksum_blocks"]
+    info["checksum"] = hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(info))
+    for checksums in folder.glob("*.crc32"):
+        checksums.unlink()
+
+
+def test_a_store_without_checksums_opens_and_its_index_is_verified(stored) -> None:
+    wanted = stored.tokens[:].tolist(), stored.loss_mask[:].tolist(), stored.digest
+    as_earlier_version(stored.folder)
+    old = Store(stored.folder)
+    assert (old.tokens[:].tolist(), old.loss_mask[:].tolist(), old.digest) == wanted
+    assert stored.has_checksums and not old.has_checksums
+    for name in ("ends.bin", "num_bytes.bin"):
+        flip(stored.folder / name, 3)
+        with pytest.raises(DataError, match=f"{name}: its SHA-256 is .*, expected .*; delete"):
+            Store(stored.folder)
+        flip(stored.folder / name, 3)
 
 
 @pytest.mark.parametrize(
@@ -238,18 +365,19 @@ def test_a_flipped_byte_of_description_or_index_is_found_at_opening(stored) -> N
         ("learned.bin", 13, "learned.bin: its SHA-256 is .*, expected"),
     ],
 )
-def test_verify_names_the_input_file_whose_tokens_changed(stored, name, place, law) -> None:
-    path = stored.folder / name
-    whole = bytearray(path.read_bytes())
-    whole[place] ^= 1
-    path.write_bytes(whole)
-    with pytest.raises(DataError, match=law):
+@pytest.mark.parametrize("is_old", [False, True])
+def test_verify_names_the_input_file_whose_tokens_changed(stored, name, place, law, is_old) -> None:
+    if is_old:
+        as_earlier_version(stored.folder)
+    flip(stored.folder / name, place)
+    with pytest.raises(DataError, match=law if is_old else f"{name}: .* differ from what was"):
         Store(stored.folder).verify()
 
 
-@pytest.mark.parametrize("name", ["tokens.bin", "ends.bin", "num_bytes.bin", "learned.bin"])
-def test_a_file_of_another_size_is_found_at_opening(stored, name) -> None:
-    path = stored.folder / name
+@pytest.mark.parametrize("suffix", ["bin", "crc32"])
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_file_of_another_size_is_found_at_opening(stored, name, suffix) -> None:
+    path = stored.folder / f"{name}.{suffix}"
     whole = path.read_bytes()
     for changed in (whole[:-1], whole + b"\0", b""):
         path.write_bytes(changed)
@@ -307,16 +435,25 @@ def test_a_changed_token_mask_or_document_end_changes_the_digest(stored, tmp_pat
     assert write(tmp_path / "changed", [changed]).digest != stored.digest
 
 
+def test_a_store_that_another_one_replaced_is_not_unpickled(stored) -> None:
+    data = pickle.dumps(stored)
+    shutil.rmtree(stored.folder)
+    write(stored.folder, [[document("a.txt", [9] * 13)]])
+    with pytest.raises(DataError, match=f"^{stored.folder} was replaced by another store during"):
+        pickle.loads(data)
+
+
 def test_a_store_pickles_by_its_folder(stored) -> None:
     data = pickle.dumps(stored)
-    assert len(data) < 300
+    assert len(data) < 400
     copy = pickle.loads(data)
-    assert copy.tokens.tolist() == stored.tokens.tolist() and copy.digest == stored.digest
+    assert copy.tokens[:].tolist() == stored.tokens[:].tolist() and copy.digest == stored.digest
 
 
 def test_ten_gigabytes_open_in_a_second(stored) -> None:
-    """A sparse file: opening must not read tokens, and the index of 5 million documents is read."""
+    """A sparse file: opening must not read tokens. Without checksums the index is read."""
     tokens, documents = 5 * 10**9, 5 * 10**6
+    as_earlier_version(stored.folder)
     info = json.loads((stored.folder / "store.json").read_text())
     del info["checksum"], info["digests"]["learned.bin"]
     os.truncate(stored.folder / "tokens.bin", 2 * tokens)

@@ -72,7 +72,7 @@ def test_documents_begin_with_bos_as_the_tokenizer_itself_says(
 def test_every_document_of_a_store_is_between_bos_and_eos(tmp_path):
     rows = dataset(tmp_path, write_model_directory(tmp_path / "model"))
     store, tokenizer = rows.sources[0].store, rows.tokenizer
-    first, last = np.split(np.asarray(store.tokens), store.ends[:1])
+    first, last = np.split(store.tokens[:], store.ends[:1])
     for part, text in ((first, "the cat sat on the mat"), (last, "what is one and one?")):
         assert part.tolist() == [BOS_ID, *tokenizer.encode(text), EOS_ID]
 
@@ -80,7 +80,7 @@ def test_every_document_of_a_store_is_between_bos_and_eos(tmp_path):
 def test_add_bos_overrides_the_tokenizer_and_decides_the_store(tmp_path):
     folder = write_model_directory(tmp_path / "model")
     with_it, without = (dataset(tmp_path, folder, add_bos=value) for value in ("auto", False))
-    assert BOS_ID not in without.sources[0].store.tokens
+    assert BOS_ID not in without.sources[0].store.tokens[:]
     assert with_it.sources[0].store.folder != without.sources[0].store.folder
     change = explain_change(without.order(0), with_it.order(0))
     assert change.endswith(f"data.add_bos was None, is now {BOS_ID}")

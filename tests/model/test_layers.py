@@ -9,7 +9,10 @@ from flax import nnx
 
 from model.config import ModelConfig
 from model.layers import Embedding, RMSNorm, truncated_normal
+from parallel.planning.hlo import COLLECTIVES
+from parallel.planning.hlo_parser import parse_hlo
 from parallel.sharding.axes import ResidualSharding, TokenSharding
+from parallel.sharding.mesh import MeshConfig
 
 CONFIG = ModelConfig(vocab_size=64, hidden_size=16, dtype="float32")
 
@@ -31,7 +34,7 @@ def test_rms_norm_equals_its_formula_in_every_layout(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
-@pytest.mark.parametrize("mesh", ["tp8", "dp2-fsdp2-tp2", "tp4-sp2"])
+@pytest.mark.parametrize("mesh", ["tp8", "fsdp8", "dp2-fsdp2-tp2", "tp4-sp2", "ep2-fsdp2-sp2"])
 def test_embedding_looks_up_rows_on_every_mesh(mesh: str, layout: str) -> None:
     tp = tensor_parallel(MESHES[mesh], layout)
     tokens = np.random.default_rng(2).integers(0, 64, (8, 16)).astype(np.int32)
@@ -51,6 +54,25 @@ def test_embedding_looks_up_rows_on_every_mesh(mesh: str, layout: str) -> None:
     want = np.zeros_like(table)
     np.add.at(want, tokens, table[tokens])
     np.testing.assert_allclose(grads["table"][...], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_neither_the_table_nor_its_gradient_travels_over_fsdp_and_sp(tied: bool) -> None:
+    tp = tensor_parallel(MeshConfig(fsdp=2, sp=2, tp=2))
+    config = CONFIG.model_copy(update={"vocab_size": 4096, "tie_word_embeddings": tied})
+    with jax.set_mesh(tp.mesh):
+        definition, params = nnx.split(Embedding(config, tp, rngs=rngs()))
+        tokens = jax.device_put(np.zeros((8, 16), np.int32), tp.manager.sharding(TokenSharding))
+
+        def loss(params):
+            return jnp.sum(nnx.merge(definition, params)(tokens) ** 2)
+
+        text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    module = parse_hlo(text)
+    instructions = [x for c in module.computations.values() for x in c.instructions]
+    sent = [x.bytes for x in instructions if x.opcode in COLLECTIVES]
+    # The embeddings of all tokens are 8 KiB, the table is 256 KiB.
+    assert sent and sum(sent) < 64 * 1024
 
 
 def test_truncated_normal_has_its_moments_and_exact_values() -> None:

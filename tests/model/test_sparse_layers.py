@@ -156,7 +156,7 @@ def test_two_equal_microbatches_have_the_loss_and_gradients_of_one(objective) ->
         state, one = program.init(), batch(program)
         two = {name: jnp.concatenate([field, field]) for name, field in one.items()}
         if objective == "dpo":
-            found = [jax.jit(program.preference_gradients)(state, fields) for fields in (one, two)]
+            found = [jax.jit(program.step_gradients)(state, fields) for fields in (one, two)]
         else:
             found = [jax.jit(program.gradients)(state.params, fields) for fields in (one, two)]
     (loss, _, grads), (other, _, others) = found

@@ -13,7 +13,6 @@ import time
 import tomllib
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 from conftest import ROOT
 from launch_scripts import (
@@ -28,7 +27,6 @@ from launch_scripts import (
     start,
     write_program,
 )
-from ruamel.yaml import YAML
 
 SCRIPTS = ["tpu_pod.sh", "gke.sh", "slurm.sbatch", "arguments.sh"]
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.txt"))
@@ -87,6 +85,8 @@ def test_every_action_has_a_golden_file() -> None:
          "--accelerator", "a", "--topology", "2x2x2", "--pvc", "p", "--", *TRAIN, *STRANGE],
         ["gke.sh", "up", "--xpk", "--name", "n", "--image", "r/i:1", "--cluster", "c",
          "--location", "l", "--project", "p", "--tpu-type", "t", "--", *TRAIN, *STRANGE],
+        ["gke.sh", "prepare", "--name", "n", "--image", "r/i:1", "--cluster", "c", "--location",
+         "l", "--pvc", "p", "--", *STRANGE],
         ["gke.sh", "build", "--image", "r/i:1"],
         ["slurm.sbatch", *TRAIN, *STRANGE],
     ],
@@ -142,6 +142,10 @@ BAD = [
     (["gke.sh", "up", "--image", "i: {x}", "--", *TRAIN], "special character"),
     (["gke.sh", "up", "--pvc", "a: b", "--", *TRAIN], "--pvc=a: b"),
     (["gke.sh", "delete", "--cluster", "c", "--location", "l"], "delete needs --name"),
+    (["gke.sh", "prepare", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l"],
+     "prepare needs --pvc"),
+    (["gke.sh", "prepare", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l",
+      "--pvc", "p"], "arguments of scripts/prepare_data.py"),
     (["slurm.sbatch"], "needs --config"),
     (["slurm.sbatch", "--restarts", "x", *TRAIN], "--restarts=x"),
 ]  # fmt: skip
@@ -159,82 +163,6 @@ def test_a_batch_job_is_refused_outside_the_repository(checkout) -> None:
     (checkout / "train.py").unlink()
     code, _, err = run(checkout, script("slurm.sbatch"), *TRAIN)
     assert code == 2 and "no train.py" in err and err.count("\n") == 1
-
-
-# The JobSet.
-
-
-def read_manifests(text: str) -> list[dict]:
-    """Return the Secret and the JobSet."""
-    (filled,) = re.findall(r"<<'EOF'\n(.*)\nEOF\n", text, re.DOTALL)
-    assert not re.search("__[A-Z]+__", filled)
-    return list(YAML(typ="safe").load_all(filled))
-
-
-def golden_manifest() -> dict:
-    return read_manifests((Path(__file__).parent / "golden" / "gke_up.txt").read_text())[1]
-
-
-def validate(job: dict) -> None:
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "slice"}} | job
-    kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
-
-
-def test_the_job_of_a_slice_satisfies_the_schema_of_kubernetes() -> None:
-    (replicated,) = golden_manifest()["spec"]["replicatedJobs"]
-    validate(replicated["template"])
-    broken = replicated["template"]
-    broken["spec"]["template"]["spec"]["containers"][0]["argument"] = []
-    with pytest.raises(kubernetes_validate.ValidationError, match="argument"):
-        validate(broken)
-
-
-def test_the_jobset_restarts_all_slices_but_not_after_bad_input() -> None:
-    manifest = golden_manifest()
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    policy = manifest["spec"]["failurePolicy"]
-    assert policy["maxRestarts"] == 20
-    assert policy["rules"] == [
-        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    ]
-    (replicated,) = manifest["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    pod = job["template"]["spec"]
-    (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule["onExitCodes"]["values"] == [2]
-    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
-    # Kubernetes applies podFailurePolicy to no other; a lone host cannot be replaced.
-    assert (pod["restartPolicy"], job["backoffLimit"]) == ("Never", 0)
-
-
-def test_a_slice_has_the_hosts_of_its_topology(checkout) -> None:
-    (replicated,) = golden_manifest()["spec"]["replicatedJobs"]
-    job = replicated["template"]["spec"]
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
-    chips = container["resources"]["limits"]["google.com/tpu"]
-    assert job["parallelism"] == job["completions"] == 16 // chips
-    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4"
-    assert replicated["replicas"] == 2
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]}
-
-
-def test_arguments_reach_the_container_as_they_were_given(checkout) -> None:
-    code, out, _ = run(
-        checkout, script("gke.sh"), "up", "--dry-run", "--name", "n", "--image", "r/i:1",
-        "--cluster", "c", "--location", "l", "--accelerator", "a", "--topology", "2x2x2",
-        "--pvc", "p", "--", *TRAIN, *STRANGE,
-    )  # fmt: skip
-    assert code == 0
-    (replicated,) = read_manifests(out)[1]["spec"]["replicatedJobs"]
-    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    assert container["args"] == ["--distributed", *TRAIN, *STRANGE]
-
-
-def test_the_template_is_yaml_before_it_is_filled() -> None:
-    templates = YAML(typ="safe").load_all((LAUNCH / "gke_jobset.yaml").read_text())
-    assert [template["kind"] for template in templates] == ["Secret", "JobSet"]
 
 
 # SLURM.
@@ -429,6 +357,10 @@ def test_the_image_installs_what_its_accelerator_needs(tmp_path) -> None:
         code, target = installed_by(accelerator, extras, tmp_path)
         assert (code, target) == (0, f".[{','.join(filter(None, [accelerator, extras]))}]")
         assert set(target[2:-1].split(",")) <= set(project["optional-dependencies"])
+    (built,) = re.findall(
+        "EXTRAS=([a-z,]+)", (Path(__file__).parent / "golden/gke_build.txt").read_text()
+    )
+    assert {"data", "gcs"} <= set(built.split(",")) <= set(project["optional-dependencies"])
     assert installed_by("cpu", "", tmp_path) == (0, ".")
     assert installed_by("cpu", "data", tmp_path) == (0, ".[data]")
     assert installed_by("gpu", "", tmp_path)[0] == 2
@@ -451,7 +383,8 @@ def test_every_command_of_the_documentation_is_accepted(checkout) -> None:
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
     commands = [shlex.split(line, comments=True) for line in blocks.splitlines() if line]
     launches = [words for words in commands if words[0].startswith("scripts/launch/")]
-    assert {words[1] for words in launches} == {"up", "tail", "stop", "delete", "build"}
+    actions = {"up", "tail", "stop", "delete", "build", "prepare"}
+    assert {words[1] for words in launches} == actions
     for name, action, *rest in launches:
         image = [word.replace("PROJECT", "project") for word in rest]
         code, out, err = run(checkout, name, action, "--dry-run", *image)

@@ -144,7 +144,7 @@ def test_loss_metrics_and_gradients_equal_the_formula(pairs, mesh, options, accu
     assert 0 < want["dpo/accuracy"] < 1
     with jax.set_mesh(program.tp.mesh):
         batch = placed(program, pairs, accumulation)
-        found, _, grads = jax.jit(program.preference_gradients)(state, batch)
+        found, _, grads = jax.jit(program.step_gradients)(state, batch)
     assert {name: float(x) for name, x in found.items()} == pytest.approx(
         want, rel=1e-4, abs=MARGIN_BOUND
     )
@@ -164,7 +164,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_other_objectives(pairs):
         program, state = started(ONE_DEVICE, *experts)
         with jax.set_mesh(program.tp.mesh):
             batch = placed(program, pairs, 2)
-            of_pairs = jax.jit(program.preference_gradients)(state, batch)
+            of_pairs = jax.jit(program.step_gradients)(state, batch)
             of_tokens = jax.jit(program.gradients)(state.params, batch)
         found[coefficient] = [leaves(grads) for _, _, grads in (of_pairs, of_tokens)]
     for name in found[0][0]:

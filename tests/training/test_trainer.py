@@ -16,11 +16,15 @@ from pathlib import Path
 import jax
 import pytest
 from conftest import ROOT
+from process_groups import wait_until
 from runs import losses, read_lines, refusal, run, write_config
 
+from data.files import DataError
+from parallel.cluster import process_group
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.evaluation import Evaluation
+from training.runner import StepRunner
 from training.trainer import EXIT_RESUMABLE, Trainer
 from training.writers.console import ConsoleWriter
 
@@ -293,3 +297,26 @@ def test_an_interrupted_evaluation_is_finished_by_the_next_process(
     assert run(config) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line.get("eval_loss") for line in lines] == [line.get("eval_loss") for line in whole]
+
+
+def test_a_run_with_one_process_ends_when_it_makes_no_progress(tmp_path, monkeypatch):
+    """It is monitored like several, and says where it waited."""
+    failures: list[tuple[str, int]] = []
+    monkeypatch.setattr(process_group, "_exit", lambda *failure: failures.append(failure))
+    dispatch = StepRunner.run
+
+    def run_and_hang(runner, step, state):
+        assert not failures
+        if step == 3:
+            runner._group.set_phase("step 3")
+            object.__setattr__(runner._group.config, "stall_timeout", 0.5)
+            wait_until(lambda: failures)
+            raise DataError("the end of the test")
+        return dispatch(runner, step, state)
+
+    monkeypatch.setattr(StepRunner, "run", run_and_hang)
+    assert run(write_config(tmp_path)) == 1
+    ((reason, code),) = failures
+    assert code == 76 and reason.startswith("no progress for 0.5 s (cluster.stall_timeout): ")
+    assert "step 3 for" in reason
+    assert "in run_and_hang\n" in (tmp_path / "run" / "stacks.txt").read_text()

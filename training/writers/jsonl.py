@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ def last_goodput(path: Path) -> dict[str, float]:
 def read_values(path: Path, name: str) -> dict[int, float]:
     """Return the values of one metric of a `metrics.jsonl`, by step."""
     return {entry["step"]: entry[name] for _, entry in read_lines(path, f'"{name}"')}
+
+
+def metrics_by_step(path: Path, names: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Return some metrics of a `metrics.jsonl` by step, bit-equal to those of the run."""
+    return {
+        entry["step"]: {name: entry[name] for name in names if name in entry}
+        for _, entry in read_lines(path)
+    }
 
 
 def read_lines(path: Path, substring: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

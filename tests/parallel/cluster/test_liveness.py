@@ -99,10 +99,14 @@ def test_an_error_in_the_monitor_fails_rather_than_hangs(processes, monkeypatch,
     assert processes.wait_for_failure(1 - number)[1] == EXIT_PROCESS_LOST
 
 
-def test_a_stalled_phase_fails_on_all_and_lists_the_phases_oldest_first(processes):
+def test_a_stalled_phase_fails_on_all_with_their_stacks_and_lists_the_phases_oldest_first(
+    processes, tmp_path
+):
     processes.add(0, 1, of=2, config=timeouts(stall=1000.0))
     processes.connect()
     first, other = processes.groups
+    for number, group in enumerate(processes.groups):
+        group.stack_file = tmp_path / f"stacks.{number}.txt"
 
     def set_phases(phase: str | None, other_phase: str | None) -> None:
         other.set_phase(other_phase)
@@ -123,9 +127,66 @@ def test_a_stalled_phase_fails_on_all_and_lists_the_phases_oldest_first(processe
         assert code == EXIT_PROCESS_LOST
         assert re.sub(r"for \d+ s\b", "for N s", reason) == (
             "no progress for 1000.0 s (cluster.stall_timeout): "
-            f"process 1 on {HOST}: step 4 for N s, process 0 on {HOST}: step 5 for N s; restart "
-            "all processes, or raise the timeout if this phase needs longer"
+            f"process 1 on {HOST}: step 4 for N s, process 0 on {HOST}: step 5 for N s; the stacks "
+            "of all threads are in stacks.txt and stacks.N.txt of the run directory; restart all "
+            "processes, or raise the timeout if this phase needs longer"
         )
+        stacks = (tmp_path / f"stacks.{number}.txt").read_text()
+        assert stacks.partition(" no progress")[2].startswith(" for 1000.0 s")
+        assert "thread MainThread:" in stacks and "thread liveness:" in stacks
+
+
+def test_a_lost_process_leaves_no_stacks(connected, tmp_path):
+    for number, group in enumerate(connected.groups):
+        group.stack_file = tmp_path / f"stacks.{number}.txt"
+    shut_down(connected.groups[1], 0)
+    for number in (0, 2):
+        connected.wait_for_failure(number)
+    assert not list(tmp_path.iterdir())
+
+
+def alone(processes, **limits: float) -> ProcessGroup:
+    processes.add(0, of=1, config=timeouts(**limits))
+    (group,) = processes.groups
+    group.monitor_alone()
+    return group
+
+
+def test_a_process_that_runs_alone_stalls_too_and_shows_where_it_waits(processes, capsys):
+    group = alone(processes, stall=0.5)
+    time.sleep(1.0)
+    assert processes.failures == [[]], "there is no phase yet"
+    group.set_phase("step 3")
+    reason, code = processes.wait_for_failure(0)
+    assert code == EXIT_PROCESS_LOST
+    assert re.fullmatch(
+        r"no progress for 0\.5 s \(cluster\.stall_timeout\): "
+        rf"process 0 on {HOST}: step 3 for \d+ s; "
+        r"the stacks of all threads are in stacks\.txt of the run directory; .*",
+        reason,
+    )
+    # Without a run directory they are on stderr.
+    assert "in wait_until\n" in capsys.readouterr().err
+
+
+def test_a_process_that_runs_alone_gets_its_time_again_after_a_suspension(processes, monkeypatch):
+    suspended = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + suspended[0])
+    monkeypatch.setattr(liveness, "time", clock)
+    alone(processes, stall=1000.0).set_phase("step 3")
+    for _ in range(4):
+        suspended[0] += 900.0
+        time.sleep(0.2)
+    assert processes.failures == [[]]
+
+
+def test_a_group_of_one_closes_at_once(processes):
+    group = alone(processes)
+    group.set_phase("step 3")
+    began = time.monotonic()
+    group.close()
+    group.close()
+    assert time.monotonic() - began < TIME_LIMIT
 
 
 def test_the_lost_process_is_named_rather_than_one_that_failed_because_of_it(connected):

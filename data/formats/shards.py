@@ -1,0 +1,68 @@
+"""Shards of input files: parts of about equal size, each tokenized by one task."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from data.files import DamagedFileError, DataError, compression_of, input_bytes, suffix_of
+from data.formats.base import FORMATS, FileRange, format_of_suffix
+
+SHARD_BYTES = 16 * 2**20
+"""Input of one task: about a second of tokenization, small beside the memory of a machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputShard:
+    """Ranges of files that one task tokenizes, in order."""
+
+    ranges: tuple[FileRange, ...]
+
+
+def plan_shards(paths: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[InputShard]:
+    """Group the files into shards of about `shard_bytes`, in order, without reading documents.
+
+    What cannot be cut (a compressed file, a row group) is one range of any size.
+    Raises: DataError when a format cannot be read where it is, or its library is missing.
+    """
+    shards: list[InputShard] = []
+    ranges: list[FileRange] = []
+    filled = 0
+    for path in paths:
+        for part, size in _cut_file(path, shard_bytes):
+            if ranges and filled + size > shard_bytes:
+                shards.append(InputShard(tuple(ranges)))
+                ranges, filled = [], 0
+            if ranges and ranges[-1] == replace(part, begin=ranges[-1].begin, end=part.begin):
+                ranges[-1] = replace(part, begin=ranges[-1].begin)
+            else:
+                ranges.append(part)
+            filled += size
+    return [*shards, InputShard(tuple(ranges))] if ranges else shards
+
+
+def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
+    """Yield the ranges of one file, and approximately how many bytes each has."""
+    size = input_bytes([path])
+    compression, suffix = compression_of(path), suffix_of(path)
+    if os.path.isdir(path):
+        entry = FORMATS["datasets"]
+    else:
+        entry = format_of_suffix(suffix) or FORMATS["text"]
+    if compression and not entry.compressible:
+        raise DataError(f"{path} is {suffix} inside {compression}; decompress it first")
+    try:
+        count = entry.count(path) if entry.count else size
+    except DamagedFileError:  # the reader meets the damage again, and reports it
+        count = 1
+    whole = bool(compression) or not entry.splittable
+    step = max(1, count if whole else count * shard_bytes // max(1, size))
+    if entry.whole_bytes is not None and not compression:
+        step = min(step, entry.whole_bytes)
+    for begin in range(0, max(count, whole), step):
+        end = min(begin + step, count)
+        yield FileRange(path, entry.name, begin, end), size * (end - begin) // max(1, count)
+
+
+def known_suffixes() -> set[str]:
+    """Return the suffixes of all formats."""
+    return {suffix for entry in FORMATS.values() for suffix in entry.suffixes}

@@ -1,0 +1,59 @@
+"""Lack of device memory during training, as one line: what needs it, and what to change."""
+
+from typing import Any
+
+import jax
+
+from parallel.planning.memory import Buffer, largest_buffer
+from parallel.planning.refusals import OutOfKernelMemory, read_largest_buffer, read_refusal
+from training.spikes import TrainingError
+
+
+def memory_error(
+    error: jax.errors.JaxRuntimeError, phase: str | None, program: Any | None
+) -> TrainingError | None:
+    """Return the error that a user sees instead; None if memory is not what it is about.
+
+    Args:
+        error: Error of XLA while a program was compiled or ran.
+        phase: What the process was working on.
+        program: The program that ran, `jax.stages.Compiled`; None if it is not known.
+    """
+    message = str(error)
+    refusal = read_refusal(message)
+    if refusal is None:
+        return None
+    begin = f"{phase}: " if phase else ""
+    if isinstance(refusal, OutOfKernelMemory):
+        return TrainingError(f"{begin}{refusal}")
+    buffer = read_largest_buffer(message)
+    if buffer is None and program is not None:
+        buffer = largest_buffer(program.as_text())
+    parts = [f"{begin}out of device memory: {refusal.sentence.rstrip('.')}"]
+    parts += [_describe(buffer)] if buffer is not None else []
+    parts += [_needs(program)] if program is not None else []
+    remedy = (
+        "lower data.global_batch_size, raise training.gradient_accumulation, set model.remat=full, "
+        "or split arrays over more devices (mesh.fsdp, mesh.tp)"
+    )
+    return TrainingError("; ".join([*parts, remedy]))
+
+
+def _describe(buffer: Buffer) -> str:
+    where = buffer.scope or "an operation outside of named parts of the model"
+    direction = "backward" if buffer.is_backward else "forward"
+    return f"the largest buffer is {_size(buffer.bytes)} of {buffer.shape} in {where} ({direction})"
+
+
+def _needs(program: Any) -> str:
+    """Return what a device needs for a program."""
+    found = program.memory_analysis()
+    return (
+        f"a device needs {_size(found.argument_size_in_bytes)} for the state and the batch and "
+        f"{_size(found.temp_size_in_bytes)} for intermediate values"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    gib = num_bytes / 2**30
+    return f"{gib:.3g} GiB" if gib >= 1 else f"{1024 * gib:.3g} MiB"
