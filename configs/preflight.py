@@ -37,6 +37,11 @@ def describe_machine(rows: Dataset, devices: list[jax.Device]) -> dict[str, Any]
         "runtime": devices[0].client.platform_version,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         **{f"text of source {source.name}": source.store.digest for source in rows.sources},
+        **{
+            f"eval_files of source {source.name}": source.evaluation[0].digest
+            for source in rows.sources
+            if source.evaluation is not None
+        },
         "order of the data": rows.order_hash(0),
     }
 

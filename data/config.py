@@ -28,9 +28,10 @@ OnError = Literal["raise", "skip"]
 DEFAULT_FIELD = "text"
 
 
-def files_key(source: str) -> str:
-    """Return the configuration key that names the files of a source."""
-    return "data.files" if source == "text" else f"data.sources.{source}.files"
+def files_key(source: str, *, is_evaluation: bool = False) -> str:
+    """Return the configuration key that names the files, or the eval_files, of a source."""
+    key = "eval_files" if is_evaluation else "files"
+    return f"data.{key}" if source == "text" else f"data.sources.{source}.{key}"
 
 
 def field_key(source: str) -> str:
@@ -79,6 +80,9 @@ class SourceConfig(
     saved Hugging Face dataset; or a prepared store. Text and JSON lines may be compressed by gzip,
     bz2, xz or zstd. gs:// and s3:// work too. null: the source code of Python's standard library.
     """
+    eval_files: Files = None
+    """Files of the same kinds whose documents are the held-out split of the source, instead of
+    eval_fraction of its text. No source trains on them, even if `files` matches them too."""
     field: str = DEFAULT_FIELD
     """Field of JSON lines, Parquet and saved datasets that holds the text of a document, or its
     list of messages with role and content, or with from and value. With `text`,
@@ -94,10 +98,13 @@ class DataConfig(
 
     files: Files = None
     """Short for sources.text.files; null: the source code of Python's standard library."""
+    eval_files: Files = None
+    """Short for sources.text.eval_files."""
     field: str = DEFAULT_FIELD
     """Short for sources.text.field."""
     sources: dict[str, SourceConfig] = {}
-    """Several sources by name, instead of `files`; each has files, field and weight."""
+    """Several sources by name, instead of `files`; each has files, eval_files, field and
+    weight."""
     tokenizer: str = "bytes"
     """bytes, the path of a Hugging Face tokenizer.json, or the name of a registered tokenizer."""
     eos_token: str | None = None
@@ -125,7 +132,7 @@ class DataConfig(
     global_batch_size: Scheduled[PositiveInt] = 16
     """Rows per optimizer step, over all devices and accumulation steps; may change at steps."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1)
-    """Share of the tokens of every source in the held-out split."""
+    """Share of the tokens in the held-out split, of every source without eval_files."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the order of rows."""
     cache_dir: str = ".cache/data"
@@ -137,6 +144,10 @@ class DataConfig(
     def _check_sources(self) -> "DataConfig":
         if self.sources and self.files is not None:
             raise ValueError("data.files and data.sources are both given; leave one out")
+        if self.sources and self.eval_files is not None:
+            raise ValueError(
+                "data.eval_files and data.sources are both given; use data.sources.NAME.eval_files"
+            )
         if self.sources and self.field != DEFAULT_FIELD:
             raise ValueError(
                 f"data.field={self.field} has no effect with data.sources; set "
@@ -208,12 +219,18 @@ class DataConfig(
     @property
     def named_sources(self) -> dict[str, SourceConfig]:
         """Sources by name; `files` is the source text."""
-        return self.sources or {"text": SourceConfig(files=self.files, field=self.field)}
+        short = SourceConfig(files=self.files, eval_files=self.eval_files, field=self.field)
+        return self.sources or {"text": short}
 
     @property
     def evaluated_sources(self) -> list[str]:
         """Names of the sources that have a held-out split."""
-        return [*self.named_sources] if self.eval_fraction else []
+        sources = self.named_sources.items()
+        return [name for name, s in sources if self.eval_fraction or s.eval_files is not None]
+
+    def eval_fraction_of(self, source: SourceConfig) -> float:
+        """Return the share of the tokens of a source that is held out."""
+        return 0.0 if source.eval_files is not None else self.eval_fraction
 
     @property
     def row_length(self) -> int:

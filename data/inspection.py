@@ -12,7 +12,8 @@ from rich.text import Text
 
 from data.batch import Fields
 from data.config import DataConfig, values_by_step
-from data.pipeline import Dataset, Source
+from data.pipeline import Dataset
+from data.source import Source
 from data.tokenizers.base import Tokenizer
 
 BORDER, END, OPEN, CLOSE = "┃", "⏎", "⟦", "⟧"
@@ -160,7 +161,7 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
         ("tokens in the loss", f"{num_learned:,} ({num_learned / info.num_tokens:.1%})"),
         ("bytes per token in loss", f"{num_bytes / max(1, num_learned):.3f}"),
         ("training rows", f"{packed.train_rows:,} of {source.row_length} tokens"),
-        ("held-out rows", f"{packed.held_out_rows:,}"),
+        ("held-out rows", f"{source.num_eval:,}"),
         ("packing efficiency", f"{packed.efficiency:.2%} ({config.packing})"),
         ("cut documents", f"{packed.cut_documents:,}"),
         *([("pairs left out", f"{left_out:,}")] if left_out else []),

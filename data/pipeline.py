@@ -12,7 +12,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,126 +21,25 @@ import jax
 import numpy as np
 from absl import flags
 
-from data.batch import FIELDS, Fields, cut_row, empty_fields, read_row
+from data.batch import FIELDS, Fields, cut_row, empty_fields
 from data.batch_schedule import BatchSchedule, batch_number
 from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
 from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, open_packed_store
-from data.packing import PACK_VERSION, Rows, count_bytes
-from data.prepare import TokenizationProgress, prepare, store_job
+from data.packing import PACK_VERSION
+from data.prepare import prepare, store_job
+from data.source import Source
 from data.store import Store, count_of
 from data.tokenization import bind_to_parent
+from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 
 # Larger inputs must be tokenized before the run, by scripts/prepare_data.py.
 MAX_UNPREPARED_BYTES = 2**30
 # Part of `Dataset.order`; raise it when mixing, shuffling or cutting changes.
 ORDER_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Source:
-    """One source of a run: its tokens, its packed rows, and their order."""
-
-    name: str
-    store: Store
-    packed: PackedStore
-    seed: int
-    tokenizer: Tokenizer
-    row_length: int
-    rows_per_item: int = 1
-    """Rows that are shuffled as one: two of a preference pair."""
-
-    @cached_property
-    def _order(self) -> grain.MapDataset:
-        return grain.MapDataset.range(self.num_items).seed(self.seed).shuffle().repeat()
-
-    @cached_property
-    def _held_out_order(self) -> grain.MapDataset:
-        return grain.MapDataset.range(self.num_eval // self.rows_per_item).seed(0).shuffle()
-
-    @property
-    def num_items(self) -> int:
-        """Number of training rows, or of training pairs."""
-        return self.packed.train.num_rows // self.rows_per_item
-
-    def train_row(self, index: int, out: Fields | None = None) -> Fields:
-        """Return row `index` of the endless training order, every field (L,), in `out` if given.
-
-        Of preference pairs: pair `index`, every field (2L,), the chosen row first.
-        """
-        count, length = self.rows_per_item, self.row_length
-        out = empty_fields(count * length) if out is None else out
-        first = count * int(self._order[index])
-        if count == 1:
-            return self._read(self.packed.train, first, out)
-        for n in range(count):
-            part = {name: x[n * length : (n + 1) * length] for name, x in out.items()}
-            self._read(self.packed.train, first + n, part)
-        return out
-
-    @property
-    def num_eval(self) -> int:
-        """Number of held-out rows."""
-        return self.packed.held_out.num_rows
-
-    def eval_row(self, index: int) -> Fields:
-        """Return held-out row `index`; past the end, a row with loss_mask 0."""
-        row = self._read(self.packed.held_out, self._held_out_row(index % self.num_eval))
-        if index >= self.num_eval:
-            row["loss_mask"][:] = 0
-        return row
-
-    @property
-    def summary(self) -> str:
-        """One line: size of the store, skipped documents, and rows."""
-        info = self.packed.info
-        train = count_of(info.train_rows, "training row")
-        held_out = count_of(info.held_out_rows, "held-out row")
-        line = (
-            f"data {self.name}: {self.store.summary()}; {train} ({info.efficiency:.1%} full), "
-            f"{held_out}"
-        )
-        if info.held_out_conversations:
-            line += (
-                f" ({info.held_out_conversations:,} of {self.store.info.num_documents:,} "
-                "conversations)"
-            )
-        elif self.rows_per_item > 1:
-            line += f" ({count_of(self.num_eval // self.rows_per_item, 'pair')})"
-        if left_out := self.num_pairs_left_out:
-            line += f"; {count_of(left_out, 'pair')} left out: longer than data.sequence_length"
-        return line
-
-    @property
-    def num_pairs_left_out(self) -> int:
-        """Number of preference pairs that are too long for rows."""
-        if self.rows_per_item == 1:
-            return 0
-        info = self.packed.info
-        return (self.store.info.num_documents - info.train_rows - info.held_out_rows) // 2
-
-    def eval_bytes(self, count: int) -> float:
-        """Return the UTF-8 bytes of text in the loss of the first `count` held-out rows."""
-        order = [self._held_out_row(index) for index in range(min(count, self.num_eval))]
-        return count_bytes(self.store, self.packed.held_out, order)
-
-    def _held_out_row(self, index: int) -> int:
-        item, n = divmod(index, self.rows_per_item)
-        return self.rows_per_item * int(self._held_out_order[item]) + n
-
-    def _read(self, rows: Rows, row: int, out: Fields | None = None) -> Fields:
-        return read_row(
-            self.store,
-            rows,
-            row,
-            row_length=self.row_length,
-            eos_id=self.tokenizer.eos_id,
-            vocab_size=self.tokenizer.vocab_size,
-            out=out,
-        )
 
 
 class Dataset:
@@ -157,7 +56,8 @@ class Dataset:
         cache = Path(os.path.expanduser(config.cache_dir))
         # Sorted, so that the order in the configuration has no influence.
         names = sorted(config.named_sources)
-        allow_open_files(FILES_PER_SOURCE * len(names))
+        num_stores = sum(1 + (s.eval_files is not None) for s in config.named_sources.values())
+        allow_open_files(FILES_PER_SOURCE * num_stores)
         self.sources = [self._open(name, cache) for name in names]
         self.mixture = Mixture(
             names,
@@ -169,21 +69,11 @@ class Dataset:
 
     def _open(self, name: str, cache: Path) -> Source:
         config = self.config
-        key = f"data.sources.{name}" if config.sources else "data"
-        job = store_job(name, config, self.tokenizer)
-        with TokenizationProgress(name) as progress:
-            store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
-        store.load_index()
-        try:
-            packed = open_packed_store(
-                store,
-                row_length=config.row_length,
-                packing=config.packing,
-                eval_fraction=config.eval_fraction,
-                cache=cache,
-            )
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
+        source = config.named_sources[name]
+        store, packed = self._open_store(name, cache, config.eval_fraction_of(source))
+        evaluation = None
+        if source.eval_files is not None:
+            evaluation = self._open_store(name, cache, 0.0, is_evaluation=True)
         # A seed per source, so that other sources do not change its order.
         seed = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4]
         return Source(
@@ -194,7 +84,28 @@ class Dataset:
             self.tokenizer,
             config.row_length,
             config.rows_per_item,
+            evaluation,
         )
+
+    def _open_store(
+        self, name: str, cache: Path, eval_fraction: float, *, is_evaluation: bool = False
+    ) -> tuple[Store, PackedStore]:
+        config = self.config
+        key = f"data.sources.{name}" if config.sources else "data"
+        job = store_job(name, config, self.tokenizer, is_evaluation=is_evaluation)
+        with TokenizationProgress(name) as progress:
+            store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
+        store.load_index()
+        try:
+            return store, open_packed_store(
+                store,
+                row_length=config.row_length,
+                packing=config.packing,
+                eval_fraction=eval_fraction,
+                cache=cache,
+            )
+        except ValueError as error:
+            raise ValueError(f"{job.files_key if is_evaluation else key}: {error}") from error
 
     def _shares(self) -> dict[int, dict[str, Fraction]]:
         """Return the shares by the first row at which they hold; the last change in a row wins."""
@@ -243,11 +154,11 @@ class Dataset:
     def unchecked_stores(self) -> list[str]:
         """Return a line for every store that an earlier version wrote, without checksums."""
         return [
-            f"data {source.name}: {source.store.folder} has no checksums, because an earlier "
-            "version wrote it, so that damage to its tokens is not noticed; delete it to prepare "
-            "it again"
+            f"data {source.name}: {store.folder} has no checksums, because an earlier version "
+            "wrote it, so that damage to its tokens is not noticed; delete it to prepare it again"
             for source in self.sources
-            if not source.store.has_checksums
+            for store in dict.fromkeys([source.store, source.held_out[0]])
+            if not store.has_checksums
         ]
 
     def progress(self, step: int) -> dict[str, float]:
@@ -279,8 +190,11 @@ class Dataset:
         bos = {} if self.bos_id is None else {"add_bos": self.bos_id}
         # Earlier versions divided them, so that part of a conversation was held out.
         undivided = [s.name for s in self.sources if s.name in used and s.packed.info.once_divided]
+        evaluated = {s.name: s.evaluation[0].digest for s in self.sources if s.evaluation}
+        evaluated = {name: digest for name, digest in evaluated.items() if name in used}
         return {
             **bos,
+            **({"eval_files": evaluated} if evaluated else {}),
             **({"undivided": undivided} if undivided else {}),
             "version": [ORDER_VERSION, PACK_VERSION],
             "seed": config.seed,
@@ -319,13 +233,21 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
             changes.append(f"source {name!r} was added")
         elif old[name] != new[name]:
             changes.append(f"the text of source {name!r} has changed")
+    old_eval, new_eval = before.get("eval_files", {}), now.get("eval_files", {})
+    for name in sorted(old.keys() & new.keys()):
+        if old_eval.get(name) != new_eval.get(name):
+            has = "has changed" if name in old_eval and name in new_eval else "was removed"
+            has = has if name in old_eval else "was added"
+            changes.append(f"the text of eval_files of source {name!r} {has}")
     for name in sorted({*now.get("undivided", ())} - {*before.get("undivided", ())}):
         if name in old:
             changes.append(
                 f"conversations of source {name!r} are now held out whole; an earlier version of "
                 "this program held out parts of them"
             )
-    said = {"sources", "undivided"} | (set() if old.keys() == new.keys() else {"weight"})
+    said = {"sources", "undivided", "eval_files"} | (
+        set() if old.keys() == new.keys() else {"weight"}
+    )
     for key in sorted(now.keys() - said):
         if before.get(key) != now[key]:
             name = _KEYS.get(key, f"data.{key}")

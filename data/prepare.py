@@ -9,17 +9,13 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
@@ -49,11 +45,26 @@ class StoreJob:
     bos_id: int | None = None
     is_paired: bool = False
     """Whether documents are preference pairs."""
+    is_evaluation: bool = False
+    """Whether the documents are those of `eval_files`."""
+    held_out: frozenset[str] = frozenset()
+    """Files that the job leaves out; see `held_out_files`."""
+
+    @property
+    def files(self) -> str | tuple[str, ...] | None:
+        """The globs of the input files."""
+        return self.source.eval_files if self.is_evaluation else self.source.files
+
+    @property
+    def files_key(self) -> str:
+        """The configuration key that names the files."""
+        return files_key(self.name, is_evaluation=self.is_evaluation)
 
     @cached_property
     def paths(self) -> list[str]:
         """The input files. Raises: DataError when there are none."""
-        return find_files(self.source.files, files_key(self.name), known_suffixes())
+        found = find_files(self.files, self.files_key, known_suffixes())
+        return without_files(found, self.held_out, self.files_key)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -89,23 +100,30 @@ class StoreJob:
         for path in self.paths:
             if not path.isprintable():  # lone surrogates stand for bytes that are not UTF-8
                 raise DataError(
-                    f"{files_key(self.name)}: {path!r} is not a printable name; rename the file"
+                    f"{self.files_key}: {path!r} is not a printable name; rename the file"
                 )
-        settings = self.source.model_dump(mode="json", include={"files", "field"})
+        files = list(self.files) if isinstance(self.files, tuple) else self.files
         return StorePlan(
             key=self.key,
             tokenizer=self.tokenizer.name,
             tokenizer_digest=self.tokenizer.digest,
             vocab_size=self.tokenizer.vocab_size,
             eos_id=self.tokenizer.eos_id,
-            source={"name": self.name, **settings, "on_error": self.on_error},
+            source={
+                "name": self.name,
+                "files": files,
+                "field": self.source.field,
+                "on_error": self.on_error,
+            },
             files=tuple(InputFile(path=path, size=input_bytes([path])) for path in self.paths),
             encoding=self.encoding,
         )
 
 
-def store_job(name: str, config: DataConfig, tokenizer: Tokenizer) -> StoreJob:
-    """Return the job of a source of the configuration. Raises: DataError."""
+def store_job(
+    name: str, config: DataConfig, tokenizer: Tokenizer, *, is_evaluation: bool = False
+) -> StoreJob:
+    """Return the job of a source of the configuration, or of its eval_files. Raises: DataError."""
     return StoreJob(
         name,
         config.named_sources[name],
@@ -114,7 +132,40 @@ def store_job(name: str, config: DataConfig, tokenizer: Tokenizer) -> StoreJob:
         find_chat_template(config.chat_template, tokenizer),
         document_bos(tokenizer, config.add_bos),
         config.packing == "pairs",
+        is_evaluation,
+        frozenset() if is_evaluation else held_out_files(config),
     )
+
+
+def held_out_files(config: DataConfig) -> frozenset[str]:
+    """Return the files of every `eval_files`, on which no source may train. Raises: DataError."""
+    found: set[str] = set()
+    for name, source in config.named_sources.items():
+        if source.eval_files is None:
+            continue
+        if (folder := prepared_folder(source.eval_files)) is not None:
+            found |= {_identity(file.path) for file in Store(folder).info.files}
+        else:
+            key = files_key(name, is_evaluation=True)
+            paths = find_files(source.eval_files, key, known_suffixes())
+            found |= {_identity(path) for path in paths}
+    return frozenset(found)
+
+
+def without_files(paths: Sequence[str], held_out: frozenset[str], key: str) -> list[str]:
+    """Return the paths that are not held out. Raises: DataError if none is left."""
+    left = [path for path in paths if _identity(path) not in held_out]
+    if not left:
+        raise DataError(
+            f"{key}: each of its {len(paths)} file(s) is one of eval_files, which are not trained "
+            "on; give other files"
+        )
+    return left
+
+
+def _identity(path: str) -> str:
+    """Return the same text for all names of a local file."""
+    return path if "://" in path else os.path.realpath(path)
 
 
 def prepare(
@@ -132,21 +183,21 @@ def prepare(
     Raises: DataError for what the user can correct; OSError, for instance of a full disk. After
         either, or a kill, the next call continues.
     """
-    if (folder := prepared_folder(job.source)) is not None:
+    if (folder := prepared_folder(job.files)) is not None:
         return open_prepared(folder, job)
     folder = job.folder(cache)
     if _is_free(folder) and limit is not None and job.num_bytes > limit:
         raise DataError(
-            f"{files_key(job.name)}: {job.num_bytes / 2**30:.1f} GiB of text is not prepared; run "
+            f"{job.files_key}: {job.num_bytes / 2**30:.1f} GiB of text is not prepared; run "
             "python scripts/prepare_data.py --config ... first"
         )
     return build(job, folder, workers=workers, report=report)
 
 
-def prepared_folder(source: SourceConfig) -> Path | None:
-    """Return the folder that the source names, if it is a store itself."""
-    if isinstance(source.files, str):
-        folder = Path(source.files).expanduser()
+def prepared_folder(files: str | tuple[str, ...] | None) -> Path | None:
+    """Return the folder that the files of a source name, if it is a store itself."""
+    if isinstance(files, str):
+        folder = Path(files).expanduser()
         if (folder / INFO).is_file():
             return folder
     return None
@@ -154,7 +205,7 @@ def prepared_folder(source: SourceConfig) -> Path | None:
 
 def open_prepared(folder: Path, job: StoreJob) -> Store:
     """Open a store that the user names. Raises: DataError if the job would make other tokens."""
-    store, tokenizer, key = Store(folder), job.tokenizer, files_key(job.name)
+    store, tokenizer, key = Store(folder), job.tokenizer, job.files_key
     if store.info.tokenizer_digest != tokenizer.digest:
         raise DataError(
             f"{key}={folder} was made with tokenizer {store.info.tokenizer} "
@@ -162,13 +213,19 @@ def open_prepared(folder: Path, job: StoreJob) -> Store:
             f"({tokenizer.digest[:16]}); use the same, or prepare it again"
         )
     _check_encoding(store, job)
+    for file in store.info.files:
+        if _identity(file.path) in job.held_out:
+            raise DataError(
+                f"{key}={folder} was prepared from {file.path}, which is one of eval_files and is "
+                "not trained on; prepare it again without that file"
+            )
     return store
 
 
 def _check_encoding(store: Store, job: StoreJob) -> None:
     """Raise DataError unless a store has the BOS, pairs and, in chats, the template of a job."""
     stored, wanted = _stored_encoding(store, job), job.encoding
-    place = f"{files_key(job.name)}={store.folder}"
+    place = f"{job.files_key}={store.folder}"
     if stored.is_paired != wanted.is_paired:
         has, remedy = "no preference pairs", "prepare it again with"
         if stored.is_paired:
@@ -238,7 +295,7 @@ def build(
 def _check_loss(store: Store, job: StoreJob) -> Store:
     if store.loss_mask is not None and not any(part.any() for part in store.num_bytes.chunks()):
         raise DataError(
-            f"{files_key(job.name)}: no message has the role assistant, so no token contributes to "
+            f"{job.files_key}: no message has the role assistant, so no token contributes to "
             "the loss; give the answers that role"
         )
     return store
@@ -290,9 +347,7 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
                         report(bytes_before[index + 1], bytes_before[-1], writer.num_tokens)
             if replace(job).key != job.key:  # a copy computes its key, and so its files, again
                 writer.discard()
-                raise DataError(
-                    f"{files_key(job.name)}: files changed while they were read; run again"
-                )
+                raise DataError(f"{job.files_key}: files changed while they were read; run again")
             return writer.finish()
         except DataError:
             if not writer.num_tokens:
@@ -302,14 +357,15 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
 
 def _warn_of_other_files(job: StoreJob) -> None:
     """Log the files of a folder that are not read because others in it have a known suffix."""
-    if job.source.files is None:
+    if job.files is None:
         return
     # Without suffixes, a folder stands for all of its files.
-    others = sorted({*find_files(job.source.files)} - {*job.paths})
+    read = find_files(job.files, job.files_key, known_suffixes())
+    others = sorted({*find_files(job.files)} - {*read})
     if others:
         log.warning(
             "%s: %s of other formats in the folder left out, such as %s; give a glob to read them",
-            files_key(job.name),
+            job.files_key,
             count_of(len(others), "file"),
             others[0],
         )
@@ -335,69 +391,3 @@ def _bytes_before(shards: Sequence[InputShard], files: Sequence[InputFile]) -> l
         paths = (part.path for part in shard.ranges)
         done.append(done[-1] + sum(s * sizes[p] for s, p in zip(shares, paths, strict=True)))
     return [round(count) for count in done]
-
-
-SECONDS_PER_LINE = 5.0
-
-
-class TokenizationProgress:
-    """Progress bar with ETA on a terminal, plain lines in a log, nothing for an existing store."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._begin: tuple[float, int, int] | None = None
-        self._now = (0.0, 0, 0)
-        self._last_line = time.monotonic()
-        console = Console(stderr=True)
-        self._progress: Progress | None = None
-        if console.is_terminal:
-            self._progress = Progress(
-                TextColumn("[bold]{task.description}"),
-                BarColumn(),
-                DownloadColumn(),
-                TextColumn("{task.fields[rate]}"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._progress.add_task(name, total=None, rate="")
-
-    def __enter__(self) -> "TokenizationProgress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def update(self, done: int, total: int, tokens: int) -> None:
-        """Show bytes of input done, bytes in all and tokens written; first called at the start."""
-        self._now = (time.monotonic(), done, tokens)
-        if self._begin is None:
-            self._begin = self._now
-            if self._progress is not None:
-                self._progress.start()
-        seconds, num_bytes, num_tokens = self._since_begin()
-        rate = f"{num_tokens / seconds:,.0f} tok/s" if seconds else ""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, total=total, rate=rate)
-        elif num_bytes and self._now[0] - self._last_line >= SECONDS_PER_LINE:
-            self._last_line = self._now[0]
-            minutes, rest = divmod(round((total - done) * seconds / num_bytes), 60)
-            print(
-                f"{self._name}  {done / 1e6:,.0f}/{total / 1e6:,.0f} MB  {tokens:,} tokens  "
-                f"{rate}  eta {minutes}:{rest:02d}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def speed(self) -> str:
-        """Return the megabytes of input per second, or that the store existed."""
-        seconds, num_bytes, _ = self._since_begin()
-        return (
-            f"{num_bytes / 1e6 / seconds:.1f} MB/s" if num_bytes and seconds else "already prepared"
-        )
-
-    def _since_begin(self) -> tuple[float, int, int]:
-        if self._begin is None:
-            return 0.0, 0, 0
-        (t0, b0, n0), (t1, b1, n1) = self._begin, self._now
-        return t1 - t0, b1 - b0, n1 - n0

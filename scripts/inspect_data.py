@@ -40,7 +40,7 @@ def check(args: argparse.Namespace, config: DataConfig) -> None:
             "--step has no meaning with --held-out: held-out rows belong to no training step; "
             "leave it out"
         )
-    if args.held_out and not config.eval_fraction:
+    if args.held_out and not config.evaluated_sources:
         raise ValueError(
             "--held-out: data.eval_fraction=0 leaves the held-out split empty; raise it"
         )

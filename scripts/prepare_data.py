@@ -17,17 +17,17 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from configs.command_line import CommandLine
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
-from data.config import DataConfig, files_key
+from data.config import DataConfig
 from data.packed_store import open_packed_store
 from data.prepare import (
     StoreJob,
-    TokenizationProgress,
     build,
     open_prepared,
     prepared_folder,
     store_job,
 )
 from data.store import Store
+from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer
 
@@ -60,13 +60,13 @@ def make(job: StoreJob, folder: Path, workers: int) -> tuple[Store, str]:
     return store, progress.speed()
 
 
-def pack(store: Store, data: DataConfig) -> str:
+def pack(store: Store, data: DataConfig, eval_fraction: float) -> str:
     """Pack a store into rows, which train.py then finds too; return their number."""
     packed = open_packed_store(
         store,
         row_length=data.row_length,
         packing=data.packing,
-        eval_fraction=data.eval_fraction,
+        eval_fraction=eval_fraction,
         cache=Path(data.cache_dir).expanduser(),
     )
     return f"{packed.info.train_rows:,} rows of {data.row_length}"
@@ -76,7 +76,7 @@ def verify(job: StoreJob, folder: Path) -> str:
     """Read the whole store of a source; return a line about it. Raises: DataError for damage."""
     store = open_prepared(folder, job)
     store.verify()
-    return f"{job.name}: {store.summary()}; verified, digest {store.digest[:16]}; {folder}"
+    return f"{title(job)}: {store.summary()}; verified, digest {store.digest[:16]}; {folder}"
 
 
 def run(args: argparse.Namespace) -> None:
@@ -94,22 +94,37 @@ def run(args: argparse.Namespace) -> None:
         ensure_tokenizer(data, args.train_tokenizer, lambda line: print(line, flush=True))
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
     for name, source in sources.items():
-        job = store_job(name, data, tokenizer)
-        prepared = prepared_folder(source)
-        if prepared is not None and args.out is not None:
-            raise ValueError(
-                f"--out {args.out}: {files_key(name)}={prepared} is a store already; leave it out"
-            )
-        folder = prepared or args.out or job.folder(Path(data.cache_dir))
-        if args.verify:
-            print(verify(job, folder), flush=True)
-            continue
-        store, speed = (
-            (open_prepared(prepared, job), "already prepared")
-            if prepared is not None
-            else make(job, folder, args.workers)
+        prepare_store(store_job(name, data, tokenizer), data, args, args.out)
+        if source.eval_files is not None:
+            job = store_job(name, data, tokenizer, is_evaluation=True)
+            prepare_store(job, data, args, None)
+
+
+def prepare_store(
+    job: StoreJob, data: DataConfig, args: argparse.Namespace, out: Path | None
+) -> None:
+    """Prepare or verify one store, and print a line about it. out: its folder, if not the cache."""
+    prepared = prepared_folder(job.files)
+    if prepared is not None and out is not None:
+        raise ValueError(
+            f"--out {out}: {job.files_key}={prepared} is a store already; leave it out"
         )
-        print(f"{name}: {store.summary()}; {pack(store, data)}; {speed}; {folder}", flush=True)
+    folder = prepared or out or job.folder(Path(data.cache_dir))
+    if args.verify:
+        print(verify(job, folder), flush=True)
+        return
+    store, speed = (
+        (open_prepared(prepared, job), "already prepared")
+        if prepared is not None
+        else make(job, folder, args.workers)
+    )
+    rows = pack(store, data, 0.0 if job.is_evaluation else data.eval_fraction_of(job.source))
+    print(f"{title(job)}: {store.summary()}; {rows}; {speed}; {folder}", flush=True)
+
+
+def title(job: StoreJob) -> str:
+    """Return the name of a store in the output of this script."""
+    return f"{job.name} eval_files" if job.is_evaluation else job.name
 
 
 def main(argv: list[str] | None = None) -> int:

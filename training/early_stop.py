@@ -50,7 +50,7 @@ def check_metric(key: str, metric: str, known: Iterable[str]) -> None:
     if not (names := list(known)):
         raise ValueError(
             f"{key}{metric} needs an evaluation, and there is no held-out split; raise "
-            "data.eval_fraction"
+            "data.eval_fraction, or give eval_files"
         )
     if metric not in names:
         raise ValueError(f"{key}{metric}: unknown metric; use one of {', '.join(names)}")

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from data.pipeline import Dataset, Source, eval_batches
+from data.pipeline import Dataset, eval_batches
+from data.source import Source
 from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput

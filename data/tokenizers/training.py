@@ -8,7 +8,7 @@ from data.config import DataConfig, OnError, files_key
 from data.files import DataError, find_files, load_library
 from data.formats.base import DocumentError, read_documents
 from data.formats.shards import InputShard, known_suffixes, plan_shards
-from data.prepare import prepared_folder
+from data.prepare import held_out_files, prepared_folder, without_files
 from data.tokenization import unreadable
 from data.tokenizers.base import (
     END,
@@ -102,13 +102,15 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
         report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
         return
     shards: list[tuple[InputShard, str, str | None]] = []
+    held_out = held_out_files(data)
     for name, source in data.named_sources.items():
-        if (folder := prepared_folder(source)) is not None:
+        if (folder := prepared_folder(source.files)) is not None:
             raise ValueError(
                 f"{files_key(name)}={folder} is a prepared store, which has no text to train a "
                 "tokenizer on; name its input files"
             )
-        paths = find_files(source.files, files_key(name), known_suffixes())
+        key = files_key(name)
+        paths = without_files(find_files(source.files, key, known_suffixes()), held_out, key)
         field = data.field_of(source)
         shards += [(shard, name, field) for shard in plan_shards(paths)]
     report(

@@ -22,7 +22,7 @@ from data import prepare as module
 from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.formats.shards import plan_shards
-from data.prepare import StoreJob, TokenizationProgress, prepare
+from data.prepare import StoreJob, prepare
 from data.store import Store
 from data.tokenizers.base import Tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
@@ -347,9 +347,9 @@ def test_a_folder_is_read_and_its_files_of_other_formats_are_named(tmp_path, cap
     (folder / "deep" / "b.jsonl").write_text('{"text": "two"}\n')
     source = SourceConfig(files=str(folder))
     expected = [*b"one", EOS, *b"two", EOS]
-    assert make(source, tmp_path / "first").tokens.tolist() == expected and not caplog.messages
+    assert make(source, tmp_path / "first").tokens[:].tolist() == expected and not caplog.messages
     (folder / "README.md").write_text("about")
-    assert make(source, tmp_path / "second").tokens.tolist() == expected
+    assert make(source, tmp_path / "second").tokens[:].tolist() == expected
     assert caplog.messages == [
         f"data.files: 1 file of other formats in the folder left out, such as {folder}/README.md; "
         "give a glob to read them"
@@ -473,19 +473,3 @@ def test_files_that_change_while_they_are_read_are_not_stored(tmp_path) -> None:
     with pytest.raises(DataError, match=r"data\.files: files changed while they were read; run"):
         make(source, cache, tokenizer=Changing(), on_error="skip")
     assert not list(cache.glob("*/tokens.bin"))
-
-
-def test_progress_is_lines_without_a_terminal(capsys, monkeypatch):
-    now = iter([9, 10, 12, 20])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
-    with TokenizationProgress("code") as display:
-        for done in (10, 20, 110):
-            display.update(done * 10**6, 210 * 10**6, done * 1000)
-        assert display.speed() == "10.0 MB/s"
-    assert capsys.readouterr().err == ("code  110/210 MB  110,000 tokens  10,000 tok/s  eta 0:10\n")
-
-
-def test_nothing_to_do_is_silent(capsys):
-    with TokenizationProgress("code") as display:
-        assert display.speed() == "already prepared"
-    assert capsys.readouterr() == ("", "")

@@ -135,6 +135,14 @@ def test_the_rows_are_those_of_the_batch(folder, capsys, step) -> None:
         assert ("w" in found and "A" not in found) == (source == "words")
 
 
+def test_held_out_rows_of_validation_files_are_shown(folder, capsys, tmp_path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"text": "vvvvv"}\n')
+    held = f"data.sources.words.eval_files={tmp_path}/held.jsonl"
+    out = show(capsys, folder, "--held-out", "--source", "words", "data.eval_fraction=0", held)
+    assert "held-out row 0 of 1 · source words" in out and "\nvvvvv⏎" in out
+    assert re.search(r"held-out rows +1$", out, re.MULTILINE)
+
+
 def test_rows_of_a_source_are_those_it_gives_from_the_step_on(folder, capsys) -> None:
     out = show(capsys, folder, "--source", "chat", "--step", "5", "--rows", "3")
     rows = Dataset(script.load_data_config(str(folder / "config.yaml"), []))

@@ -16,6 +16,7 @@ import prepare_data as script
 from data.config import DataConfig
 from data.formats.base import FileRange, read_documents
 from data.formats.shards import InputShard
+from data.pipeline import Dataset
 from data.prepare import StoreJob, prepare
 from data.store import Store
 from data.tokenizers import training
@@ -157,6 +158,20 @@ def test_out_names_the_folder_of_the_only_source(folder, capsys) -> None:
     assert Store(folder / "store").digest == store.digest
     two = ["--config", f"{folder}/config.yaml", "data.tokenizer=bytes", "--out", "x"]
     assert refusal(capsys, *two) == "--out takes one source, and there are 2; leave it out"
+
+
+def test_validation_files_have_a_store_that_training_opens(folder, capsys) -> None:
+    (folder / "held.txt").write_text("def held(): pass\n")
+    arguments = one(folder, f"data.files={folder}/*.txt", f"data.eval_files={folder}/held.txt")
+    assert script.main(arguments) == 0
+    text, held = capsys.readouterr().out.splitlines()
+    assert text.startswith("text: 1 document, ") and held.startswith("text eval_files: 1 document,")
+    data = script.load_data_config(None, arguments[1:])
+    (source,) = Dataset(data).sources
+    assert str(source.store.folder) == text.rpartition("; ")[2]
+    assert str(source.held_out[0].folder) == held.rpartition("; ")[2]
+    assert script.main([*arguments, "--verify"]) == 0
+    assert capsys.readouterr().out.count("; verified, digest ") == 2
 
 
 def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:

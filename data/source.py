@@ -1,0 +1,130 @@
+"""Source of a run: its tokens, its packed rows in an order of their own, and its held-out rows."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import grain
+
+from data.batch import Fields, empty_fields, read_row
+from data.packed_store import PackedStore
+from data.packing import Rows, count_bytes
+from data.store import Store, count_of
+from data.tokenizers.base import Tokenizer
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of a run: its tokens, its packed rows, and their order."""
+
+    name: str
+    store: Store
+    packed: PackedStore
+    seed: int
+    tokenizer: Tokenizer
+    row_length: int
+    rows_per_item: int = 1
+    """Rows that are shuffled as one: two of a preference pair."""
+    evaluation: tuple[Store, PackedStore] | None = None
+    """Store of `eval_files`, of which every row is held out; None: the held-out rows of `packed`.
+    """
+
+    @cached_property
+    def _order(self) -> grain.MapDataset:
+        return grain.MapDataset.range(self.num_items).seed(self.seed).shuffle().repeat()
+
+    @cached_property
+    def _held_out_order(self) -> grain.MapDataset:
+        return grain.MapDataset.range(self.num_eval // self.rows_per_item).seed(0).shuffle()
+
+    @property
+    def num_items(self) -> int:
+        """Number of training rows, or of training pairs."""
+        return self.packed.train.num_rows // self.rows_per_item
+
+    def train_row(self, index: int, out: Fields | None = None) -> Fields:
+        """Return row `index` of the endless training order, every field (L,), in `out` if given.
+
+        Of preference pairs: pair `index`, every field (2L,), the chosen row first.
+        """
+        count, length = self.rows_per_item, self.row_length
+        out = empty_fields(count * length) if out is None else out
+        first = count * int(self._order[index])
+        if count == 1:
+            return self._read(self.store, self.packed.train, first, out)
+        for n in range(count):
+            part = {name: x[n * length : (n + 1) * length] for name, x in out.items()}
+            self._read(self.store, self.packed.train, first + n, part)
+        return out
+
+    @property
+    def held_out(self) -> tuple[Store, Rows]:
+        """The held-out rows, and the store that has their tokens."""
+        if self.evaluation is None:
+            return self.store, self.packed.held_out
+        store, packed = self.evaluation
+        return store, packed.train
+
+    @property
+    def num_eval(self) -> int:
+        """Number of held-out rows."""
+        return self.held_out[1].num_rows
+
+    def eval_row(self, index: int) -> Fields:
+        """Return held-out row `index`; past the end, a row with loss_mask 0."""
+        row = self._read(*self.held_out, self._held_out_row(index % self.num_eval))
+        if index >= self.num_eval:
+            row["loss_mask"][:] = 0
+        return row
+
+    @property
+    def summary(self) -> str:
+        """One line: size of the store, skipped documents, and rows."""
+        info = self.packed.info
+        train = count_of(info.train_rows, "training row")
+        held_out = count_of(self.num_eval, "held-out row")
+        line = (
+            f"data {self.name}: {self.store.summary()}; {train} ({info.efficiency:.1%} full), "
+            f"{held_out}"
+        )
+        if info.held_out_conversations:
+            line += (
+                f" ({info.held_out_conversations:,} of {self.store.info.num_documents:,} "
+                "conversations)"
+            )
+        elif self.rows_per_item > 1:
+            line += f" ({count_of(self.num_eval // self.rows_per_item, 'pair')})"
+        if left_out := self.num_pairs_left_out:
+            line += f"; {count_of(left_out, 'pair')} left out: longer than data.sequence_length"
+        if self.evaluation is not None:
+            line += f"; eval_files: {self.evaluation[0].summary()}"
+        return line
+
+    @property
+    def num_pairs_left_out(self) -> int:
+        """Number of preference pairs that are too long for rows."""
+        if self.rows_per_item == 1:
+            return 0
+        parts = [(self.store, self.packed), *([self.evaluation] if self.evaluation else [])]
+        documents = sum(store.info.num_documents for store, _ in parts)
+        rows = sum(packed.train.num_rows + packed.held_out.num_rows for _, packed in parts)
+        return (documents - rows) // 2
+
+    def eval_bytes(self, count: int) -> float:
+        """Return the UTF-8 bytes of text in the loss of the first `count` held-out rows."""
+        order = [self._held_out_row(index) for index in range(min(count, self.num_eval))]
+        return count_bytes(*self.held_out, order)
+
+    def _held_out_row(self, index: int) -> int:
+        item, n = divmod(index, self.rows_per_item)
+        return self.rows_per_item * int(self._held_out_order[item]) + n
+
+    def _read(self, store: Store, rows: Rows, row: int, out: Fields | None = None) -> Fields:
+        return read_row(
+            store,
+            rows,
+            row,
+            row_length=self.row_length,
+            eos_id=self.tokenizer.eos_id,
+            vocab_size=self.tokenizer.vocab_size,
+            out=out,
+        )
