@@ -64,8 +64,8 @@ class StepRunner:
         """Whether the next batch has another shape than the compiled step."""
         return self._batch["tokens"].shape != self._compiled_shape
 
-    def compile(self, state: TrainState) -> None:
-        """Compile the step for the next batch."""
+    def compile(self, state: TrainState) -> dict[str, float]:
+        """Compile the step for the next batch; return the metric `compile_time`, in seconds."""
         begin = time.perf_counter()
         self._group.set_phase("compiling")
         with self._goodput.spend("compile"):
@@ -79,6 +79,7 @@ class StepRunner:
             seconds,
         )
         self._clock.restart()
+        return {"compile_time": seconds}
 
     def run(self, step: int, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """Dispatch a step and fetch the next batch; return (state, metrics), not awaited."""

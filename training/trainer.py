@@ -111,7 +111,7 @@ class Trainer:
         """Dispatch a step, then write the metrics of the previous one."""
         if runner.needs_compile:
             self.reporter.finish_step()
-            runner.compile(state)
+            self.reporter.add_metrics(runner.compile(state))
         self.coordinator.begin_step()
         self.profiler.begin_step(step)
         state, metrics = runner.run(step, state)
