@@ -27,6 +27,7 @@ from parallel.linear.config import TensorParallelConfig
 from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import TokenSharding
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
+from training.norms import norms_by_kind
 from training.optimizers import tree_where
 
 Batch = dict[str, jax.Array]
@@ -303,6 +304,7 @@ class Program:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(rate, jnp.float32),
+            "norms": norms_by_kind(grads, before),
             **verdict,
         }
         if report is not None:
@@ -320,7 +322,8 @@ class Program:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
         A step that `judge` rejects changes only `step` and the counters of the guard. The metrics
-        are scalars, and `experts` with the arrays of `report_arrays` if there are sparse layers.
+        are scalars, `norms` (see `norms_by_kind`), and `experts` with the arrays of `report_arrays`
+        if there are sparse layers.
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
