@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from training.logs import replace_text
+from safe_files import replace_file
 
 _FILE = "trackers.json"
 
@@ -18,4 +18,4 @@ def store_id(directory: Path, tracker: str, identifier: str) -> None:
     """Save the id under which a tracker knows the run of a directory."""
     path = directory / _FILE
     known = json.loads(path.read_text()) if path.is_file() else {}
-    replace_text(path, json.dumps({**known, tracker: identifier}) + "\n")
+    replace_file(path, json.dumps({**known, tracker: identifier}) + "\n")
