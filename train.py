@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Train a sharded transformer: `python train.py --config configs/tp8.yaml [key=value ...]`.
 
 Exit codes: 0 finished, 2 invalid input, 75 stopped by a signal and resumable, 76 a process was lost

@@ -2,6 +2,8 @@
 
 import argparse
 import difflib
+import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -12,11 +14,31 @@ EXIT_BAD_INPUT = 2
 class CommandLine(argparse.ArgumentParser):
     """A parser of options that takes no abbreviations; exits with code 2 for bad input.
 
-    Options begin with `--`; `section.key=value` changes the configuration and has no dashes.
+    Options begin with `--`; `section.key=value` changes the configuration and has no dashes. With
+    the library argcomplete, a shell completes options, their choices and file names.
     """
 
     def __init__(self, **settings: Any):
         super().__init__(**{"allow_abbrev": False, **settings})
+
+    def parse_args(  # type: ignore[override]  # the overloads of the base class
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Parse, or answer a shell that asks for completions."""
+        self._complete()
+        return super().parse_args(args, namespace)
+
+    def parse_intermixed_args(  # type: ignore[override]  # the overloads of the base class
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Parse options and positional arguments in any order, or answer a shell."""
+        self._complete()
+        return super().parse_intermixed_args(args, namespace)
+
+    def _complete(self) -> None:
+        """Write the completions and exit, if a shell has started the program to ask for them."""
+        if "_ARGCOMPLETE" in os.environ:
+            importlib.import_module("argcomplete").autocomplete(self)
 
     def parse_known_args(  # type: ignore[override]  # the overloads of the base class
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Measure or predict the speed of parts of the trainer: `scripts/bench.py BENCHMARK`.
 
 The last line of stdout is one JSON object. `step`, `torch`, `moe-step`, `attention`, `decode` and

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Inspect and prune checkpoints: list, show, verify, diff, prune.
 
 A run that was trained on any mesh is read on one CPU device, one array at a time. Only `prune`

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Convert Hugging Face models: `scripts/convert.py from-hf DIR RUN_DIR` and `to-hf RUN_DIR DIR`.
 
 `from-hf` makes a run directory whose checkpoint 0 holds the parameters; train.py and generate.py

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Continue prompts with a trained model: `scripts/generate.py --run runs/tp8 --prompt "def "`.
 
 `--chat` answers the lines of stdin instead, as one conversation; `/reset` begins a new one, and

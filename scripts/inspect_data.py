@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Show the training data: `scripts/inspect_data.py --config configs/tp8.yaml --rows 4`.
 
 Prints rows as text, then statistics of every source: tokens, rows, packing, document lengths. Reads

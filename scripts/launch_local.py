@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Train with several processes on this machine: the code path of a pod, over the loopback.
 
 `python scripts/launch_local.py --processes 2 --devices-per-process 4 -- --config configs/tp8.yaml`
@@ -23,11 +24,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
-ROOT = Path(__file__).resolve().parent.parent
+from _clone import ROOT
+
+from configs.command_line import CommandLine
+
 # The exit codes of train.py.
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PROCESS_LOST, EXIT_DEVICE_FAULT = 1, 2, 75, 76, 77
 _FINAL = (0, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DEVICE_FAULT)  # a restart does not help
@@ -295,12 +298,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and launch; bad input is one line on stderr and exit code 2."""
     given = list(sys.argv[1:] if argv is None else argv)
     split = given.index("--") if "--" in given else len(given)
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         description=__doc__,
         usage="%(prog)s --processes N --devices-per-process D [--restarts R] [--grace SECONDS] "
         "[--peer-grace SECONDS] -- --config FILE [section.key=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     for option, kind, default, text in (
         ("--processes", int, None, "number of processes"),

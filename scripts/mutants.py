@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Mutation testing: apply deliberate faults one at a time, and run the tests that must notice them.
 
 tests/mutants/faults.toml lists the faults: a sentence, the file, the old and the new text of one
@@ -28,7 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent
+from _clone import ROOT
+
+from configs.command_line import CommandLine
+
 FAULTS = "tests/mutants/faults.toml"
 ENOUGH = 0.95
 INTERRUPTED = 130
@@ -279,7 +283,7 @@ def show(done: Sequence[tuple[Fault, Result]]) -> list[str]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser = CommandLine(description=__doc__)
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="faults whose name or file has this text"
     )

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Plan a training step for a TPU slice that need not exist.
 
     python scripts/plan.py --config configs/llama3_8b_tp8.yaml --topology v5p-16

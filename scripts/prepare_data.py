@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Tokenize data before a run: `scripts/prepare_data.py --config configs/tp8.yaml`.
 
 Every source of the configuration becomes a store in data.cache_dir, where train.py finds it.

@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Write a report of runs as one HTML file: `scripts/report.py runs/a runs/b --output report.html`.
 
 It overlays the curves of several runs and shows where they restarted, what they generated, and how

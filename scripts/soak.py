@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Break real runs on purpose: `scripts/soak.py kills | corruptions | disk | ...`.
 
 Each soak runs `train.py` or another script on simulated devices in a temporary folder. The folder

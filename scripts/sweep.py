@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Search over configurations: a grid, or random draws, of overrides of one configuration file.
 
 `python scripts/sweep.py --config configs/tp8.yaml --dir runs/sweep --grid

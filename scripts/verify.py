@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Verify that every mesh of eight devices computes what one device computes.
 
 The configuration is scaled down: small sizes, every choice of its structure kept. Then a training

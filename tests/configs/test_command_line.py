@@ -1,6 +1,9 @@
 """Command lines: a mistake is one line with the likely remedy, and every option has a help text."""
 
 import ast
+import os
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT
@@ -53,6 +56,23 @@ def test_the_version_names_program_and_libraries(capsys) -> None:
     line = capsys.readouterr().out
     assert end.value.code == 0 and line.startswith("torus ") and line.count("\n") == 1
     assert all(f"{name} " in line for name in ("python", "jax", "jaxlib", "orbax-checkpoint"))
+
+
+def test_a_shell_completes_the_options_of_a_script(tmp_path) -> None:
+    pytest.importorskip("argcomplete")
+    line, answer = "python scripts/launch_local.py --pe", tmp_path / "answer"
+    asked = {"_ARGCOMPLETE": "2", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    asked |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer), "_ARGCOMPLETE_IFS": "\n"}
+    command = [sys.executable, "scripts/launch_local.py"]
+    found = subprocess.run(command, cwd=ROOT, env=os.environ | asked, capture_output=True)
+    assert (found.returncode, found.stdout) == (0, b"")
+    assert answer.read_text().strip() == "--peer-grace"
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
+def test_every_script_is_marked_for_argcomplete_and_parses_with_the_common_parser(path) -> None:
+    text = path.read_text()
+    assert "PYTHON_ARGCOMPLETE_OK" in text[:1024] and "CommandLine(" in text
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: path.name)
