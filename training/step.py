@@ -304,7 +304,6 @@ class Program:
             "loss": loss,
             "grad_norm": norm,
             "learning_rate": jnp.asarray(rate, jnp.float32),
-            "norms": norms_by_kind(grads, before),
             **verdict,
         }
         if report is not None:
@@ -313,6 +312,8 @@ class Program:
         params, ema = tree_where(is_good, params, before), state.ema
         if self.ema_decay is not None:
             ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
+        # The sums of the new parameters are a part of the loop that updates them.
+        metrics["norms"] = norms_by_kind(grads, params)
         params = self.with_trained(state.params, params)
         step, reference = state.step + 1, state.reference
         return TrainState(step, params, opt_state, guard, ema, reference), metrics

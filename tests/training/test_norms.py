@@ -1,5 +1,7 @@
 """Norms by kind of layer: equal on every mesh, and their squares add up to the norm of all."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from conftest import MESHES, ONE_DEVICE
 from runs import read_lines
 from test_step import GRID, fields, gradients, leaves, placed, program_on  # noqa: F401
 
+import training.step
 from training.norms import KINDS, layer_kind, norm_metrics, norms_by_kind
 
 MOE = ("model.moe.num_experts=4", "model.moe.first_k_dense_replace=1", "model.qk_norm=true")
@@ -16,16 +19,14 @@ MOE += ("model.moe.num_shared_experts=1", "model.moe.moe_intermediate_size=32")
 def step_norms(mesh, fields, *options: str) -> dict[str, np.ndarray]:  # noqa: F811
     program = program_on(mesh, *options)
     with jax.set_mesh(program.tp.mesh):
-        _, metrics = program.train_step(program.init(), placed(program, fields))
-    return jax.device_get(metrics)
+        state, metrics = program.train_step(program.init(), placed(program, fields))
+    return jax.device_get(metrics) | {"params": leaves(state.params)}
 
 
-def test_norms_are_those_of_the_gradients_and_of_the_parameters_before_the_update(fields):  # noqa: F811
+def test_norms_are_those_of_the_gradients_and_of_the_parameters_after_the_update(fields):  # noqa: F811
     metrics = step_norms(GRID, fields)
     _, grads = gradients(fields)
-    program = program_on(GRID)
-    with jax.set_mesh(program.tp.mesh):
-        params = leaves(program.init().params)
+    params = metrics["params"]
     wanted = {kind: np.zeros(2) for kind in metrics["norms"]}
     for name, grad in grads.items():
         kind = layer_kind(name.replace("']['", ".").strip("[']"))
@@ -35,6 +36,18 @@ def test_norms_are_those_of_the_gradients_and_of_the_parameters_before_the_updat
         np.testing.assert_allclose(metrics["norms"][kind], np.sqrt(squares), rtol=1e-5)
     total = np.sqrt(sum(norms[0] ** 2 for norms in metrics["norms"].values()))
     assert total == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
+
+
+def test_norms_need_no_second_copy_of_gradients_or_parameters(fields, monkeypatch):  # noqa: F811
+    def temporary_bytes() -> int:
+        program = dataclasses.replace(program_on(GRID))  # with a step of its own
+        with jax.set_mesh(program.tp.mesh):
+            lowered = program.train_step.lower(program.abstract_state, placed(program, fields))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    with_norms = temporary_bytes()
+    monkeypatch.setattr(training.step, "norms_by_kind", lambda grads, params: {})
+    assert temporary_bytes() <= with_norms < temporary_bytes() + 512
 
 
 @pytest.mark.parametrize("options", [(), MOE], ids=["dense", "experts"])
