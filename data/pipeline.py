@@ -183,7 +183,7 @@ class Dataset:
                 cache=cache,
             )
         except ValueError as error:
-            raise ValueError(f"{key}: {error}") from error
+            raise DataError(f"{key}: {error}") from error
         # A seed per source, so that other sources do not change its order.
         seed = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4]
         return Source(
