@@ -243,7 +243,8 @@ class CheckedArray:
         if len(data) < size:
             raise DataError(
                 f"{self._name(file)} was cut short while it was in use: it ends at byte "
-                f"{begin + len(data)}, and a read needs bytes up to {begin + size}; {self._remedy}"
+                f"{os.fstat(file).st_size}, and a read needs byte {begin + size - 1}; "
+                f"{self._remedy}"
             )
         return data
 

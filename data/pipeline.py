@@ -105,7 +105,7 @@ class Dataset:
                 cache=cache,
             )
         except ValueError as error:
-            raise ValueError(f"{job.files_key if is_evaluation else key}: {error}") from error
+            raise DataError(f"{job.files_key if is_evaluation else key}: {error}") from error
 
     def _shares(self) -> dict[int, dict[str, Fraction]]:
         """Return the shares by the first row at which they hold; the last change in a row wins."""

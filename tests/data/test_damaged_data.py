@@ -83,6 +83,16 @@ def test_a_damaged_index_of_documents_is_found_at_the_start(folder, name):
         dataset(folder)
 
 
+@pytest.mark.parametrize("name", ["rows.bin", "rows.crc32", "pack.json"])
+def test_damaged_packed_rows_are_found_at_the_start_with_the_source(folder, name):
+    packed = dataset(folder).sources[0].packed.folder
+    os.truncate(packed / name, 3)
+    with pytest.raises(DataError, match=rf"^data: {packed / name}.*; delete the folder {packed}"):
+        dataset(folder)
+    shutil.rmtree(packed)
+    dataset(folder)
+
+
 def test_large_files_are_read_in_parts_and_give_the_same_batches(folder, monkeypatch):
     wanted = all_rows(dataset(folder, "chat")), dataset(folder, "chat").sources[0].eval_bytes(9)
     monkeypatch.setattr(checked_array, "MAX_READ", 128)
