@@ -29,11 +29,11 @@ STEPS = [
     (TP8, "attention", 1754, 0.116, 35),
     (TP8, "dots", 1690, 0.137, 49),
     (TP4, "full", 1876, 0.091, 24),
-    (TP4, "dots", 1590, 0.089, 49),
+    (TP4, "dots", 1588, 0.088, 49),
     (FSDP8, "full", 1691, 0.043, 24),
-    (FSDP8, "attention", 1652, 0.062, 36),
-    (FSDP8, "dots", 1489, 0.054, 50),
-    (SPARSE, "attention", 1505, 0.123, 77),
+    (FSDP8, "attention", 1636, 0.053, 36),
+    (FSDP8, "dots", 1473, 0.044, 50),
+    (SPARSE, "attention", 1449, 0.091, 73),
 ]
 
 
