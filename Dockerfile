@@ -14,12 +14,13 @@ WORKDIR /app
 # Before the code, so that a change of the code does not install the libraries again. The packages
 # may be missing here, because train.py imports them from its own folder.
 COPY pyproject.toml README.md LICENSE ./
+COPY constraints constraints
 RUN case "$ACCELERATOR" in \
         cpu) extras="$EXTRAS" ;; \
         tpu|cuda) extras="$ACCELERATOR${EXTRAS:+,$EXTRAS}" ;; \
         *) echo "ACCELERATOR=$ACCELERATOR is none of tpu, cuda, cpu" >&2; exit 2 ;; \
     esac \
-    && pip install --no-cache-dir --editable ".${extras:+[$extras]}"
+    && pip install --no-cache-dir --constraint constraints/python3.12.txt --editable ".${extras:+[$extras]}"
 COPY . .
 
 # Logs of a pod appear line by line.

@@ -49,6 +49,7 @@ from training.resume import library_versions
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
 from training.trainer import EXIT_RESUMABLE
+from training.writers.registry import check_writers
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -66,6 +67,7 @@ def open_session(
     """
     if group.is_primary:
         check_reference(config.run, config.training, config.checkpoint)
+        check_writers(config.training.writers)
     devices, notice = open_devices(config)
     config = fill_mesh(config, len(devices))
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)

@@ -49,7 +49,10 @@ class TrainingConfig(
     log_every: PositiveInt = 10
     """Steps between console lines; the other metrics writers get every step."""
     writers: list[str] = ["jsonl", "tensorboard", "console"]
-    """Metrics writers by name: jsonl, tensorboard, console, and others that are registered."""
+    """Metrics writers by name: jsonl, tensorboard, console, wandb and mlflow (with the extra of the
+    same name), and others that are registered."""
+    project: str = Field(default="torus", min_length=1)
+    """Project of the run at Weights & Biases, or its experiment at MLflow."""
     eval_every: PositiveInt = 200
     """Steps between evaluations on the held-out split; the last step is always evaluated."""
     eval_batches: PositiveInt = 8

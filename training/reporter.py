@@ -11,6 +11,8 @@ from training.config import TrainingConfig
 from training.goodput import Goodput
 from training.health import ExpertHealth
 from training.logs import log
+from training.memory_use import memory_metrics
+from training.norms import norm_metrics
 from training.resume import ResumePoint
 from training.spikes import SpikeHandler
 from training.stragglers import StragglerMonitor
@@ -74,7 +76,7 @@ class StepReporter:
         if self._unread is None:
             return
         (step, arrays), self._unread = self._unread, None
-        experts = arrays.pop("experts", None)
+        experts, norms = arrays.pop("experts", None), arrays.pop("norms")
         with self._clock.waiting_for_devices(), self._goodput.spend("step"):
             metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
         batch = self._resume_point.batch(step - 1)
@@ -89,6 +91,7 @@ class StepReporter:
         if step % self._config.log_every == 0 or step == self._config.steps:
             metrics["goodput"] = self._goodput.share
             metrics |= {f"goodput/{label}": y for label, y in self._goodput.seconds.items()}
+            metrics |= norm_metrics(jax.device_get(norms)) | memory_metrics(jax.local_devices())
         self._writers.preview(step, metrics)
         self._spikes.handle_spike(step, metrics)
         if experts is not None:

@@ -72,8 +72,8 @@ class StepRunner:
         """Whether the next batch has another shape than the compiled step."""
         return self._batch["tokens"].shape != self._compiled_shape
 
-    def compile(self, state: TrainState) -> None:
-        """Compile the step for the next batch."""
+    def compile(self, state: TrainState) -> dict[str, float]:
+        """Compile the step for the next batch; return the metric `compile_time`, in seconds."""
         begin = time.perf_counter()
         self._group.set_phase("compiling")
         self._train_step = None
@@ -88,6 +88,7 @@ class StepRunner:
             seconds,
         )
         self._clock.restart()
+        return {"compile_time": seconds}
 
     @contextlib.contextmanager
     def explained_memory_errors(self) -> Iterator[None]:

@@ -157,6 +157,7 @@ def _writer_context(
         terminal,
         program.console_metrics,
         settings.command,
+        settings.training.project,
     )
 
 

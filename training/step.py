@@ -27,6 +27,7 @@ from parallel.linear.config import TensorParallelConfig
 from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import TokenSharding
 from training.guard import GuardConfig, GuardState, fresh_guard, judge
+from training.norms import norms_by_kind
 from training.optimizers import tree_where
 
 Batch = dict[str, jax.Array]
@@ -330,6 +331,8 @@ class Program:
         params, ema = tree_where(is_good, params, before), state.ema
         if self.ema_decay is not None:
             ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
+        # The sums of the new parameters are a part of the loop that updates them.
+        metrics["norms"] = norms_by_kind(grads, params)
         params = self.with_trained(state.params, params)
         step, reference = state.step + 1, state.reference
         return TrainState(step, params, opt_state, guard, ema, reference), metrics
@@ -339,7 +342,8 @@ class Program:
         """Jitted `(state, batch) -> (state, metrics)`; the state is donated.
 
         A step that `judge` rejects changes only `step` and the counters of the guard. The metrics
-        are scalars, and `experts` with the arrays of `report_arrays` if there are sparse layers.
+        are scalars, `norms` (see `norms_by_kind`), and `experts` with the arrays of `report_arrays`
+        if there are sparse layers.
         """
 
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:

@@ -132,7 +132,7 @@ class Trainer:
         """
         if runner.needs_compile:
             self.reporter.finish_step()
-            runner.compile(state)
+            self.reporter.add_metrics(runner.compile(state))
         if self.recheck.is_due(step):
             self.reporter.finish_step()
             self.reporter.add_metrics(self.recheck.run(step, state, runner.batch))

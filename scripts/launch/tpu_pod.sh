@@ -221,7 +221,7 @@ tar -xzf ~/torus.tar.gz -C ~/torus
 cd ~/torus
 python3 -m pip install --quiet --user uv
 [ -x ~/venv/bin/python ] || ~/.local/bin/uv venv --quiet --python 3.12 ~/venv
-~/.local/bin/uv pip install --quiet --python ~/venv/bin/python -e '.[$extras]'
+~/.local/bin/uv pip install --quiet --python ~/venv/bin/python -c constraints/python3.12.txt -e '.[$extras]'
 rm -f ~/torus.code ~/torus.stop
 (
   trap '' HUP

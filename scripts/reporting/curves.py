@@ -7,7 +7,7 @@ import numpy as np
 
 from reporting.run_record import Series
 
-# Smoothing averages over this fraction of the steps of a curve, to both sides.
+# Smoothing averages over this fraction of the steps of the longest run, to both sides.
 SMOOTHING = 0.01
 
 
@@ -47,17 +47,17 @@ def reduce_series(series: Series, intervals: int) -> Curve:
     return Curve(Series(series.steps[kept], values[kept]), Series(centres, means))
 
 
-def smooth(series: Series, fraction: float = SMOOTHING) -> Series:
-    """Return the series averaged with weights exp(-distance / (fraction * all steps)).
+def smooth(series: Series, width: float) -> Series:
+    """Return the series averaged with weights exp(-distance / width), both in steps.
 
     The average looks to both sides, so that it does not lag behind a falling loss. The page
     computes the same (`smooth` in report.js).
     """
     finite = series.finite()
     steps, values = finite.steps, finite.values
-    if len(steps) < 3 or fraction <= 0:
+    if len(steps) < 3 or width <= 0:
         return finite
-    decay = np.exp(-np.diff(steps) / (fraction * (steps[-1] - steps[0])))
+    decay = np.exp(-np.diff(steps) / width)
     total, weight = _sums(values, decay)
     back_total, back_weight = (part[::-1] for part in _sums(values[::-1], decay[::-1]))
     return Series(steps, (total + back_total - values) / (weight + back_weight - 1.0))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reporting.curves import reduce_series, smooth
+from reporting.curves import SMOOTHING, reduce_series, smooth
 from reporting.figures import MAIN_INTERVALS, goodput_of
 from reporting.run_record import RunRecord
 from training.goodput import LABELS
@@ -55,13 +55,14 @@ def _save(figure: Any, output: Path, name: str) -> Path:
 
 
 def _draw_curves(axis: Any, runs: Sequence[RunRecord], metrics: Sequence[str]) -> None:
+    width = SMOOTHING * max(run.last_step for run in runs)
     for number, run in enumerate(runs):
         colour = _COLOURS[number % len(_COLOURS)]
         for metric in metrics:
             if metric not in run.metrics:
                 continue
             curve = reduce_series(run.metrics[metric], MAIN_INTERVALS)
-            points, smoothed = curve.points, smooth(curve.means)
+            points, smoothed = curve.points, smooth(curve.means, width)
             if metric.startswith("eval"):
                 style = {"linestyle": "--", "marker": "o", "markersize": 3}
                 axis.plot(

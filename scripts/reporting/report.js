@@ -54,13 +54,13 @@ function position(run, step) {
   return values[n] + share * (values[n + 1] - values[n]);
 }
 
-/** Average with weights exp(-distance / (fraction * all steps)), to both sides. */
-function smooth(steps, values, fraction) {
+/** Average with weights exp(-distance / width), to both sides; the same width for all runs. */
+function smooth(steps, values) {
+  const width = state.smoothing * Math.max(...report.runs.map((run) => run.lastStep));
   const kept = steps.map((_, n) => n).filter((n) => values[n] !== null);
   const x = kept.map((n) => steps[n]), y = kept.map((n) => values[n]);
-  if (x.length < 3 || fraction <= 0) return [x, y];
-  const scale = fraction * (x[x.length - 1] - x[0]);
-  const decay = x.map((step, n) => n ? Math.exp((x[n - 1] - step) / scale) : 0);
+  if (x.length < 3 || width <= 0) return [x, y];
+  const decay = x.map((step, n) => n ? Math.exp((x[n - 1] - step) / width) : 0);
   const total = y.slice(), weight = y.map(() => 1), back = y.slice(), backWeight = y.map(() => 1);
   for (let n = 1; n < x.length; n++) {
     total[n] += decay[n] * total[n - 1];
@@ -102,7 +102,7 @@ function visibleLines(chart) {
       if (!curve || state.hidden.has(run)) continue;
       const isEval = metric.startsWith("eval"), [x, y, mx, my] = curve;
       const isPlain = isEval || !chart.isSmooth || x.length < 30;
-      const mean = isPlain ? null : smooth(mx ?? x, my ?? y, state.smoothing);
+      const mean = isPlain ? null : smooth(mx ?? x, my ?? y);
       const at = x.map((step) => position(run, step));
       lines.push({ run, metric, isEval, x, y, at, mean,
         meanAt: mean && mean[0].map((step) => position(run, step)) });

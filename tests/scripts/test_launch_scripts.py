@@ -371,7 +371,7 @@ def test_the_image_has_every_package_and_runs_train_py_without_root() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = {name.removesuffix("*") for name in setuptools["packages"]["find"]["include"]}
     modules = {f"{name}.py" for name in setuptools["py-modules"]}
-    others = {"scripts", "train.py", "pyproject.toml", "README.md", "LICENSE"}
+    others = {"scripts", "constraints", "train.py", "pyproject.toml", "README.md", "LICENSE"}
     assert set(kept) == packages | modules | others
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("USER ")] == ["USER torus"]

@@ -251,10 +251,10 @@ def test_every_interval_keeps_its_smallest_and_largest_value(values, intervals):
 
 def test_smoothing_weights_values_by_their_distance():
     steps, values = np.array([0, 1, 4, 10]), np.array([1.0, 5.0, 2.0, -3.0])
-    found = smooth(Series(steps, values), 0.2)
+    found = smooth(Series(steps, values), 2.0)
     weights = np.exp(-np.abs(steps[:, None] - steps) / 2.0)
     np.testing.assert_allclose(found.values, weights @ values / weights.sum(axis=1))
-    flat = smooth(Series(steps, np.full(4, 7.0)))
+    flat = smooth(Series(steps, np.full(4, 7.0)), 2.0)
     np.testing.assert_allclose(flat.values, 7.0)
 
 

@@ -14,6 +14,8 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import report as script
+from reporting.curves import smooth
+from reporting.run_record import Series
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -116,7 +118,19 @@ def test_the_browser_draws_every_value_where_it_belongs(made, tmp_path):
         np.testing.assert_allclose(scales[:2], scales[2:], rtol=0.02)
         assert scales[0][0] > 0 > scales[1][0]
     assert shown.marks.count("skipped") >= 2 and shown.heat == [(50, 2), (40, 2)]
-    assert ("loss", "0", "mean") in shown.paths
+    assert all(("loss", run, "mean") in shown.paths for run in "01")
+
+
+def test_the_browser_smooths_as_the_images_do(made, tmp_path):
+    shown = drawn(made, tmp_path)
+    for run, name in (("0", "a"), ("1", "b")):
+        losses = metrics(tmp_path / name, "loss")
+        line = np.polyfit(losses, points(shown.paths["loss", run, "raw"])[:, 1], 1)
+        # A hundredth of the 50 steps of the longest run.
+        wanted = smooth(Series(np.arange(1, len(losses) + 1), losses), 0.5).values
+        pixels = points(shown.paths["loss", run, "mean"])[:, 1]
+        assert np.abs(np.polyval(line, wanted) - pixels).max() < 0.2
+        assert np.abs(wanted - losses).max() > 0.05
 
 
 def test_the_pointer_shows_the_values_of_a_step(made, tmp_path):

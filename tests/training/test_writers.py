@@ -3,22 +3,27 @@
 import io
 import json
 import math
+import re
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
 
 from training.goodput import Goodput
 from training.logs import logging_to
 from training.writers import registry
 from training.writers.console import ConsoleWriter
+from training.writers.groups import GROUPS, grouped_name
 from training.writers.jsonl import JsonLinesWriter, last_goodput
 from training.writers.registry import MetricsWriter, WriterContext, begun, open_writers
-from training.writers.tensorboard import TensorBoardWriter
+from training.writers.tensorboard import LAYOUT, TensorBoardWriter
 
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
 FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
@@ -117,10 +122,49 @@ def test_tensorboard_gets_scalars_texts_and_images_pixel_by_pixel(tmp_path):
         writer.write_image(1, "experts", image_HWC)
     (events,) = (tmp_path / "tensorboard").iterdir()
     content = events.read_bytes()
-    for text in (b"loss", b"grad_norm", b"def torus():", b"experts"):
-        assert text in content
+    assert b"def torus():" in content
+    tags = [value.tag for event in read_events(events) for value in event.summary.value]
+    scalars = ["train/loss", "train/grad_norm"]
+    assert tags == ["custom_scalars__config__", *scalars, "sample/text_summary", "experts"]
     with Image.open(io.BytesIO(content[content.index(b"\x89PNG") :])) as shown:
         np.testing.assert_array_equal(np.asarray(shown), image_HWC)
+
+
+def read_events(path) -> list[Event]:
+    """Return the events of a TensorBoard file, after the one with its version."""
+    content, found = path.read_bytes(), []
+    while content:
+        length = int.from_bytes(content[:8], "little")
+        found.append(Event.FromString(content[12 : 12 + length]))
+        content = content[12 + length + 4 :]
+    return found[1:]
+
+
+def test_tensorboard_shows_configuration_command_and_charts_before_the_first_step(tmp_path):
+    context = WriterContext(tmp_path, 9, resolved_config="steps: 9", command="python train.py")
+    writer = TensorBoardWriter(context)
+    with begun(writer, 4):
+        writer.write(5, {"loss": 2.5, "eval_loss": 2.0, "data/web/tokens": 3.0})
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    start, charts, config, command, *scalars = read_events(path)
+    assert start.step == 5 and [event.step for event in (charts, config, command)] == [4, 4, 4]
+    assert b"steps: 9" in config.summary.value[0].tensor.string_val[0]
+    assert b"python train.py" in command.summary.value[0].tensor.string_val[0]
+    values = [event.summary.value[0] for event in scalars]
+    found = {value.tag: value.simple_value for value in values}
+    assert found == {"train/loss": 2.5, "eval/loss": 2.0, "data/web/tokens": 3.0}
+
+
+def test_every_listed_metric_has_a_group_and_the_charts_show_existing_ones():
+    rows = [line.split("|")[1] for line in METRICS.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`([\w/]+)`", "\n".join(rows))
+    tags = [grouped_name(name) for name in [*listed, "moe/layer_03/load_max_over_mean"]]
+    assert len(tags) > 50 and {tag.partition("/")[0] for tag in tags} == set(GROUPS)
+    assert grouped_name("dpo/margin") == "train/dpo/margin"
+    for charts in LAYOUT.values():
+        for title, (_, patterns) in charts.items():
+            for pattern in patterns:
+                assert any(re.match(pattern, tag) for tag in tags), (title, pattern)
 
 
 def test_a_rollback_starts_a_new_event_file(tmp_path):

@@ -1,5 +1,5 @@
 """Metrics writers by name; importing the package registers the built-in ones."""
 
-from training.writers import console, jsonl, tensorboard
+from training.writers import console, jsonl, mlflow, tensorboard, wandb
 
-__all__ = ["console", "jsonl", "tensorboard"]
+__all__ = ["console", "jsonl", "mlflow", "tensorboard", "wandb"]

@@ -6,9 +6,11 @@ of the configuration, must import the file.
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from rich.console import Console
@@ -34,6 +36,8 @@ class WriterContext:
     """Metrics of the objective on console lines: format strings by name."""
     command: str = ""
     """Command line of this process."""
+    project: str = "torus"
+    """Project of the run at a tracker."""
 
 
 class MetricsWriter:
@@ -41,6 +45,9 @@ class MetricsWriter:
 
     The constructor of a registered writer takes a `WriterContext`.
     """
+
+    requires: ClassVar[str | None] = None
+    """Package that the writer needs and that the extra of the same name installs."""
 
     def begin(self, resumed_step: int) -> None:
         """Start after `resumed_step`, and drop later steps: they are trained again.
@@ -131,8 +138,22 @@ class NullMetrics(MetricsWriter):
     """Null metrics writer, for processes that write no metrics."""
 
 
+def check_writers(writer_names: Sequence[str]) -> None:
+    """Raise ValueError if a named metrics writer is unknown or lacks its package."""
+    for name in writer_names:
+        package = getattr(WRITERS[name], "requires", None)
+        spec = importlib.util.find_spec(package) if package is not None else None
+        # A folder of the name, such as one with the files of a tracker, has no origin.
+        if package is not None and (spec is None or spec.origin is None):
+            raise ValueError(
+                f"training.writers has {name}, but the package {package} is not installed; "
+                f'pip install -e ".[{package}]"'
+            )
+
+
 def open_writers(writer_names: Sequence[str], context: WriterContext) -> MetricsWriter:
-    """Return the named metrics writers of a run as one. Raises: ValueError for an unknown name."""
+    """Return the named metrics writers of a run as one. Raises: see `check_writers`."""
+    check_writers(writer_names)
     if not writer_names:
         return NullMetrics()
     return MetricsWriters([WRITERS[name](context) for name in writer_names])

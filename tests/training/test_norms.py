@@ -1,0 +1,113 @@
+"""Norms by kind of layer: equal on every mesh, and their squares add up to the norm of all."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from conftest import MESHES, ONE_DEVICE
+from runs import read_lines
+from test_step import GRID, fields, gradients, leaves, placed, program_on  # noqa: F401
+
+import training.step
+from training.norms import KINDS, layer_kind, norm_metrics, norms_by_kind
+
+MOE = ("model.moe.num_experts=4", "model.moe.first_k_dense_replace=1", "model.qk_norm=true")
+MOE += ("model.moe.num_shared_experts=1", "model.moe.moe_intermediate_size=32")
+
+
+def step_norms(mesh, fields, *options: str) -> dict[str, np.ndarray]:  # noqa: F811
+    program = program_on(mesh, *options)
+    with jax.set_mesh(program.tp.mesh):
+        state, metrics = program.train_step(program.init(), placed(program, fields))
+    return jax.device_get(metrics) | {"params": leaves(state.params)}
+
+
+def test_norms_are_those_of_the_gradients_and_of_the_parameters_after_the_update(fields):  # noqa: F811
+    metrics = step_norms(GRID, fields)
+    _, grads = gradients(fields)
+    params = metrics["params"]
+    wanted = {kind: np.zeros(2) for kind in metrics["norms"]}
+    for name, grad in grads.items():
+        kind = layer_kind(name.replace("']['", ".").strip("[']"))
+        wanted[kind] += [np.sum(np.float64(grad) ** 2), np.sum(np.float64(params[name]) ** 2)]
+    assert wanted.keys() == {"embedding", "attention", "mlp", "norms", "head"}
+    for kind, squares in wanted.items():
+        np.testing.assert_allclose(metrics["norms"][kind], np.sqrt(squares), rtol=1e-5)
+    total = np.sqrt(sum(norms[0] ** 2 for norms in metrics["norms"].values()))
+    assert total == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
+
+
+def test_norms_need_no_second_copy_of_gradients_or_parameters(fields, monkeypatch):  # noqa: F811
+    def temporary_bytes() -> int:
+        program = dataclasses.replace(program_on(GRID))  # with a step of its own
+        with jax.set_mesh(program.tp.mesh):
+            lowered = program.train_step.lower(program.abstract_state, placed(program, fields))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    with_norms = temporary_bytes()
+    monkeypatch.setattr(training.step, "norms_by_kind", lambda grads, params: {})
+    assert temporary_bytes() <= with_norms < temporary_bytes() + 512
+
+
+@pytest.mark.parametrize("options", [(), MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dp2-fsdp2-tp2",
+        pytest.param("fsdp8", marks=pytest.mark.slow),
+        pytest.param("ep2-fsdp2-sp2", marks=pytest.mark.slow),
+    ],
+)
+def test_norms_are_equal_on_every_mesh(fields, name, options):  # noqa: F811
+    found, wanted = (step_norms(mesh, fields, *options) for mesh in (MESHES[name], ONE_DEVICE))
+    assert found["norms"].keys() == wanted["norms"].keys()
+    assert ("experts" in found["norms"]) == bool(options)
+    for kind, norms in wanted["norms"].items():
+        assert np.all(norms > 0), kind
+        np.testing.assert_allclose(found["norms"][kind], norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("embed.table", "embedding"),
+        ("layers.attention.qkv.kernel.q", "attention"),
+        ("layers.attention.sinks", "attention"),
+        ("layers.attention.q_norm.scale", "norms"),
+        ("layers.attention.kv_a_norm.scale", "norms"),
+        ("layers.mlp_post_norm.scale", "norms"),
+        ("layers.mlp.gate_up.kernel.gate", "mlp"),
+        ("sparse_layers.mlp.router.kernel", "experts"),
+        ("sparse_layers.mlp.shared.down.kernel", "experts"),
+        ("sparse_layers.attention.o.lora_a", "attention"),
+        ("norm.scale", "norms"),
+        ("head.kernel", "head"),
+    ],
+)
+def test_every_parameter_belongs_to_a_kind(path, kind):
+    assert layer_kind(path) == kind and kind in KINDS
+
+
+def test_norms_of_small_types_are_summed_in_float32():
+    tree = {"head": {"kernel": jax.numpy.full((1000, 100), 1.0, jax.numpy.bfloat16)}}
+    np.testing.assert_allclose(norms_by_kind(tree, tree)["head"], np.sqrt(1e5), rtol=1e-6)
+
+
+def test_norms_are_in_the_lines_that_the_console_shows(undisturbed):
+    lines = read_lines(undisturbed / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "param_norm" in line] == [6]
+    squares = [y**2 for name, y in lines[-1].items() if name.startswith("grad_norm/")]
+    assert len(squares) == 5
+    assert np.sqrt(sum(squares)) == pytest.approx(lines[-1]["grad_norm"], rel=1e-6)
+
+
+def test_the_metrics_have_the_norm_of_all_parameters():
+    norms = {"head": np.array([1.0, 3.0]), "mlp": np.array([2.0, 4.0])}
+    assert norm_metrics(norms) == {
+        "param_norm": 5.0,
+        "grad_norm/mlp": 2.0,
+        "grad_norm/head": 1.0,
+        "param_norm/mlp": 4.0,
+        "param_norm/head": 3.0,
+    }

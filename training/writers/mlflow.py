@@ -1,0 +1,159 @@
+"""The metrics writer `mlflow`: an MLflow tracking server or store, with metrics in groups.
+
+The store is that of MLflow's variables, such as MLFLOW_TRACKING_URI. A run that is resumed
+continues its run there.
+
+A thread sends what has gathered every few seconds, so that training never waits for a server. If
+the server cannot be reached, the lines are kept in memory and sent later.
+"""
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+from ruamel.yaml import YAML
+
+from training.dotted_keys import flatten
+from training.logs import log
+from training.spikes import TrainingError
+from training.writers.groups import grouped_name
+from training.writers.registry import MetricsWriter, WriterContext, register
+from training.writers.tracker import store_id, stored_id
+
+SECONDS_PER_SEND = 5.0
+# Limits of MLflow: metrics and parameters in a request, characters of a parameter and of a tag.
+_MOST_METRICS, _MOST_PARAMETERS, _MOST_CHARACTERS = 1000, 100, 5000
+
+
+@register("mlflow")
+class MLflowWriter(MetricsWriter):
+    """Writes scalars, texts, images and the configuration to MLflow."""
+
+    requires = "mlflow"
+
+    def __init__(self, context: WriterContext):
+        self._context = context
+        self._mlflow: Any = importlib.import_module("mlflow")  # only this writer needs the extra
+        self._client: Any = None
+        self._run_id = ""
+        self._sender: ThreadPoolExecutor | None = None
+        self._sending: Future[None] | None = None
+        self._unsent: list[Callable[[], None]] = []
+        self._metrics: list[Any] = []
+        self._sent, self._last_step, self._has_warned = 0.0, 0, False
+
+    def begin(self, resumed_step: int) -> None:
+        """Continue the run of the directory, or start one. Raises: TrainingError."""
+        self._last_step, self._sent, self._has_warned = resumed_step, time.monotonic(), False
+        try:
+            self._client = self._mlflow.MlflowClient()
+            self._run_id = self._open_run(resumed_step)
+            self._client.log_text(self._run_id, self._context.resolved_config, "config.yaml")
+        except self._mlflow.MlflowException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainingError(
+                f"training.writers: mlflow cannot open a run at {self._mlflow.get_tracking_uri()} "
+                f"({reason}); check MLFLOW_TRACKING_URI"
+            ) from error
+        self._sender = ThreadPoolExecutor(1, "mlflow")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the scalars of a step to those that are sent next."""
+        self._last_step, now = max(step, self._last_step), int(1000 * time.time())
+        metric = self._mlflow.entities.Metric
+        for name, value in values.items():
+            key = re.sub(r"[^\w./: -]", "_", grouped_name(name))  # MLflow allows no others
+            self._metrics.append(metric(key, float(value), now, step))
+        if time.monotonic() - self._sent > SECONDS_PER_SEND:
+            self._send()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Add a text to what is sent next, as a file."""
+        path = f"{name}/step_{step:08d}.txt"
+        self._unsent.append(partial(self._client.log_text, self._run_id, text, path))
+
+    def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
+        """Add an image to what is sent next, as a file."""
+        path = f"{name}/step_{step:08d}.png"
+        self._unsent.append(partial(self._client.log_image, self._run_id, image_HWC, path))
+
+    def close(self) -> None:
+        """Send the rest, and end the run."""
+        if self._sender is None:
+            return
+        try:
+            self._wait()
+            self._send()
+            self._wait()
+        finally:
+            self._sender.shutdown()
+            self._sender = None
+        if self._unsent:
+            log.warning("mlflow: the last %d requests were not sent", len(self._unsent))
+            self._unsent.clear()
+            return
+        is_done = self._last_step >= self._context.steps
+        self._client.set_terminated(self._run_id, "FINISHED" if is_done else "KILLED")
+
+    def _open_run(self, resumed_step: int) -> str:
+        context, client = self._context, self._client
+        known = stored_id(context.directory, "mlflow") if resumed_step else None
+        if known is not None:
+            client.update_run(known, "RUNNING")
+            return known
+        experiment = client.get_experiment_by_name(context.project)
+        number = (
+            experiment.experiment_id if experiment else client.create_experiment(context.project)
+        )
+        name = context.directory.resolve().name
+        run_id = str(client.create_run(number, run_name=name).info.run_id)
+        client.set_tag(run_id, "command", context.command[:_MOST_CHARACTERS])
+        parameters = [
+            self._mlflow.entities.Param(key, str(value)[:_MOST_CHARACTERS])
+            for key, value in flatten(
+                YAML(typ="safe", pure=True).load(context.resolved_config)
+            ).items()
+            if key
+        ]
+        for begin in range(0, len(parameters), _MOST_PARAMETERS):
+            client.log_batch(run_id, params=parameters[begin : begin + _MOST_PARAMETERS])
+        store_id(context.directory, "mlflow", run_id)
+        return run_id
+
+    def _send(self) -> None:
+        """Let the thread send all that has gathered, unless it is still sending."""
+        if self._sending is not None and not self._sending.done():
+            return
+        self._wait()
+        for begin in range(0, len(self._metrics), _MOST_METRICS):
+            some = self._metrics[begin : begin + _MOST_METRICS]
+            self._unsent.append(partial(self._client.log_batch, self._run_id, metrics=some))
+        self._metrics = []
+        self._sent = time.monotonic()
+        assert self._sender is not None
+        self._sending = self._sender.submit(self._send_all, list(self._unsent))
+
+    def _send_all(self, requests: list[Callable[[], None]]) -> None:
+        for request in requests:
+            request()
+            self._unsent.remove(request)
+
+    def _wait(self) -> None:
+        """Wait for the thread, and warn once if it has failed."""
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return
+        try:
+            sending.result()
+        except (self._mlflow.MlflowException, OSError) as error:
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "mlflow: cannot send metrics: %s; they are kept in memory",
+                    str(error).strip().partition("\n")[0],
+                )
