@@ -1,8 +1,12 @@
 """Output head: logits over the vocabulary, and the loss that never materialises all of them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.layers import truncated_normal
@@ -10,6 +14,9 @@ from model.loss import cross_entropy_sum, soft_cap, token_losses
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ColumnParallelLinear
 from parallel.linear.sharded_matmul import column_parallel
+from parallel.sharding.axes import MODE_DECODE, ResidualSharding, TokenSharding
+
+_GREEDY_TOKENS = 16
 
 
 class Head(ColumnParallelLinear):
@@ -51,6 +58,26 @@ class Head(ColumnParallelLinear):
         """Return the cross-entropy of every token `B L`; see `model.loss.token_losses`."""
         kernel = self.kernel[...] if w is None else w
         return token_losses(x_BLD, kernel, targets_BL, config=self.config, tp=self.tp)
+
+    def most_likely(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
+        """Return the id with the largest logit at every token `B L`, sharded as tokens are.
+
+        The logits of 16 tokens of every row exist at a time. Communication: an all-gather of the
+        hidden states over sp and tp, and of the logits over tp.
+        """
+        manager, (B, L, D) = self.tp.manager, x_BLD.shape
+        rows = manager.resolve(TokenSharding)[0]
+        x_BLD = jax.sharding.reshard(x_BLD, P(rows, None, None))
+        size = math.gcd(L, _GREEDY_TOKENS)
+        chunks = jnp.swapaxes(x_BLD.reshape(B, L // size, size, D), 0, 1)
+
+        def best(x_BCD: jax.Array) -> jax.Array:
+            x_BCD = manager.constrain(x_BCD, ResidualSharding, MODE_DECODE)
+            logits_BCV = jax.sharding.reshard(self.logits(x_BCD, w=w), P(rows, None, None))
+            return jnp.argmax(logits_BCV[..., : self.config.vocab_size], axis=-1)
+
+        best_BL = jnp.swapaxes(lax.map(best, chunks), 0, 1).reshape(B, L)
+        return manager.constrain(best_BL, TokenSharding)
 
     def logits(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
         """Return the logits `B L V`, V over tp; columns from `config.vocab_size` on are padding.

@@ -259,6 +259,10 @@ class Transformer(nnx.Module):
         with jax.named_scope("head"):
             return self.head.token_losses(x_BLD, targets_BL, w=self._tied_kernel())
 
+    def most_likely(self, x_BLD: jax.Array) -> jax.Array:
+        """Return the most likely token after each of the hidden states, `B L`."""
+        return self.head.most_likely(x_BLD, w=self._tied_kernel())
+
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Return the logits `B L V` of hidden states, V over tp; see `Head.logits`."""
         return self.head.logits(x_BLD, w=self._tied_kernel())

@@ -184,6 +184,25 @@ class Program:
             losses_BL = model.token_losses(hidden, batch["targets"])
         return jnp.sum(losses_BL * batch["loss_mask"], axis=1)
 
+    @cached_property
+    def row_scores(self) -> Any:
+        """Jitted `(params, batch (B, L)) -> (cross-entropies, greedy)`, both (B,), on every device.
+
+        greedy: whether every target of the row with a loss is the most likely token.
+        """
+
+        def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+            with scheduling_groups(self.plan.groups_hops):
+                model, hidden, batch, _ = self._hidden(params, batch, None, dropless=True)
+            with jax.default_matmul_precision(self._precision):
+                losses_BL = model.token_losses(hidden, batch["targets"])
+                best_BL = model.most_likely(hidden)
+            losses_B = jnp.sum(losses_BL * batch["loss_mask"], axis=1)
+            greedy_B = jnp.all((best_BL == batch["targets"]) | (batch["loss_mask"] == 0), axis=1)
+            return jax.sharding.reshard(losses_B, P(None)), jax.sharding.reshard(greedy_B, P(None))
+
+        return jax.jit(score)
+
     def _hidden(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None, *, dropless: bool
     ) -> tuple[Transformer, jax.Array, Batch, MoEReport | None]:

@@ -6,19 +6,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import FrameType
 from typing import Literal
 
 from _clone import ROOT
 
-from data.tokenization import bind_to_parent
 from sweeps.trials import Trial
 
 State = Literal["finished", "failed", "stopped", "waiting"]
 OUTPUT = "output.txt"
 _EXIT_DONE, _EXIT_STOPPED = 0, 75  # the exit codes of train.py
 _POLL_SECONDS = 0.1
+_START_BOUND = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != int(sys.argv[1]):  # it died before the line above
+        sys.exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _bound_python() -> list[str]:
+    """Return the start of a command line for Python that ends with this process, even by SIGKILL.
+
+    A program in between asks the kernel for that. Libraries have threads in this process, so no
+    Python code may run between a fork and the start of another program.
+    """
+    return [sys.executable, "-c", _START_BOUND, str(os.getpid()), sys.executable]
 
 
 class TrialProcess:
@@ -33,13 +48,11 @@ class TrialProcess:
         with open(self._path, "a") as output:
             self._begin = output.tell()
             self._process = subprocess.Popen(
-                [sys.executable, str(ROOT / "train.py"), "--config", config, *trial.overrides],
+                [*_bound_python(), str(ROOT / "train.py"), "--config", config, *trial.overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # Safe, as this process has no threads.
-                preexec_fn=partial(bind_to_parent, os.getpid()),
             )
 
     @property
