@@ -309,7 +309,7 @@ def test_a_run_with_one_process_ends_when_it_makes_no_progress(tmp_path, monkeyp
         assert not failures
         if step == 3:
             runner._group.set_phase("step 3")
-            object.__setattr__(runner._group.config, "stall_timeout", 0.5)
+            monkeypatch.setitem(vars(runner._group.config), "stall_timeout", 0.5)
             wait_until(lambda: failures)
             raise DataError("the end of the test")
         return dispatch(runner, step, state)
