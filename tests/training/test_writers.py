@@ -250,5 +250,5 @@ def test_a_registered_writer_gets_every_call(tmp_path, monkeypatch):
         writers.amend(1, {"eval_loss": 2.0})
     assert calls == [7, (1, {"loss": 1.0}), (1, {"eval_loss": 2.0}), "closed"]
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0, "eval_loss": 2.0}]
-    with pytest.raises(ValueError, match="unknown metrics writer 'wandb'; use one of console"):
-        open_writers(["wandb"], WriterContext(tmp_path, 7))
+    with pytest.raises(ValueError, match="unknown metrics writer 'comet'; use one of console"):
+        open_writers(["comet"], WriterContext(tmp_path, 7))
