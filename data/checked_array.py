@@ -166,10 +166,9 @@ class CheckedArray:
         return int(self[index : index + 1][0])
 
     def load(self) -> None:
-        """Read and check the whole array; keep it in memory if it is small. Raises: DataError."""
-        for chunk in self.chunks():
-            if len(chunk) == self._length:
-                self._kept = chunk
+        """If the array is small, check all of it now and keep it in memory. Raises: DataError."""
+        if 0 < self._size <= MAX_READ:
+            self._kept = self._read(0, self._length)
 
     def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[np.ndarray]:
         """Yield the elements from `begin` up to `end`, by default all, in parts of 16 MiB."""

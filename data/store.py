@@ -161,7 +161,7 @@ class Store:
                 self._check_digest(array)
 
     def load_index(self) -> None:
-        """Check the index of documents, and keep it in memory if it is small. Raises: DataError."""
+        """Check the index of documents and keep it in memory, if it is small. Raises: DataError."""
         for array in (self.ends, self.num_bytes):
             array.load()
 
