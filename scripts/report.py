@@ -18,7 +18,6 @@ from reporting.pictures import write_pictures
 from reporting.run_record import read_runs
 
 from configs.command_line import EXIT_BAD_INPUT, CommandLine
-from safe_files import replace_file
 
 
 def write_report(directories: list[Path], output: Path, command: str) -> None:
@@ -26,7 +25,7 @@ def write_report(directories: list[Path], output: Path, command: str) -> None:
     if output.suffix not in (".html", ".htm"):
         raise ValueError(f"--output {output}: the report is HTML; write a name ending in .html")
     runs = read_runs(directories)
-    replace_file(output, render(runs, command))
+    output.write_text(render(runs, command), encoding="utf-8")
     print(f"{output} written ({output.stat().st_size / 2**20:.1f} MiB); open it in a browser")
     if importlib.util.find_spec("matplotlib") is None:
         print('no PNG images: they need matplotlib; pip install -e ".[report]"')

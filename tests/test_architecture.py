@@ -158,6 +158,7 @@ OTHER_WRITERS = {
     "data.store_writer": "a journal says which bytes are on disk",
     "parallel.cluster.distributed": "the standard output, and /dev/null",
     "parallel.planning.trace": "the user names the file, which may be a pipe",
+    "report": "the user names the file",
     "training.directory": "an empty file for a lock, and a marker that only the running job reads",
     "training.hugging_face.tensor_files": "synced before config.json completes the folder",
     "training.logs": "/dev/null",

@@ -28,7 +28,7 @@ from reporting.page import read_meanings
 from reporting.run_log import read_log
 from reporting.run_record import Series, distinct_names, read_runs
 
-STORED = ROOT / "tests" / "stored_run" / "run"
+STORED = ROOT / "tests" / "stored_run" / "jax_0.10"
 
 
 class Page(HTMLParser):
