@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from model.config import ModelConfig, as_tuple
-from model.layers import Embedding, truncated_normal
+from model.embedding import Embedding
+from model.layers import truncated_normal
 from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
 from parallel.linear.int8_kernel import SCALE, Int8Kernel, Kernel, floats, store_as_int8
 from parallel.linear.linear import (

@@ -17,9 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from model.attention.cached import Cache, LayerCache, write_index
 from model.attention.registry import OUTPUT_NAME, AttentionChoice
+from model.embedding import Embedding
 from model.generation.cache import DenseCache
 from model.head import Head
-from model.layers import Attention, Embedding, GatedMLP, RMSNorm, TokenInfo
+from model.layers import Attention, GatedMLP, RMSNorm, TokenInfo
 from model.lora import add_adapters, store_base
 from model.mla import LatentAttention
 from model.moe import MoE, MoEReport

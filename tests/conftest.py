@@ -21,6 +21,7 @@ import jax
 import pytest
 
 from parallel.linear.config import TensorParallelConfig
+from parallel.sharding.devices import prevent_deadlocks
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.residual import residual_rules
 
@@ -32,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
+# Before any backend starts: runs in this process and in child processes compile alike.
+prevent_deadlocks()
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / "xla-tests"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

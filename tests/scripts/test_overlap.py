@@ -77,9 +77,10 @@ def test_experts_send_the_counted_bytes_and_chunks_hide_them() -> None:
         for chunks in ([], ["model.moe.exchange_chunks=1"])
     )
     assert hops["sent_bytes"] == hops["counted_bytes"]
-    # Predicted: 13.2 ms, 15.1 % exposed (libtpu 0.0.42, 23 November 2026).
-    assert hops["total_ms"] <= 13.8
-    assert hops["exposed_share"] <= 0.155 < whole["exposed_share"]
+    # Predicted: 14.4 ms, 17.6 % exposed (libtpu 0.0.42, 25 November 2026). Without the barrier of
+    # `_gradients_together` the layer alone takes 13.2 ms, but the step of all layers takes longer.
+    assert hops["total_ms"] <= 15.0
+    assert hops["exposed_share"] <= 0.18 < whole["exposed_share"]
 
 
 def test_ring_attention_hides_its_keys_and_its_memory_halves_with_twice_the_devices() -> None:
