@@ -201,7 +201,8 @@ def train(config: Config, args: argparse.Namespace) -> int:
         traceback.print_exc()
         # Without this message the other processes would wait. A runtime error other than memory may
         # be the loss of another process.
-        code = EXIT_PROCESS_LOST if is_from_jax else EXIT_FAILED
+        is_memory = "RESOURCE_EXHAUSTED" in str(error)
+        code = EXIT_PROCESS_LOST if is_from_jax and not is_memory else EXIT_FAILED
         group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], code)
         return code
 

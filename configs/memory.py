@@ -57,12 +57,13 @@ class StepShape:
         head = model.hidden_size * model.padded_vocab_size
         embedding = 0 if model.tie_word_embeddings else head
         split = mesh.fsdp * mesh.sp * mesh.tp
+        embedding_split = split if model.hidden_size % (split * mesh.ep) else split * mesh.ep
         return cls(
             microbatches=parts,
             tokens=rows * config.data.row_length / mesh.sp,
             layer=(model.num_parameters - experts - embedding - head) / split,
             experts=experts / split / mesh.ep,
-            embedding=embedding / split / mesh.ep,
+            embedding=embedding / embedding_split,
             head=head / split,
             b=jnp.dtype(model.dtype).itemsize,
         )

@@ -106,7 +106,8 @@ class DataConfig(
     """Several sources by name, instead of `files`; each has files, eval_files, field and
     weight."""
     tokenizer: str = "bytes"
-    """bytes, the path of a Hugging Face tokenizer.json, or the name of a registered tokenizer."""
+    """bytes, the path of a Hugging Face tokenizer.json, the folder of a Hugging Face model (which
+    also gives BOS, EOS and the chat template), or the name of a registered tokenizer."""
     eos_token: str | None = None
     """Token of tokenizer.json that ends a document; null: the special token with a usual name."""
     add_bos: bool | Literal["auto"] = "auto"

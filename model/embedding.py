@@ -5,6 +5,7 @@ Letters: B batch, L length, D embed, V vocab.
 
 from collections.abc import Sequence
 from functools import partial
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from parallel.sharding.axes import (
     MODE_TRAIN,
     RUNTIME_MODE_TYPES,
     EmbeddingTable,
+    EmbeddingTableWithoutEP,
     ResidualSharding,
     RowWise,
 )
@@ -38,7 +40,10 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
-        self.axes = RowWise if config.tie_word_embeddings else EmbeddingTable
+        features = mesh_axes_of(tp.manager.resolve(EmbeddingTable)[1])
+        parts = prod(tp.manager.mesh.shape[name] for name in features)
+        untied = EmbeddingTableWithoutEP if config.hidden_size % parts else EmbeddingTable
+        self.axes = RowWise if config.tie_word_embeddings else untied
         shape = (config.padded_vocab_size, config.hidden_size)
         spec = tp.manager.resolve(self.axes, shape=shape, name="embedding")
         init = truncated_normal(config.initializer_range)

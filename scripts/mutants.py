@@ -2,7 +2,7 @@
 """Mutation testing: apply deliberate faults one at a time, and run the tests that must notice them.
 
 tests/mutants/faults.toml lists the faults: a sentence, the file, the old and the new text of one
-line, and the tests of that room. The repository is copied, so the working tree never changes. A
+line, and the tests of that package. The repository is copied, so the working tree never changes. A
 fault is killed if one of its tests fails, or does not end within --timeout, and passes without the
 fault. Results are kept in --output by digests of the code, the fault and its tests, and the same
 command continues there. Exit codes: 0 enough faults are killed (95 %), 1 too few, 2 a fault or a
@@ -59,7 +59,7 @@ class Fault:
     tests: tuple[str, ...]
 
     @property
-    def room(self) -> str:
+    def package(self) -> str:
         """The folder of the file."""
         return str(Path(self.file).parent)
 
@@ -108,12 +108,12 @@ def read_faults(root: Path = ROOT) -> list[Fault]:
 
 
 def spread(faults: Sequence[Fault]) -> list[Fault]:
-    """Return the faults in a fixed order in which the first ones meet as many rooms as possible."""
+    """Return the faults in a fixed order whose first ones meet as many packages as possible."""
     shuffled = random.Random(0).sample(faults, len(faults))
     rank: dict[str, int] = {}
     place = {}
     for fault in shuffled:
-        place[fault.name] = rank[fault.room] = rank.get(fault.room, -1) + 1
+        place[fault.name] = rank[fault.package] = rank.get(fault.package, -1) + 1
     return sorted(shuffled, key=lambda fault: place[fault.name])
 
 
@@ -266,15 +266,15 @@ def _report(line: str) -> None:
 
 
 def show(done: Sequence[tuple[Fault, Result]]) -> list[str]:
-    """Return the table by room, and the survivors."""
-    rooms: dict[str, list[Result]] = {}
+    """Return the table by package, and the survivors."""
+    packages: dict[str, list[Result]] = {}
     for fault, result in done:
-        rooms.setdefault(fault.room, []).append(result)
-    lines = ["| room | faults | killed | timed out | survived |", "|---|---|---|---|---|"]
+        packages.setdefault(fault.package, []).append(result)
+    lines = ["| package | faults | killed | timed out | survived |", "|---|---|---|---|---|"]
     verdicts: tuple[Verdict, ...] = ("killed", "timed out", "survived")
-    for room, found in [*sorted(rooms.items()), ("all", [result for _, result in done])]:
+    for package, found in [*sorted(packages.items()), ("all", [result for _, result in done])]:
         counts = [sum(result.verdict == verdict for result in found) for verdict in verdicts]
-        lines.append(f"| {room} | {len(found)} | {' | '.join(map(str, counts))} |")
+        lines.append(f"| {package} | {len(found)} | {' | '.join(map(str, counts))} |")
     for fault, result in done:
         if result.verdict == "survived":
             lines.append(f"survived: {fault.file}: {fault.name}: `{fault.old}` -> `{fault.new}`")
@@ -287,7 +287,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="faults whose name or file has this text"
     )
-    parser.add_argument("--sample", type=int, metavar="N", help="N faults, spread over all rooms")
+    parser.add_argument("--sample", type=int, metavar="N", help="N faults of all packages")
     parser.add_argument(
         "--timeout",
         type=float,

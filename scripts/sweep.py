@@ -10,6 +10,7 @@ finished, 1 a trial has failed, 2 invalid input, 75 stopped, and the same comman
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +27,9 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
-    print(line, flush=True)
+    """Print a line at once. Trials go on and save also when nobody can read it."""
+    with contextlib.suppress(OSError):  # the terminal was closed, or `| head` has ended
+        print(line, flush=True)
 
 
 def read_space(args: argparse.Namespace) -> tuple[Space, list[str]]:

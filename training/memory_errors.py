@@ -6,6 +6,7 @@ import jax
 
 from parallel.planning.memory import Buffer, largest_buffer
 from parallel.planning.refusals import OutOfKernelMemory, read_largest_buffer, read_refusal
+from training.logs import log
 from training.spikes import TrainingError
 
 
@@ -26,17 +27,25 @@ def memory_error(
     begin = f"{phase}: " if phase else ""
     if isinstance(refusal, OutOfKernelMemory):
         return TrainingError(f"{begin}{refusal}")
-    buffer = read_largest_buffer(message)
-    if buffer is None and program is not None:
-        buffer = largest_buffer(program.as_text())
     parts = [f"{begin}out of device memory: {refusal.sentence.rstrip('.')}"]
-    parts += [_describe(buffer)] if buffer is not None else []
-    parts += [_needs(program)] if program is not None else []
+    try:
+        parts += _explanation(read_largest_buffer(message), program)
+    except Exception as failure:  # the text of a program depends on the backend
+        log.debug("the program cannot be described: %s", failure)
     remedy = (
         "lower data.global_batch_size, raise training.gradient_accumulation, set model.remat=full, "
         "or split arrays over more devices (mesh.fsdp, mesh.tp)"
     )
+    if (phase or "").startswith("recheck"):
+        remedy = f"set training.guard.recheck_every=0, {remedy}"
     return TrainingError("; ".join([*parts, remedy]))
+
+
+def _explanation(buffer: Buffer | None, program: Any | None) -> list[str]:
+    if buffer is None and program is not None:
+        buffer = largest_buffer(program.as_text())
+    described = [_describe(buffer)] if buffer is not None else []
+    return [*described, *([_needs(program)] if program is not None else [])]
 
 
 def _describe(buffer: Buffer) -> str:

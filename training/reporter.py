@@ -51,6 +51,7 @@ class StepReporter:
         """Start after a resume point; drop a step that a rollback left unfinished."""
         self._resume_point = resume_point
         self._unread = self._unwritten = None
+        self._pending_metrics = {}
 
     def add_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Take the metrics of a dispatched step: arrays that may not be ready."""

@@ -13,6 +13,8 @@ from safe_files import replace_file
 from training.logs import log
 
 FILE = "run.json"
+TRACKERS_FILE = "trackers.json"
+"""Ids under which trackers know the run of a directory."""
 
 
 class RunIdentity(BaseModel, frozen=True, extra="forbid"):
@@ -59,6 +61,7 @@ def identify_run(directory: Path) -> tuple[RunIdentity, str | None]:
         is_there = is_elsewhere and _has_run(origin, before.run_id)
         if is_there or (is_elsewhere and before.inode != place):
             now = now.model_copy(update={"origins": (*before.origins, before.run_id)})
+            (path / TRACKERS_FILE).unlink(missing_ok=True)  # a tracker shows it as a run of its own
             line = (
                 f"run directory {path} was {'copied' if is_there else 'copied or moved'} from "
                 f"{before.host}:{origin} (run {before.run_id}); it continues as run {now.run_id}"

@@ -14,9 +14,9 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     noticed at once."""
     stall_timeout: PositiveInt = 1800
     """Time without progress after which the run exits with code 76, also if it has one process. It
-    must exceed the longest training step, compilation, evaluation and save of any process. Every
-    process then writes the stacks of its threads to stacks.txt (process N: stacks.N.txt) in the
-    run directory."""
+    must exceed the longest training step, compilation, evaluation, sample, recheck and save, and
+    the reading of the first state, of any process. Every process then writes the stacks of its
+    threads to stacks.txt (process N: stacks.N.txt) in the run directory."""
 
 
 EXIT_MISMATCH = 2

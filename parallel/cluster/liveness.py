@@ -194,9 +194,10 @@ class LivenessMonitor:
                 for number, host, phase in sorted(phases, key=lambda entry: entry[2].start)
             )
             files = "stacks.txt and stacks.N.txt" if self._peers else "stacks.txt"
+            again = "restart all processes" if self._peers else "start it again"
             self.fail(
                 f"no progress for {limit} s (cluster.stall_timeout): {listed}; the stacks of all "
-                f"threads are in {files} of the run directory; restart all processes, or raise "
+                f"threads are in {files} of the run directory; {again}, or raise "
                 "the timeout if this phase needs longer",
                 has_stalled=True,
             )

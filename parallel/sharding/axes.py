@@ -159,6 +159,13 @@ class EmbeddingTable(DynamicShardingAxes):
     mode: ClassVar = MODE_TRAIN
 
 
+class EmbeddingTableWithoutEP(DynamicShardingAxes):
+    """The same if ep does not divide what is left of the features: equal copies over ep. Ours."""
+
+    axes: ClassVar = [EMPTY, [TP, FSDP, SP]]
+    mode: ClassVar = MODE_TRAIN
+
+
 class SColumnWise(DynamicShardingAxes):
     """One-dimensional parameter over fsdp and sp. A column-parallel bias is SRowWise instead."""
 

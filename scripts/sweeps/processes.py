@@ -57,7 +57,7 @@ class TrialProcess:
 
     @property
     def state(self) -> State | None:
-        """How the process has ended, None while it runs."""
+        """State at the end of the process, None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -92,7 +92,8 @@ class Stopper:
     def __init__(self) -> None:
         self.num_signals = 0
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._count)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._count)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         self.num_signals += 1
@@ -138,6 +139,8 @@ class Supervisor:
         return states
 
     def _stop(self, *, again: bool) -> None:
+        for process in self._running:
+            process.send(signal.SIGKILL if again else signal.SIGTERM)
         if again:
             self._say("killing the running trials")
         elif self._running:
@@ -145,8 +148,6 @@ class Supervisor:
                 f"stopping {', '.join(process.trial.name for process in self._running)} after this "
                 "step and saving; press Ctrl-C again to kill"
             )
-        for process in self._running:
-            process.send(signal.SIGKILL if again else signal.SIGTERM)
 
     def _end(self, process: TrialProcess, *, was_stopped: bool) -> State:
         state = process.state

@@ -12,8 +12,8 @@ from configs.schema import Config, load_config
 from parallel.cluster.process_group import ProcessGroup
 from sweeps.space import Point, overrides_of
 from training.checkpoint_record import CheckpointError, read_record, saved_steps
+from training.dotted_keys import flatten
 from training.early_stop import EarlyStopping, check_metric, evaluation_metrics, higher_is_better
-from training.resume import flatten
 from training.writers.jsonl import last_goodput, read_values
 
 _MAX_NAME = 120
@@ -41,7 +41,11 @@ class Trial:
             record = read_record(folder / str(steps[-1]), steps[-1])
         except CheckpointError:  # the run itself sets a damaged checkpoint aside
             return False
-        if record["pending"]:
+        # A run that was stopped at its last step evaluates when it is started again, and saves no
+        # checkpoint after that.
+        if record["pending"] and steps[-1] not in read_values(
+            self.directory / "metrics.jsonl", "eval_loss"
+        ):
             return False
         early_stop = EarlyStopping(training.early_stop, ProcessGroup())
         early_stop.begin(record.get("early_stop", {}))
@@ -58,7 +62,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Result:
-    """What a trial has measured so far."""
+    """Measurements of a trial so far."""
 
     by_step: dict[int, float]
     """The metric at every evaluation."""

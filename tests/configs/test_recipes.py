@@ -87,9 +87,21 @@ def plan(path, topology: str, *overrides: str) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+# A compilation takes one to three minutes. Both kinds of slices, dense and sparse models, adapters
+# and accumulated gradients are in the slow stage, the others in the sweep before a release.
+SAMPLE = {
+    "tp8", "moe_ep8", "bpe_400m", "llama3_8b_pretrain", "qwen3_0_6b_lora", "mixtral_8x7b_lora"
+}  # fmt: skip
+
+
 @needs_libtpu
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else pytest.mark.sweep)
+        for name in STEPS
+    ],
+)
 def test_a_shipped_step_of_few_layers_fits_its_slice(name) -> None:
     path, topology = STEPS[name]
     found = plan(path, topology, "model.num_hidden_layers=2")

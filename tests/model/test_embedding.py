@@ -44,6 +44,25 @@ def test_embedding_looks_up_rows_on_every_mesh(mesh: str, layout: str) -> None:
     np.testing.assert_allclose(grads["table"][...], want, atol=1e-6)
 
 
+def test_features_that_ep_does_not_divide_are_equal_over_ep() -> None:
+    tp = tensor_parallel(MeshConfig(fsdp=2, ep=4))
+    config = CONFIG.model_copy(update={"hidden_size": 12})
+    tokens = np.random.default_rng(2).integers(0, 64, (8, 16)).astype(np.int32)
+    with jax.set_mesh(tp.mesh):
+        definition, params = nnx.split(Embedding(config, tp, rngs=rngs()))
+        placed = jax.device_put(tokens, tp.manager.sharding(TokenSharding))
+        assert params["table"][...].sharding.shard_shape((64, 12)) == (64, 6)
+
+        def loss(params):
+            return jnp.sum(nnx.merge(definition, params)(placed) ** 2) / 2
+
+        grads = jax.jit(jax.grad(loss))(params)
+    table = np.asarray(params["table"][...])
+    want = np.zeros_like(table)
+    np.add.at(want, tokens, table[tokens])
+    np.testing.assert_allclose(grads["table"][...], want, atol=1e-6)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_neither_the_table_nor_its_gradient_travels_over_fsdp_and_sp(tied: bool) -> None:
     tp = tensor_parallel(MeshConfig(fsdp=2, sp=2, tp=2))

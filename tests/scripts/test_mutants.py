@@ -35,14 +35,14 @@ def test_every_fault_can_be_applied_and_its_tests_exist(fault) -> None:
         assert f"def {name}" in (ROOT / path).read_text()
 
 
-def test_the_faults_are_spread_over_all_rooms() -> None:
-    rooms = {fault.room for fault in LISTED}
-    packages = {room.partition("/")[0] for room in rooms}
+def test_the_faults_are_spread_over_all_packages() -> None:
+    found = {fault.package for fault in LISTED}
+    packages = {name.partition("/")[0] for name in found}
     assert packages == {"configs", "data", "model", "parallel", "training", "scripts"}
-    assert {f"parallel/{path.parent.name}" for path in ROOT.glob("parallel/*/*.py")} <= rooms
+    assert {f"parallel/{path.parent.name}" for path in ROOT.glob("parallel/*/*.py")} <= found
     assert len(LISTED) >= 85
-    first = mutants.spread(LISTED)[: len(rooms)]
-    assert {fault.room for fault in first} == rooms
+    first = mutants.spread(LISTED)[: len(found)]
+    assert {fault.package for fault in first} == found
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_experts_send_the_counted_bytes_and_chunks_hide_them() -> None:
     assert hops["sent_bytes"] == hops["counted_bytes"]
     # Predicted: 14.4 ms, 17.6 % exposed (libtpu 0.0.42, 25 November 2026). Without the barrier of
     # `_gradients_together` the layer alone takes 13.2 ms, but the step of all layers takes longer.
-    assert hops["total_ms"] <= 15.0
+    assert hops["total_ms"] <= 14.7
     assert hops["exposed_share"] <= 0.18 < whole["exposed_share"]
 
 

@@ -1,5 +1,6 @@
 """`scripts/sweep.py`: its search space, checks before the start, processes, and its report."""
 
+import contextlib
 import json
 import os
 import signal
@@ -189,6 +190,26 @@ def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(supervise):
         "killing the running trials",
         "stopped ",
     ]
+
+
+def test_a_sweep_under_nohup_goes_on_after_the_terminal_is_closed():
+    with kept_signals():
+        hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stopper = Stopper()
+        os.kill(os.getpid(), signal.SIGHUP)
+        signal.signal(signal.SIGHUP, hangup)
+    assert stopper.num_signals == 0
+
+
+def test_trials_are_stopped_and_saved_when_the_terminal_is_gone(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        script.say("stopping")  # a broken pipe ends nothing
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            gone.close()
 
 
 def test_trials_do_not_outlive_a_sweep_that_is_killed(tmp_path):

@@ -57,6 +57,28 @@ def test_memory_on_the_chip_has_the_remedy_of_kernels() -> None:
     assert "Choose smaller blocks" in message
 
 
+class UnreadableProgram:
+    """A program that its backend cannot describe."""
+
+    def as_text(self) -> str:
+        raise NotImplementedError
+
+    def memory_analysis(self) -> None:
+        return None
+
+
+def test_a_program_that_cannot_be_described_hides_no_error() -> None:
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+    message = str(memory_error(error, "step 3", UnreadableProgram()))
+    assert message == "step 3: out of device memory: Out of memory allocating 7 bytes" + REMEDY
+
+
+def test_a_recheck_that_does_not_fit_can_be_turned_off() -> None:
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+    message = str(memory_error(error, "recheck before step 3", None))
+    assert "; set training.guard.recheck_every=0, lower data.global_batch_size" in message
+
+
 def test_other_errors_of_a_device_are_not_explained() -> None:
     error = jax.errors.JaxRuntimeError("INTERNAL: Core halted unexpectedly")
     assert memory_error(error, "step 3", None) is None

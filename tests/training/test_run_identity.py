@@ -44,8 +44,11 @@ def test_two_runs_have_two_ids(made, tmp_path):
 
 def test_a_copy_is_a_run_of_its_own_that_names_the_original(made, tmp_path):
     original = identify_run(made)[0]
+    (made / "trackers.json").write_text("{}")
     shutil.copytree(made, tmp_path / "copy")
     copy, line = identify_run(tmp_path / "copy")
+    # Trackers show the copy as a run of its own.
+    assert (made / "trackers.json").exists() and not (tmp_path / "copy/trackers.json").exists()
     assert copy.run_id != original.run_id and copy.origins == (original.run_id,)
     assert line == (
         f"run directory {tmp_path}/copy was copied from {original.host}:{made} (run "

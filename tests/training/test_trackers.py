@@ -244,6 +244,30 @@ def test_a_lost_mlflow_server_does_not_end_the_run(directory, mlflow, caplog):
     assert "mlflow: the last 1 requests were not sent" in caplog.messages
 
 
+class StoreError(Exception):
+    """An error of a store of artifacts, which MLflow passes on."""
+
+
+def test_a_store_of_artifacts_that_fails_does_not_end_the_run(directory, mlflow, monkeypatch):
+    writer = MLflowWriter(context(directory))
+    with begun(writer, 0):
+        monkeypatch.setattr(mlflow, "check", lambda: (_ for _ in ()).throw(StoreError("no bucket")))
+        writer.write_text(1, "sample", "a")
+    with pytest.raises(TrainingError, match=r"\(no bucket\); check MLFLOW_TRACKING_URI, and that"):
+        MLflowWriter(context(directory)).begin(0)
+
+
+def test_an_end_that_mlflow_cannot_record_does_not_end_the_run(
+    directory, mlflow, monkeypatch, caplog
+):
+    def refuse(number, status):
+        raise mlflow.MlflowException("gone\nmore")
+
+    monkeypatch.setattr(mlflow, "set_terminated", refuse)
+    train(MLflowWriter(context(directory)), 0, 2)
+    assert "mlflow: cannot record the end of the run: gone" in caplog.messages
+
+
 def test_requests_to_mlflow_keep_to_its_limits(directory, mlflow):
     with begun(writer := MLflowWriter(context(directory)), 0):
         for step in (1, 2, 3):

@@ -54,11 +54,11 @@ class MLflowWriter(MetricsWriter):
             self._client = self._mlflow.MlflowClient()
             self._run_id = self._open_run(resumed_step)
             self._client.log_text(self._run_id, self._context.resolved_config, "config.yaml")
-        except self._mlflow.MlflowException as error:
-            reason = str(error).strip().partition("\n")[0]
+        except Exception as error:  # stores of artifacts have exceptions of their own
             raise TrainingError(
                 f"training.writers: mlflow cannot open a run at {self._mlflow.get_tracking_uri()} "
-                f"({reason}); check MLFLOW_TRACKING_URI"
+                f"({_first_line(error)}); check MLFLOW_TRACKING_URI, and that this host can write "
+                "to the artifact store of that server"
             ) from error
         self._sender = ThreadPoolExecutor(1, "mlflow")
 
@@ -98,7 +98,10 @@ class MLflowWriter(MetricsWriter):
             self._unsent.clear()
             return
         is_done = self._last_step >= self._context.steps
-        self._client.set_terminated(self._run_id, "FINISHED" if is_done else "KILLED")
+        try:
+            self._client.set_terminated(self._run_id, "FINISHED" if is_done else "KILLED")
+        except Exception as error:
+            log.warning("mlflow: cannot record the end of the run: %s", _first_line(error))
 
     def _open_run(self, resumed_step: int) -> str:
         context, client = self._context, self._client
@@ -150,10 +153,13 @@ class MLflowWriter(MetricsWriter):
             return
         try:
             sending.result()
-        except (self._mlflow.MlflowException, OSError) as error:
+        except Exception as error:  # stores of artifacts have exceptions of their own
             if not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "mlflow: cannot send metrics: %s; they are kept in memory",
-                    str(error).strip().partition("\n")[0],
+                    "mlflow: cannot send metrics: %s; they are kept in memory", _first_line(error)
                 )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
