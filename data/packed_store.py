@@ -1,7 +1,7 @@
 """Packed rows of a store, cached on disk: made once, then opened by every run.
 
-A packed store is a folder under `cache_dir/packs`, of which the name is a hash of everything that
-decides its content. `pack.json` describes `rows.bin`, one array of int64 with four parts:
+A packed store is a folder under `cache_dir/packs`. Its name is a hash of everything that decides
+its content. `pack.json` describes `rows.bin`, one array of int64 with four parts:
     index of training rows  (R + 1,)  2 * first span of the row + 1 if its last span goes on
     spans of training rows  (S, 2)    first token and number of tokens
     the same two for held-out rows

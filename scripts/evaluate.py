@@ -59,6 +59,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("limit", "batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: use at least 1")
+    if args.output is not None:  # an evaluation may take hours: fail before it
+        args.output.parent.mkdir(parents=True, exist_ok=True)
     adapter = load_library("evaluation.adapter")
     names, manager = find_tasks(args)
     run = load_run(args.run.expanduser(), args.overrides)

@@ -86,7 +86,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Result:
-    """What the tests said about a fault; an empty name: about the code without one."""
+    """Verdict of the tests about a fault, or about the code without one if the name is empty."""
 
     name: str
     verdict: Verdict

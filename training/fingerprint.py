@@ -71,10 +71,11 @@ def _sums(x: jax.Array, shape: tuple[int, ...], start: jax.Array | None = None) 
 
 
 def device_fingerprints(tree: Any) -> jax.Array:
-    """Return uint32 (devices, leaves, 2), replicated: of the block that each device holds.
+    """Return fingerprints of the blocks that each device holds: uint32 (devices, leaves, 2).
 
-    Devices are in the order of `mesh.devices.flat`. Of a replicated array each device reads its own
-    copy, so that copies that differ have different fingerprints. Call it inside of jit.
+    Devices are in the order of `mesh.devices.flat`, and the result is replicated. Every device
+    reads its own copy of a replicated array, so copies that differ have different fingerprints.
+    Call it inside of jit.
 
     Communication: an all-gather of 8 bytes per device and leaf.
     """

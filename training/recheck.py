@@ -13,9 +13,9 @@ Before every `training.guard.recheck_every`-th step, bits that must be equal are
   time. It is done only on meshes where no sum of the forward pass crosses devices, because the
   order of such sums may depend on the devices: tp, sp and ep 1 and, along fsdp, no overlap.
 
-What is compared is computed beside the training step, whose program and results stay the same. So
-a fault during a step between two rechecks is found only if it leaves replicas that differ, or
-happens again.
+A recheck runs between two steps and changes neither the program nor the results of the training
+step. A fault during a step between two rechecks is found only if it leaves replicas that differ, or
+if it happens again.
 
 A fault ends the run. A rollback would go on with the same device, and checkpoints since the last
 recheck may hold wrong values.
@@ -110,7 +110,7 @@ class Recheck:
 
     @property
     def _scope(self) -> str:
-        """What is compared on this mesh."""
+        """The comparisons of a recheck on this mesh, for the log."""
         always = "replicas of the state, gradients twice"
         if self._moved_axis is not None:
             return f"{always}, losses of rows moved along {self._moved_axis}"

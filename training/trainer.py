@@ -79,6 +79,7 @@ class Trainer:
                     state, code = self._train_steps(state)
                     if code == EXIT_DONE:
                         self._sample(self.early_stop.last_step or self.config.steps, state)
+                        self.writers.finish()
                     self._log_summary()
                     return code
             except Rollback as rollback:

@@ -1,4 +1,4 @@
-"""Files named .json: one array of records, as chats are often published, or JSON lines."""
+"""The format of .json files: an array of records, as chats are often published, or JSON lines."""
 
 import codecs
 import json

@@ -138,7 +138,7 @@ class ProcessGroup:
     def set_phase(self, phase: str | None) -> None:
         """Say what this process works on, for error messages, and restart its stall timeout.
 
-        phase: "compiling", "step 12"; None suspends the stall timeout.
+        phase: a description such as "compiling" or "step 12"; None suspends the stall timeout.
         """
         self.phase = phase
         if self._monitor is not None:

@@ -1,4 +1,4 @@
-"""What a run's log says: restarts, spikes and other events, text samples, command and versions."""
+"""Reads the log of a run: restarts, spikes and other events, text samples, command, versions."""
 
 import re
 from collections.abc import Iterator

@@ -27,6 +27,14 @@ def test_a_number_below_one_is_refused(capsys, option):
     assert capsys.readouterr().err == f"error: {option} 0: use at least 1\n"
 
 
+def test_an_output_that_cannot_be_written_fails_before_the_evaluation(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "results.json"
+    assert script.main(["--run", "x", "--tasks", "y", "--output", str(output)]) == 1
+    error = capsys.readouterr().err
+    assert error == f"error: [Errno 17] File exists: '{output.parent}'\n"
+
+
 def test_a_library_with_the_name_of_a_script_is_found_where_it_is_installed(tmp_path, monkeypatch):
     (tmp_path / "verify.py").write_text("found = 'the library'")
     monkeypatch.delitem(sys.modules, "verify", raising=False)

@@ -23,6 +23,7 @@ from training.early_stop import (
 from training.logs import log
 from training.trainer import EXIT_RESUMABLE
 from training.writers.console import ConsoleWriter
+from training.writers.jsonl import JsonLinesWriter
 
 pytestmark = pytest.mark.usefixtures("signals")
 
@@ -137,10 +138,13 @@ def records(folder: Path) -> dict[int, dict]:
 
 
 @pytest.fixture
-def stopped(tmp_path) -> str:
+def stopped(tmp_path, monkeypatch) -> str:
     """Configuration of a run that early stopping ended after step 6 of 20."""
-    config = write_config(tmp_path)
-    assert run(config, *STOPS, *OFTEN) == 0
+    config, finished = write_config(tmp_path), []
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonLinesWriter, "finish", lambda self: finished.append(self))
+        assert run(config, *STOPS, *OFTEN) == 0
+    assert len(finished) == 1, "the writers were not told that the run has ended"
     return config
 
 

@@ -84,7 +84,9 @@ class FakeMLflow:
     """The calls of the package mlflow, recorded; it can lose its server."""
 
     class MlflowException(Exception):
-        pass
+        def __init__(self, message: str, status: int = 500):
+            super().__init__(message)
+            self.get_http_status_code = lambda: status
 
     def __init__(self):
         self.metrics, self.params, self.files, self.status = {}, {}, {}, {}
@@ -156,12 +158,14 @@ def directory(tmp_path):
     return tmp_path / "run"
 
 
-def train(writer, resumed: int, last: int) -> None:
+def train(writer, resumed: int, last: int, *, is_finished: bool = False) -> None:
     with begun(writer, resumed):
         for step in range(resumed + 1, last + 1):
             writer.write(step, {"loss": 1 / step, "eval_loss": 2.0})
             writer.write_text(step, "sample", "a <b>")
             writer.write_image(step, "moe/load", np.zeros((2, 3, 3), np.uint8))
+        if is_finished:
+            writer.finish()
 
 
 def test_wandb_gets_every_step_and_a_resume_continues_its_run(directory, wandb):
@@ -209,7 +213,7 @@ def test_mlflow_gets_every_step_and_a_resume_continues_its_run(
     monkeypatch.setattr(mlflow_writer, "SECONDS_PER_SEND", seconds)
     train(MLflowWriter(context(directory)), 0, 2)
     assert mlflow.status == {"run0": "KILLED"}
-    train(MLflowWriter(context(directory)), 2, 4)
+    train(MLflowWriter(context(directory)), 2, 4, is_finished=True)
     assert mlflow.status == {"run0": "FINISHED"}
     assert mlflow.metrics["run0", "train/loss"] == {step: 1 / step for step in range(1, 5)}
     assert mlflow.params["training.steps"] == "4" and mlflow.params["command"] == "python train.py"
@@ -266,6 +270,24 @@ def test_an_end_that_mlflow_cannot_record_does_not_end_the_run(
     monkeypatch.setattr(mlflow, "set_terminated", refuse)
     train(MLflowWriter(context(directory)), 0, 2)
     assert "mlflow: cannot record the end of the run: gone" in caplog.messages
+
+
+@pytest.mark.parametrize(("status", "metrics"), [(400, {2: 2.0}), (401, {})])
+def test_a_request_that_the_server_rejects_is_dropped_but_one_without_login_is_kept(
+    directory, mlflow, monkeypatch, caplog, status, metrics
+):
+    def reject(number, text, path):
+        raise mlflow.MlflowException("bad name\nmore", status)
+
+    monkeypatch.setattr(mlflow_writer, "SECONDS_PER_SEND", 1e9)
+    writer = MLflowWriter(context(directory))
+    with begun(writer, 0):
+        monkeypatch.setattr(mlflow, "log_text", reject)
+        writer.write_text(1, "sample", "a")
+        writer.write(2, {"loss": 2.0})
+    assert mlflow.metrics.get(("run0", "train/loss"), {}) == metrics
+    rejected = "mlflow: the server rejected a request: bad name"
+    assert (rejected in caplog.messages) is (status == 400)
 
 
 def test_requests_to_mlflow_keep_to_its_limits(directory, mlflow):

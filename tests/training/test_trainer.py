@@ -209,6 +209,7 @@ def test_the_best_checkpoint_is_kept_when_evaluated_after_the_save(tmp_path, mon
 
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleWriter, "preview", stopped)
+        patch.setattr(ConsoleWriter, "finish", lambda self: pytest.fail("the run is not finished"))
         assert run(config, *keys) == EXIT_RESUMABLE  # after step 4, without its evaluation
     worse = [*keys, "optimizer.learning_rate=3", "training.eval_every=2"]
     for steps in (6, 8):  # the process that evaluates it, and one that starts later

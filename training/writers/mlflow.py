@@ -45,11 +45,11 @@ class MLflowWriter(MetricsWriter):
         self._sending: Future[None] | None = None
         self._unsent: list[Callable[[], None]] = []
         self._metrics: list[Any] = []
-        self._sent, self._last_step, self._has_warned = 0.0, 0, False
+        self._sent, self._has_warned, self._is_finished = 0.0, False, False
 
     def begin(self, resumed_step: int) -> None:
         """Continue the run of the directory, or start one. Raises: TrainingError."""
-        self._last_step, self._sent, self._has_warned = resumed_step, time.monotonic(), False
+        self._sent, self._has_warned, self._is_finished = time.monotonic(), False, False
         try:
             self._client = self._mlflow.MlflowClient()
             self._run_id = self._open_run(resumed_step)
@@ -64,8 +64,7 @@ class MLflowWriter(MetricsWriter):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add the scalars of a step to those that are sent next."""
-        self._last_step, now = max(step, self._last_step), int(1000 * time.time())
-        metric = self._mlflow.entities.Metric
+        now, metric = int(1000 * time.time()), self._mlflow.entities.Metric
         for name, value in values.items():
             key = re.sub(r"[^\w./: -]", "_", grouped_name(name))  # MLflow allows no others
             self._metrics.append(metric(key, float(value), now, step))
@@ -82,6 +81,10 @@ class MLflowWriter(MetricsWriter):
         path = f"{name}/step_{step:08d}.png"
         self._unsent.append(partial(self._client.log_image, self._run_id, image_HWC, path))
 
+    def finish(self) -> None:
+        """Let `close` end the run as finished; it counts as killed otherwise."""
+        self._is_finished = True
+
     def close(self) -> None:
         """Send the rest, and end the run."""
         if self._sender is None:
@@ -97,9 +100,8 @@ class MLflowWriter(MetricsWriter):
             log.warning("mlflow: the last %d requests were not sent", len(self._unsent))
             self._unsent.clear()
             return
-        is_done = self._last_step >= self._context.steps
         try:
-            self._client.set_terminated(self._run_id, "FINISHED" if is_done else "KILLED")
+            self._client.set_terminated(self._run_id, "FINISHED" if self._is_finished else "KILLED")
         except Exception as error:
             log.warning("mlflow: cannot record the end of the run: %s", _first_line(error))
 
@@ -143,7 +145,12 @@ class MLflowWriter(MetricsWriter):
 
     def _send_all(self, requests: list[Callable[[], None]]) -> None:
         for request in requests:
-            request()
+            try:
+                request()
+            except self._mlflow.MlflowException as error:
+                if not _is_rejected(error):
+                    raise
+                log.warning("mlflow: the server rejected a request: %s", _first_line(error))
             self._unsent.remove(request)
 
     def _wait(self) -> None:
@@ -159,6 +166,13 @@ class MLflowWriter(MetricsWriter):
                 log.warning(
                     "mlflow: cannot send metrics: %s; they are kept in memory", _first_line(error)
                 )
+
+
+def _is_rejected(error: Any) -> bool:
+    """Whether a server will never take the request of an MlflowException: its content is wrong."""
+    status = error.get_http_status_code()
+    credentials, overload = (401, 403), (408, 429)
+    return 400 <= status < 500 and status not in credentials + overload
 
 
 def _first_line(error: Exception) -> str:

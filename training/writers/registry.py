@@ -77,6 +77,9 @@ class MetricsWriter:
     def write_image(self, step: int, name: str, image_HWC: np.ndarray) -> None:
         """Write an image: uint8, height x width x 3 colours."""
 
+    def finish(self) -> None:
+        """Record that the run reached its last step or an early stop; `close` follows."""
+
     def close(self) -> None:
         """Flush, and release files and threads."""
 
@@ -126,6 +129,11 @@ class MetricsWriters(MetricsWriter):
         """Write an image with every writer."""
         for writer in self._writers:
             writer.write_image(step, name, image_HWC)
+
+    def finish(self) -> None:
+        """Record the end of the run with every writer."""
+        for writer in self._writers:
+            writer.finish()
 
     def close(self) -> None:
         """Close every writer, also when one of them fails."""
