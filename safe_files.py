@@ -6,6 +6,7 @@ know the new name and not the content.
 """
 
 import errno
+import glob
 import os
 import secrets
 import stat
@@ -27,7 +28,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
         OSError: the disk is full or cannot be written; the file is as before.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tmp")
+    partial = path.with_name(_partial_name(path, secrets.token_hex(8)))
     try:
         with open(partial, "xb") as file:  # not tempfile's: the umask decides the mode
             file.write(content.encode() if isinstance(content, str) else content)
@@ -38,6 +39,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def remove_partials(path: Path) -> None:
+    """Delete what a killed `replace_file` left beside a file, which nobody may be writing."""
+    for partial in path.parent.glob(_partial_name(path.with_name(glob.escape(path.name)), "*")):
+        partial.unlink(missing_ok=True)
+
+
+def _partial_name(path: Path, key: str) -> str:
+    return f".{path.name[:200]}.{key}.tmp"
 
 
 def rename(source: Path, target: Path) -> None:

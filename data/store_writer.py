@@ -22,6 +22,7 @@ from data.files import DataError
 from data.store import (
     CHECKSUM_BLOCKS,
     ENDS,
+    INFO,
     LOSS_MASK,
     NUM_BYTES,
     TOKENS,
@@ -35,7 +36,7 @@ from data.store import (
     remedy,
     write_info,
 )
-from safe_files import publish_folder, sync
+from safe_files import publish_folder, remove_partials, sync
 
 JOURNAL = "journal.jsonl"
 MAX_EXAMPLES = 5
@@ -113,6 +114,7 @@ class StoreWriter:
         self._checksums: dict[str, ChecksumWriter] = {}
         self._files: dict[str, BinaryIO] = {}
         self.building.mkdir(parents=True, exist_ok=True)
+        remove_partials(self.building / INFO)
         lines, size = self._read_journal()
         masked = bool(lines) and lines[-1].masked
         with contextlib.ExitStack() as stack:

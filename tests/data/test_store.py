@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import safe_files
 from data import store_writer as module
 from data.files import DataError
 from data.store import Encoding, InputFile, Skipped, Store, StorePlan, count_of
@@ -141,6 +142,21 @@ def test_shards_and_kills_do_not_change_the_bytes(tmp_path_factory, cuts, kills)
         writer.finish()
     assert content(folder / "killed") == content(folder / "whole")
     assert sorted(path.name for path in folder.iterdir()) == ["killed", "whole"]
+
+
+def test_a_kill_while_the_description_is_written_leaves_no_file(tmp_path, monkeypatch) -> None:
+    whole = content(write(tmp_path / "whole", [DOCUMENTS]).folder)
+
+    def killed(*_):
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(safe_files.os, "replace", killed)
+        patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)
+        write(tmp_path / "killed", [DOCUMENTS])
+    building = tmp_path / "killed.building"
+    assert len([path for path in building.iterdir() if path.suffix == ".tmp"]) == 1
+    assert content(write(tmp_path / "killed", [DOCUMENTS]).folder) == whole
 
 
 def test_a_failure_at_any_moment_leaves_no_half_store(tmp_path, monkeypatch) -> None:
