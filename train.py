@@ -46,6 +46,7 @@ from training.logs import aligned, log
 from training.memory_errors import memory_error
 from training.recheck import EXIT_DEVICE_FAULT, DeviceFault
 from training.resume import library_versions
+from training.schedules import describe_schedule_warnings
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
 from training.trainer import EXIT_RESUMABLE
@@ -74,7 +75,8 @@ def open_session(
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the "
-            f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; raise it"
+            f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; set "
+            f"model.vocab_size={tokenizer.vocab_size}"
         )
     try:
         dataset = Dataset(config.data, tokenizer)
@@ -83,13 +85,13 @@ def open_session(
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
+    problems = describe_schedule_warnings(config.optimizer, config.training.steps)
     announce = [
         *([f"devices: {notice}"] if notice else []),
         *program.plan.describe(),
         *program.describe_objective(),
         *(source.summary for source in dataset.sources),
-        *dataset.unchecked_stores(),
-        *dataset.repetitions(),
+        *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
         *describe_parameters(program, table),
     ]
     generator = Generator(

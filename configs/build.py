@@ -17,6 +17,7 @@ from data.config import values_by_step
 from model.config import LinearKind
 from model.footprint import activation_tensors, ring_shapes
 from model.int8_base import without_scales
+from model.loss_formula import LossTerms
 from model.plan import ExecutionPlan, make_plan
 from parallel.linear.choice import (
     Choice,
@@ -41,7 +42,7 @@ from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES, mesh_axes_of
 from safe_files import make_private
 from training.logs import log
-from training.optimizers import make_optimizer
+from training.optimizers import gradient_point, make_optimizer
 from training.preference_step import PreferenceProgram
 from training.schedules import make_schedule
 from training.step import Program
@@ -117,15 +118,17 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     training, schedule = config.training, make_schedule(config.optimizer, config.training.steps)
     parts = (
         build_plan(config, devices),
-        make_optimizer(config.optimizer, schedule),
+        make_optimizer(config.optimizer, schedule, config.model.base_width_share),
         schedule,
         training.seed,
         training.guard,
         config.optimizer.ema_decay,
+        gradient_point(config.optimizer),
     )
     if training.objective == "dpo":
-        return PreferenceProgram(*parts, training.dpo)
-    return Program(*parts)
+        return PreferenceProgram(*parts, dpo=training.dpo)
+    terms = LossTerms(training.label_smoothing, training.z_loss)
+    return Program(*parts, terms, training.noise_scale)
 
 
 def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:

@@ -60,8 +60,10 @@ class CommandLine(argparse.ArgumentParser):
                 key = text if "=" in text else f"{text}=VALUE"
                 self.error(f"{name}: a key of the configuration has no dashes; write {key[2:]}")
             options = [option for option in self._option_string_actions if option[:2] == "--"]
-            near = difflib.get_close_matches(name, options, n=1)
+            near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else f"options: {', '.join(sorted(options))}"
+            if not near and any(action.dest == "overrides" for action in self._actions):
+                hint += "; keys of the configuration have no dashes, as training.steps=10"
             self.error(f"{name}: unknown option; {hint}")
 
     def error(self, message: str) -> NoReturn:

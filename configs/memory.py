@@ -13,6 +13,7 @@ from model.loss_chunk import tokens_per_chunk_on
 from model.remat import AUTO
 from parallel.sharding.devices import Chip
 from parallel.sharding.residual import RESIDUAL_LAYOUTS
+from training.optimizers import OPTIMIZERS
 
 # As in compiled steps of Llama-3-8B on v5p (docs/predicted.md): what the policies `attention` and
 # `none` keep, over the values that kept_per_token counts.
@@ -80,7 +81,11 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     size = jnp.dtype(model.param_dtype).itemsize
     trained = 0.0 if config.lora.rank else shape.parameters
     frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
-    copies = 2 + (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
+    copies = (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
+    optimizer, kernels = OPTIMIZERS[config.optimizer.name], shape.layer + shape.experts
+    others = shape.embedding + shape.head
+    moments = optimizer.matrix_moments * kernels + optimizer.moments * others
+    moment_bytes = 2 if config.optimizer.moments_dtype == "bfloat16" else size
     layers, (stream, attention, products) = model.num_hidden_layers, kept_per_token(config)
     kept = {
         "full": stream,
@@ -94,11 +99,13 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     accumulated = 4 * trained if shape.microbatches > 1 else 0.0
     return {
         "parameters": (frozen if config.lora.rank else size) * shape.parameters,
-        "optimizer": size * copies * trained,
+        "optimizer": size * copies * trained
+        + moment_bytes * (0.0 if config.lora.rank else moments),
         "gradients": size * trained + accumulated,
         "kept activations": shape.tokens * per_token * layers * shape.b
         + (gathered * layers * shape.b if model.remat == "none" else 0.0),
         "temporaries": 2 * shape.b * gathered
+        + (size * trained if optimizer.point else 0.0)
         + 4 * chunk * model.padded_vocab_size / tp
         + shape.tokens * shape.b * (4 * products + 8 * stream),
     }

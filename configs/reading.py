@@ -142,14 +142,17 @@ def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Se
             keys, is_section = _keys_of(item["loc"], model)
             rule = item["msg"].removeprefix("Value error, ")
             path = prefix + ".".join(keys)
-            if not is_section:  # the rule of a section names its own keys
+            if keys[-1:] == ["[key]"]:  # an unknown key of a mapping
+                path = path.removesuffix(".[key]")
+                rule = f"{path}: {rule[0].lower()}{rule[1:]}"
+            elif not is_section:  # the rule of a section names its own keys
                 rule = f"{path}={item['input']!r}: {rule[0].lower()}{rule[1:]}"
             messages.setdefault(path, rule)
         raise ConfigError("; ".join(messages.values())) from error
 
 
 def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield all dotted keys; NAME stands for a name that the user chooses."""
+    """Yield all dotted keys; NAME stands for the name of a section in a mapping."""
     for name, info in model.model_fields.items():
         section, named = section_of(info.annotation)
         if section is not None:
@@ -213,7 +216,8 @@ def _check_keys(
 def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -> str:
     """Suggest a key: the same name in another section, else the nearest spelling.
 
-    Keys and sections beside the unknown one come before those of other sections.
+    A key that ends with the whole path comes first, then keys and sections beside the unknown one,
+    then those of other sections.
     """
     # Of equal names, that of the outermost section.
     outermost_last = sorted(known, key=lambda name: -name.count("."))
@@ -224,6 +228,10 @@ def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -
     beside = difflib.get_close_matches(key, model.model_fields, n=1) if "." not in key else []
     close = [f"{prefix}{name}" for name in beside]
     close = [leaves[leaf]] if leaf in leaves else close
+    if "." not in key and leaf in model.model_fields:
+        close = [f"{prefix}{leaf}"]
+    if "." in path:
+        close = [name for name in known if name.endswith(f".{path}")][:1] or close
     close = close or difflib.get_close_matches(path, known, n=1)
     close = close or [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1)]
     if close:

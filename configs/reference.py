@@ -42,7 +42,7 @@ def sections(
 ) -> Iterator[Section]:
     """Yield every section that has keys of its own; a section precedes those below it.
 
-    NAME stands for a name that the user chooses.
+    NAME stands for a name: of the user's choice, or one that the text of the section names.
     """
     below = {key: section_of(info.annotation) for key, info in model.model_fields.items()}
     keys = tuple(

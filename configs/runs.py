@@ -55,7 +55,8 @@ class Run:
         if not found or step not in (None, *found):
             wanted = "checkpoint" if step is None else f"checkpoint {step}"
             steps = ", ".join(map(str, found)) or "none"
-            raise ValueError(f"run {self.directory} has no {wanted}; found: {steps}")
+            remedy = "" if found else "; run train.py on it until it saves one (checkpoint.every)"
+            raise ValueError(f"run {self.directory} has no {wanted}; found: {steps}{remedy}")
         checkpoints = Checkpoints(folder, CheckpointConfig(), read_only=True)
         with contextlib.closing(checkpoints):
             chosen = checkpoints.latest_step if step is None else step

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, field_validator
 from ruamel.yaml import YAML
@@ -22,7 +22,7 @@ from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import AUTO, backends_of, blockwise_names
 from model.checks import check_model
 from model.config import ModelConfig
-from model.lora import LoRAConfig, check_lora
+from model.lora import LoRAConfig, LoRATarget, check_lora
 from model.remat import AUTO as AUTO_REMAT
 from model.remat import REMAT_POLICIES
 from model.router import ROUTERS, check_router
@@ -194,6 +194,7 @@ def _cross_check(config: Config) -> None:
             )
     _check_experts(config)
     _check_objective(config)
+    _check_groups(config)
     _require("model", lambda: check_model(model))
     _require("lora", lambda: check_lora(config.lora, model))
     _check_longrope(config)
@@ -245,6 +246,18 @@ def _check_objective(config: Config) -> None:
             "training.dpo has no effect with training.objective=sft; set training.objective=dpo, "
             "or remove training.dpo"
         )
+    for name in ("label_smoothing", "z_loss", "noise_scale"):
+        if training.objective == "dpo" and (value := getattr(training, name)):
+            remedy = " or set training.dpo.label_smoothing" if name == "label_smoothing" else ""
+            raise ConfigError(
+                f"training.{name}={str(value).lower()} has no effect with training.objective=dpo; "
+                f"remove it{remedy}"
+            )
+    if training.noise_scale and training.gradient_accumulation == 1:
+        raise ConfigError(
+            "training.noise_scale compares microbatches with their sum; set "
+            "training.gradient_accumulation to 2 or more"
+        )
     metrics = evaluation_metrics(training.objective, config.data.evaluated_sources)
     _require("training.early_stop", lambda: check_early_stop(training.early_stop, metrics))
 
@@ -260,6 +273,32 @@ def _check_longrope(config: Config) -> None:
             f"original_max_position_embeddings={original}, but row_length={scaling.row_length} "
             f"chooses short_factor; set model.rope_scaling.row_length={longest}"
         )
+
+
+def _check_groups(config: Config) -> None:
+    """Check that the groups of `optimizer.groups` have trained parameters that can decay."""
+    model, groups = config.model, config.optimizer.groups
+    reasons = {
+        "experts": None if any(model.sparse_layers) else "the model has none",
+        "mlp": "all layers have experts" if all(model.sparse_layers) else None,
+        "head": "the head is the embedding" if model.tie_word_embeddings else None,
+    }
+    if config.lora.rank:
+        reasons |= dict.fromkeys(("embedding", "norms", "head"), "LoRA does not train it")
+        outputs = {"gate", "up", "down"}
+        targets = {
+            "mlp": {"mlp", *outputs},
+            "experts": {"experts", *outputs, *(["mlp"] if model.moe.num_shared_experts else [])},
+        }
+        targets["attention"] = {*get_args(LoRATarget)} - {"experts", *targets["mlp"]}
+        for kind, names in targets.items():
+            if not names & {*config.lora.targets}:
+                reasons[kind] = reasons.get(kind) or "lora.targets has none of its linears"
+    for kind in groups:
+        if reason := reasons.get(kind):
+            raise ConfigError(f"optimizer.groups.{kind} has no effect: {reason}; remove it")
+    if "norms" in groups and groups["norms"].weight_decay is not None:
+        raise ConfigError("optimizer.groups.norms.weight_decay: norms do not decay; remove it")
 
 
 def _check_registered(config: Config) -> None:
@@ -278,7 +317,13 @@ def _check_registered(config: Config) -> None:
     if model.remat != AUTO_REMAT:
         _require("model.remat", lambda: REMAT_POLICIES[model.remat])
     _require("optimizer.name", lambda: OPTIMIZERS[optimizer.name])
-    _require("optimizer.options", lambda: check_optimizer(optimizer))
+    _require("optimizer", lambda: check_optimizer(optimizer))
+    if model.mup_base_width is not None and not OPTIMIZERS[optimizer.name].width_powers:
+        names = [name for name, entry in OPTIMIZERS.items() if entry.width_powers]
+        raise ConfigError(
+            f"model.mup_base_width={model.mup_base_width}: optimizer {optimizer.name} has no rule "
+            f"for the width; use optimizer.name={' or '.join(names)}, or remove mup_base_width"
+        )
     _require("optimizer.schedule", lambda: SCHEDULES[optimizer.schedule])
     for name in config.training.writers:
         _require("training.writers", partial(WRITERS.__getitem__, name))
@@ -318,7 +363,7 @@ def _check_data(config: Config) -> None:
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
-            f"{ByteTokenizer.vocab_size} ids; raise it"
+            f"{ByteTokenizer.vocab_size} ids; set it to {ByteTokenizer.vocab_size} or more"
         )
     try:
         BatchSchedule(data)

@@ -21,7 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 _LOCAL = LocalFileSystem()
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3"}
+_EXTRAS = {"gs": "gcs", "gcs": "gcs", "s3": "s3", "s3a": "s3", "hf": "data"}
 _TEST_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3"}
 
 
@@ -97,11 +97,30 @@ def find_files(
 
 def _no_match(what: str, pattern: str = "") -> DataError:
     remedy = "give a glob such as 'texts/*.txt', or null for the standard library's source"
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", pattern):
+    if _is_hub_id(pattern):
         remedy += (
             f"; a dataset of the Hugging Face hub must be saved first: {_save_dataset(pattern)}"
         )
     return DataError(f"{what} matches no file; {remedy}")
+
+
+def _is_hub_id(name: str) -> bool:
+    """Return whether a name is like `OWNER/NAME` of the Hugging Face hub, and not like a path."""
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(".json")
+    return bool(is_id) and not os.path.exists(name.partition("/")[0])
+
+
+def download_remedy(name: str, patterns: str = "") -> str:
+    """Return the end of an error: how to get a model of the Hugging Face hub; else "".
+
+    patterns: options of `hf download` that choose files.
+    """
+    if not _is_hub_id(name):
+        return ""
+    return (
+        "; if this is a model of the Hugging Face hub, download it first: "
+        f"hf download {name} {patterns}--local-dir FOLDER"
+    )
 
 
 def _save_dataset(name: str) -> str:
@@ -142,6 +161,8 @@ def _match(pattern: str, key: str, suffixes: Container[str]) -> list[str]:
     if is_folder:
         known = [p for p in found if os.path.isdir(p) or suffix_of(p) in suffixes]
         found = known or found
+    if not found and is_folder:
+        raise DataError(f"{place}: the folder has no file; put the texts there, or name another")
     if not found:
         raise _no_match(place, pattern)
     return found

@@ -29,7 +29,7 @@ from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, open_packed_store
 from data.packing import PACK_VERSION
-from data.prepare import prepare, store_job
+from data.prepare import describe_unread_files, prepare, store_job
 from data.source import Source
 from data.store import Store, count_of
 from data.tokenization import bind_to_parent
@@ -58,6 +58,7 @@ class Dataset:
         names = sorted(config.named_sources)
         num_stores = sum(1 + (s.eval_files is not None) for s in config.named_sources.values())
         allow_open_files(FILES_PER_SOURCE * num_stores)
+        self._unread_files: list[str] = []
         self.sources = [self._open(name, cache) for name in names]
         self.mixture = Mixture(
             names,
@@ -96,6 +97,7 @@ class Dataset:
         with TokenizationProgress(name) as progress:
             store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
         store.load_index()
+        self._unread_files.extend(describe_unread_files(job))
         try:
             return store, open_packed_store(
                 store,
@@ -132,6 +134,10 @@ class Dataset:
                 last, row = long_row, self.sources[source].train_row(index)
             cut_row(row, first, out_row)
         return out
+
+    def warnings(self) -> list[str]:
+        """Return a line for everything about the data that a user should know before training."""
+        return [*self._unread_files, *self.unchecked_stores(), *self.repetitions()]
 
     def repetitions(self) -> list[str]:
         """Return a line for every source with fewer rows than one batch takes from it."""

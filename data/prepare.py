@@ -280,7 +280,9 @@ def build(
                 return _check_loss(_make(job, folder, workers, report), job)
     store = _check_loss(Store(folder), job)
     if store.info.key != job.key:
-        raise DataError(f"{folder} is a store of other files or settings; choose another folder")
+        is_cached = folder == job.folder(folder.parent)  # its name has the key of the job
+        remedy = "delete it to prepare it again" if is_cached else "choose another folder"
+        raise DataError(f"{folder} is a store of other files or settings; {remedy}")
     remove_journal(folder)
     if job.on_error == "raise":
         for kind, skip in store.info.skipped.items():
@@ -319,7 +321,6 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | None) -> Store:
     plan, shards = job.plan(), plan_shards(job.paths)
-    _warn_of_other_files(job)
     keys = [_shard_key(shard) for shard in shards]
     bytes_before = _bytes_before(shards, plan.files)
     settings = TokenizeSettings(
@@ -355,19 +356,16 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
             raise
 
 
-def _warn_of_other_files(job: StoreJob) -> None:
-    """Log the files of a folder that are not read because others in it have a known suffix."""
-    if job.files is None:
+def describe_unread_files(job: StoreJob) -> Iterator[str]:
+    """Yield a line if a folder has files that are not read, as others have a known suffix."""
+    if job.files is None or prepared_folder(job.files) is not None:
         return
     # Without suffixes, a folder stands for all of its files.
     read = find_files(job.files, job.files_key, known_suffixes())
-    others = sorted({*find_files(job.files)} - {*read})
-    if others:
-        log.warning(
-            "%s: %s of other formats in the folder left out, such as %s; give a glob to read them",
-            job.files_key,
-            count_of(len(others), "file"),
-            others[0],
+    if others := sorted({*find_files(job.files)} - {*read}):
+        yield (
+            f"{job.files_key}: {count_of(len(others), 'file')} of other formats in the folder left "
+            f"out, such as {others[0]}; give a glob to read them"
         )
 
 

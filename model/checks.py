@@ -55,6 +55,16 @@ def _linears(model: ModelConfig) -> Iterator[str]:
             "model.moe.shared_expert_gate=true has no effect with model.moe.num_shared_experts=0; "
             "set it, or remove shared_expert_gate"
         )
+    if model.mup_base_width is not None and model.tie_word_embeddings:
+        yield (
+            f"model.mup_base_width={model.mup_base_width}: muP gives embedding and head different "
+            "learning rates; set model.tie_word_embeddings=false, or remove mup_base_width"
+        )
+    if model.matmul_dtype is None and model.matmul_products != ("forward", "dgrad"):
+        yield (
+            f"model.matmul_products={[*model.matmul_products]} has no effect without "
+            "model.matmul_dtype; set it, or remove matmul_products"
+        )
 
 
 def _norms(model: ModelConfig) -> Iterator[str]:

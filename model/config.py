@@ -21,6 +21,7 @@ from pydantic import (
 from model.rope import RopeScaling
 from model.segments import LayerKind, LayerType, Segment, divide_layers
 from parallel.experts.names import ExchangeMethod, ExpertRule, RowDtype
+from parallel.linear.quantized import MatmulDtype, Product, QuantizedMatmul
 
 
 class BlockSizes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -258,14 +259,26 @@ class ModelConfig(
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of initial weights; output projections of a block use it divided by
     sqrt(2 * layers)."""
+    mup_base_width: PositiveInt | None = None
+    """hidden_size for which initializer_range and the learning rate were chosen: both are scaled to
+    this hidden_size by muP; null: they are used as they are."""
     dtype: DTypeName = "bfloat16"
     """Type of activations and matmuls; softmax, norms and loss use float32."""
     param_dtype: DTypeName = "float32"
     """Type of parameters and optimizer state."""
+    matmul_dtype: MatmulDtype | None = None
+    """Type to which the linears of attention and MLPs quantize both operands of a product, with a
+    scale per row and per column; null: multiply in dtype. Embedding, head, routers and experts
+    keep dtype."""
+    matmul_products: Annotated[
+        tuple[Product, ...], BeforeValidator(as_tuple), Field(min_length=1)
+    ] = ("forward", "dgrad")
+    """Products that matmul_dtype quantizes: forward (y = x W), dgrad (dx = dy W^T), wgrad
+    (dW = x^T dy)."""
     attention: str = "auto"
     """Attention operation; auto: the preferred one that supports every feature of the layer."""
     operation_configs: OperationConfigs = OperationConfigs()
-    """Overrides of the default block sizes."""
+    """Block sizes of attention operations by name, such as {flash_attn2: {block_q: 256}}."""
     scan_ring_attention: bool = False
     """Run the hops of ring attention in a loop: a smaller program with slightly less overlap."""
     zigzag: bool = True
@@ -295,6 +308,13 @@ class ModelConfig(
         return -(-self.vocab_size // multiple) * multiple
 
     @property
+    def matmul_precision(self) -> QuantizedMatmul | None:
+        """Quantization of the linears of attention and MLPs; None: they multiply in `dtype`."""
+        if self.matmul_dtype is None:
+            return None
+        return QuantizedMatmul(self.matmul_dtype, self.matmul_products)
+
+    @property
     def head_size(self) -> int:
         """Width of one query and key head: head_dim, or its default."""
         if self.mla is not None:
@@ -315,6 +335,21 @@ class ModelConfig(
     def cache_size(self) -> int:
         """Width of a head in a key-value cache."""
         return self.head_size if self.mla is None else self.mla.kv_width
+
+    @property
+    def base_width_share(self) -> float:
+        """mup_base_width as a share of hidden_size; 1 without it."""
+        return (self.mup_base_width or self.hidden_size) / self.hidden_size
+
+    @property
+    def hidden_stddev(self) -> float:
+        """Standard deviation of initial kernels between features."""
+        return self.initializer_range * self.base_width_share**0.5
+
+    @property
+    def output_stddev(self) -> float:
+        """Standard deviation of initial kernels from features to logits."""
+        return self.initializer_range * self.base_width_share
 
     @property
     def softmax_scale(self) -> float:

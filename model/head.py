@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.layers import truncated_normal
-from model.loss import cross_entropy_sum, soft_cap, token_losses
+from model.loss import loss_sums, token_losses
+from model.loss_formula import CROSS_ENTROPY, LossSums, LossTerms, soft_cap
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.linear import ColumnParallelLinear
 from parallel.linear.sharded_matmul import column_parallel
@@ -22,7 +23,8 @@ _GREEDY_TOKENS = 16
 class Head(ColumnParallelLinear):
     """Column-parallel projection (D, V) from hidden states to logits, V over tp.
 
-    With tied embeddings it owns no kernel; callers pass the transposed embedding table as `w`.
+    Callers pass its kernel as `w`; with tied embeddings it owns none, and `w` is the transposed
+    embedding table.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallelConfig, *, rngs: nnx.Rngs):
@@ -32,7 +34,7 @@ class Head(ColumnParallelLinear):
             use_bias=False,
             dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
-            kernel_init=truncated_normal(config.initializer_range),
+            kernel_init=truncated_normal(config.output_stddev),
             parallel_config=tp.for_kind("head"),
             rngs=rngs,
         )
@@ -46,20 +48,17 @@ class Head(ColumnParallelLinear):
         targets_BL: jax.Array,
         mask_BL: jax.Array,
         *,
-        w: jax.Array | None = None,
-    ) -> jax.Array:
-        """Return the cross-entropy summed over all tokens; see `cross_entropy_sum`."""
-        kernel = self.kernel[...] if w is None else w
-        return cross_entropy_sum(x_BLD, kernel, targets_BL, mask_BL, config=self.config, tp=self.tp)
+        w: jax.Array,
+        terms: LossTerms = CROSS_ENTROPY,
+    ) -> LossSums:
+        """Return the loss summed over all tokens; see `model.loss.loss_sums`."""
+        return loss_sums(x_BLD, w, targets_BL, mask_BL, config=self.config, tp=self.tp, terms=terms)
 
-    def token_losses(
-        self, x_BLD: jax.Array, targets_BL: jax.Array, *, w: jax.Array | None = None
-    ) -> jax.Array:
+    def token_losses(self, x_BLD: jax.Array, targets_BL: jax.Array, *, w: jax.Array) -> jax.Array:
         """Return the cross-entropy of every token `B L`; see `model.loss.token_losses`."""
-        kernel = self.kernel[...] if w is None else w
-        return token_losses(x_BLD, kernel, targets_BL, config=self.config, tp=self.tp)
+        return token_losses(x_BLD, w, targets_BL, config=self.config, tp=self.tp)
 
-    def most_likely(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
+    def most_likely(self, x_BLD: jax.Array, *, w: jax.Array) -> jax.Array:
         """Return the id with the largest logit at every token `B L`, sharded as tokens are.
 
         The logits of 16 tokens of every row exist at a time. Communication: an all-gather of the
@@ -79,13 +78,13 @@ class Head(ColumnParallelLinear):
         best_BL = jnp.swapaxes(lax.map(best, chunks), 0, 1).reshape(B, L)
         return manager.constrain(best_BL, TokenSharding)
 
-    def logits(self, x_BLD: jax.Array, *, w: jax.Array | None = None) -> jax.Array:
+    def logits(self, x_BLD: jax.Array, *, w: jax.Array) -> jax.Array:
         """Return the logits `B L V`, V over tp; columns from `config.vocab_size` on are padding.
 
         They are capped by `config.final_logit_softcapping`, in float32.
         """
-        kernel, cap = self.kernel[...] if w is None else w, self.config.final_logit_softcapping
-        logits = column_parallel(x_BLD, [kernel], self.tp)[0]
+        cap = self.config.final_logit_softcapping
+        logits = column_parallel(x_BLD, [w], self.tp)[0]
         if cap is None:
             return logits
         return soft_cap(logits.astype(jnp.float32), cap).astype(logits.dtype)

@@ -86,12 +86,12 @@ class RMSNorm(nnx.Module):
         value = jnp.full(shape, 1 - self.offset, dtype, out_sharding=spec)
         self.scale = nnx.Param(value, semantic_axes=Replicated)
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """Normalise the last dim; the layout stays the same."""
+    def __call__(self, x_BLD: jax.Array, scale_D: jax.Array | None = None) -> jax.Array:
+        """Normalise the last dim; the layout stays. scale_D: takes the place of `scale`."""
         with jax.named_scope("norm"):
             x = x_BLD.astype(jnp.float32)
             normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)
-            scale_D = self.scale[...]
+            scale_D = self.scale[...] if scale_D is None else scale_D
             if self.offset:
                 scale_D = self.offset + scale_D.astype(jnp.float32)
             return (normed * scale_D).astype(x_BLD.dtype)
@@ -296,13 +296,14 @@ def make_linear(
     scale of one branch.
     Source: GPT-2 report (Radford et al. 2019), section 2.3.
     """
-    stddev = config.initializer_range / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
+    stddev = config.hidden_stddev / ((2 * config.num_hidden_layers) ** 0.5 if last else 1.0)
     built = linear(
         in_features,
         out_features,
         use_bias=kind in config.biases,
         dtype=jnp.dtype(config.dtype),
         param_dtype=jnp.dtype(config.param_dtype),
+        precision=config.matmul_precision,
         kernel_init=truncated_normal(stddev),
         parallel_config=tp.for_kind(kind),
         rngs=rngs,

@@ -49,6 +49,9 @@ _LINEARS = (
 )
 
 
+FrozenDtype = Literal["float32", "bfloat16", "int8"]
+
+
 class LoRAConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
@@ -71,7 +74,7 @@ class LoRAConfig(
     """Linears with adapters: groups (qkv, o, mlp, experts), or single outputs (q, k, v, gate, up,
     down; in latent attention q, q_a, q_b, kv_a, kv_b) of any group. mlp includes shared experts;
     routers have none."""
-    base_dtype: Literal["float32", "bfloat16", "int8"] | None = None
+    base_dtype: FrozenDtype | None = None
     """Storage of the frozen kernels and embeddings; null: model.param_dtype. int8: kernels of the
     layers with a float32 scale for every output column; embedding and head as null."""
 
@@ -114,6 +117,16 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
                 f"lora.targets={[*lora.targets]}: the attention of this model has no {name}; use "
                 f"some of {', '.join(sorted(projections))}, or qkv for all"
             )
+    if model.matmul_dtype is not None:
+        raise ValueError(
+            f"model.matmul_dtype={model.matmul_dtype} is not supported with lora.rank={lora.rank}; "
+            "remove it, or set lora.rank=0 (lora.base_dtype=int8 stores the frozen kernels in int8)"
+        )
+    if model.mup_base_width is not None:
+        raise ValueError(
+            f"model.mup_base_width={model.mup_base_width} is not supported with lora.rank="
+            f"{lora.rank}; remove it, or set lora.rank=0"
+        )
     if model.moe.bias_update_speed:
         raise ValueError(
             f"model.moe.bias_update_speed={model.moe.bias_update_speed} would change router biases "
@@ -159,15 +172,15 @@ def _is_target(path: tuple[str, ...], output: str, linear: Any, lora: LoRAConfig
     return linear.kind in lora.targets or (output or path[-1]) in lora.targets
 
 
-def store_base(model: nnx.Module, lora: LoRAConfig) -> None:
-    """Store the frozen kernels and embeddings of a model in `lora.base_dtype`.
+def store_frozen(model: nnx.Module, dtype: FrozenDtype | None) -> None:
+    """Store the kernels and embeddings of a model in a type; None: as they are.
 
     Linears of a layer have a kind; the head has none.
     """
-    if not lora.rank or lora.base_dtype is None:
+    if dtype is None:
         return
     for _, module in nnx.iter_modules(model):
-        if lora.base_dtype == "int8":
+        if dtype == "int8":
             if isinstance(module, _LINEARS) and module.kind:
                 store_as_int8(module)
             continue
@@ -178,7 +191,7 @@ def store_base(model: nnx.Module, lora: LoRAConfig) -> None:
         else:
             continue
         for kernel in kernels:
-            kernel.set_value(kernel[...].astype(lora.base_dtype))
+            kernel.set_value(kernel[...].astype(dtype))
 
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:

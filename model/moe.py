@@ -78,7 +78,7 @@ class Router(ParallelLinear):
             use_bias=config.moe.has_router_bias,
             dtype=jnp.float32,
             precision=lax.Precision.HIGHEST,
-            kernel_init=truncated_normal(config.initializer_range),
+            kernel_init=truncated_normal(config.output_stddev),
             parallel_config=tp,
             rngs=rngs,
         )
@@ -112,7 +112,7 @@ class SharedExpertGate(ParallelLinear):
             use_bias=False,
             dtype=jnp.float32,
             precision=lax.Precision.HIGHEST,
-            kernel_init=truncated_normal(config.initializer_range),
+            kernel_init=truncated_normal(config.output_stddev),
             parallel_config=tp,
             rngs=rngs,
         )
@@ -134,7 +134,7 @@ def _token_products(linear: ParallelLinear, x_BLD: jax.Array, out_spec: P | None
         "...d,de->...e",
         x,
         kernel,
-        precision=linear.precision,
+        precision=linear.float_precision,
         out_sharding=out_spec or P(*rows, None),
     )
 
@@ -153,7 +153,7 @@ class MoE(nnx.Module):
             "param_dtype": jnp.dtype(config.param_dtype),
             "parallel_config": tp,
         }
-        stddev = config.initializer_range
+        stddev = config.hidden_stddev
         width = config.expert_size
         self.gate_up = ExpertColumnParallelLinear(
             moe.num_experts,

@@ -16,7 +16,7 @@ from model.attention.pallas_kernels import LANES
 from model.attention.registry import AttentionChoice, choose_for_layer
 from model.attention.ring import row_order
 from model.config import LayerType, ModelConfig
-from model.lora import LoRAConfig
+from model.lora import FrozenDtype, LoRAConfig
 from model.loss_chunk import tokens_per_chunk
 from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
@@ -56,6 +56,13 @@ class ExecutionPlan:
     tpu_forms: bool = False
     """Whether rope, the linears of attention and the residual stream have the forms that are fast
     on TPU, and slow or without effect on other platforms."""
+    has_int8_kernels: bool = False
+    """Whether the kernels of layers are int8 in a model that is not trained."""
+
+    @property
+    def frozen_dtype(self) -> FrozenDtype | None:
+        """Type in which frozen parameters are stored; None: `model.param_dtype`."""
+        return "int8" if self.has_int8_kernels else self.lora.base_dtype
 
     @property
     def attention_tp(self) -> TensorParallelConfig:
@@ -162,6 +169,8 @@ class ExecutionPlan:
                 f"{sum(model.sparse_layers)} layers of {moe.num_experts}, "
                 f"{moe.num_experts_per_tok} per token ({moe.router}): {chosen.reason}"
             )
+        elif sizes.get("ep", 1) > 1:
+            yield f"experts none: mesh.ep={sizes['ep']} splits the batch alone"
         if (dropless := self.dropless_experts) is not None and dropless != self.experts:
             yield (
                 f"experts {dropless.exchange}, {dropless.grouped_matmul} in evaluation and "

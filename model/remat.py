@@ -11,7 +11,7 @@ import jax
 
 from model.attention.registry import INPUTS_NAME, OUTPUT_NAME, RESULT_NAME
 from parallel.experts.expert_mlp import SAVED_NAMES
-from parallel.linear import low_rank
+from parallel.linear import low_rank, quantized
 from registry import Registry
 
 RematPolicy = Callable[..., Any]
@@ -27,24 +27,36 @@ _ATTENTION = (INPUTS_NAME, RESULT_NAME, OUTPUT_NAME)
 REMAT_POLICIES["attention"] = jax.checkpoint_policies.save_only_these_names(
     *_ATTENTION, *low_rank.SAVED_NAMES
 )
-# The products of experts have a batch dimension and blockwise attention is a loop, so both are
-# saved by name.
+# The products of experts have a batch dimension, blockwise attention is a loop, and 8-bit matmuls
+# have sums of 32 bits, so all of them are saved by name.
+_PRODUCTS = (*SAVED_NAMES, *_ATTENTION, quantized.RESULT_NAME)
+
+
+def _has_8_bits(primitive: Any, arguments: Any) -> bool:
+    return primitive.name == "dot_general" and any(x.dtype.itemsize == 1 for x in arguments)
+
+
+def _dots(primitive: Any, *arguments: Any, **params: Any) -> Any:
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return not _has_8_bits(primitive, arguments) and policy(primitive, *arguments, **params)
+
+
 REMAT_POLICIES["dots"] = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(*SAVED_NAMES, *low_rank.SAVED_NAMES, *_ATTENTION),
+    _dots, jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, *low_rank.SAVED_NAMES)
 )
 _OFFLOAD = {"offload_src": "device", "offload_dst": "pinned_host"}
 _OFFLOADED_DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims(**_OFFLOAD)
 _OFFLOADED_NAMES = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[*low_rank.SAVED_NAMES],
-    names_which_can_be_offloaded=[*SAVED_NAMES, *_ATTENTION],
+    names_which_can_be_offloaded=[*_PRODUCTS],
     **_OFFLOAD,
 )
 
 
 def _offload(primitive: Any, *arguments: Any, **params: Any) -> Any:
     """Keep what `dots` keeps, but in the memory of the host."""
-    policy = _OFFLOADED_NAMES if primitive.name == "name" else _OFFLOADED_DOTS
+    by_name = primitive.name == "name" or _has_8_bits(primitive, arguments)
+    policy = _OFFLOADED_NAMES if by_name else _OFFLOADED_DOTS
     return policy(primitive, *arguments, **params)
 
 

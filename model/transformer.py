@@ -21,7 +21,8 @@ from model.embedding import Embedding
 from model.generation.cache import DenseCache
 from model.head import Head
 from model.layers import Attention, GatedMLP, RMSNorm, TokenInfo
-from model.lora import add_adapters, store_base
+from model.lora import add_adapters, store_frozen
+from model.loss_formula import CROSS_ENTROPY, LossSums, LossTerms
 from model.mla import LatentAttention
 from model.moe import MoE, MoEReport
 from model.plan import ExecutionPlan
@@ -31,6 +32,7 @@ from model.segments import LayerKind, LayerType, Segment
 from parallel.linear.linear import named_rngs
 from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
 from parallel.sharding.memory_layout import features_innermost
+from parallel.sharding.ordering import in_order
 
 _STACKS = {False: "layers", True: "sparse_layers"}
 
@@ -113,7 +115,7 @@ class Transformer(nnx.Module):
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         self.head = Head(config, tp, rngs=named_rngs(rngs, "head"))
-        store_base(self, plan.lora)
+        store_frozen(self, plan.frozen_dtype)
 
     def __call__(
         self,
@@ -159,7 +161,7 @@ class Transformer(nnx.Module):
             x_BLD = self.embed(tokens_BL)
         with jax.named_scope("layers"):
             x_BLD, reports = _scan_layers(body, x_BLD, stacks, self.config.segments)
-        return self.norm(x_BLD), reports
+        return self._final_norm(x_BLD), reports
 
     def extend(
         self,
@@ -219,7 +221,7 @@ class Transformer(nnx.Module):
 
         x_BLD = self.embed(tokens_BL, mode)
         (x_BLD, cache), _ = _scan_layers(body, (x_BLD, cache), stacks, self.config.segments)
-        return self.norm(x_BLD), cache.advance(counts_B)
+        return self._final_norm(x_BLD), cache.advance(counts_B)
 
     def _token_info(
         self, positions_BL: jax.Array, segment_ids_BL: jax.Array, index_L: jax.Array | None
@@ -250,27 +252,51 @@ class Transformer(nnx.Module):
         parts = {sparse: nnx.split(m) for sparse, m in modules.items() if m is not None}
         return {s: part[0] for s, part in parts.items()}, {s: part[1] for s, part in parts.items()}
 
-    def loss(self, x_BLD: jax.Array, targets_BL: jax.Array, mask_BL: jax.Array) -> jax.Array:
-        """Return the masked cross-entropy of hidden states, summed over all tokens, in nats."""
+    def loss(
+        self,
+        x_BLD: jax.Array,
+        targets_BL: jax.Array,
+        mask_BL: jax.Array,
+        terms: LossTerms = CROSS_ENTROPY,
+    ) -> LossSums:
+        """Return the masked losses of hidden states, summed over all tokens, in nats."""
+        x_BLD, w = self._head_inputs(x_BLD)
         with jax.named_scope("head"):
-            return self.head(x_BLD, targets_BL, mask_BL, w=self._tied_kernel())
+            return self.head(x_BLD, targets_BL, mask_BL, w=w, terms=terms)
 
     def token_losses(self, x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
         """Return the cross-entropy of hidden states at every token `B L`, in nats."""
+        x_BLD, w = self._head_inputs(x_BLD)
         with jax.named_scope("head"):
-            return self.head.token_losses(x_BLD, targets_BL, w=self._tied_kernel())
+            return self.head.token_losses(x_BLD, targets_BL, w=w)
 
     def most_likely(self, x_BLD: jax.Array) -> jax.Array:
         """Return the most likely token after each of the hidden states, `B L`."""
-        return self.head.most_likely(x_BLD, w=self._tied_kernel())
+        x_BLD, w = self._head_inputs(x_BLD)
+        return self.head.most_likely(x_BLD, w=w)
 
     def logits(self, x_BLD: jax.Array) -> jax.Array:
         """Return the logits `B L V` of hidden states, V over tp; see `Head.logits`."""
-        return self.head.logits(x_BLD, w=self._tied_kernel())
+        x_BLD, w = self._head_inputs(x_BLD)
+        return self.head.logits(x_BLD, w=w)
 
-    def _tied_kernel(self) -> jax.Array | None:
-        """Return the transposed embedding table (D, V) if the head shares it."""
-        return self.embed.table[...].T if self.config.tie_word_embeddings else None
+    def _final_norm(self, x_BLD: jax.Array) -> jax.Array:
+        """Return the normalised outputs of the last layer."""
+        return self.norm(*self._ordered(x_BLD, self.norm.scale[...]))
+
+    def _head_inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return (hidden states, kernel of the head (D, V)), for use by the head."""
+        tied = self.config.tie_word_embeddings
+        w = self.embed.table[...].T if tied else self.head.kernel[...]
+        return self._ordered(x_BLD, w)
+
+    def _ordered(self, x_BLD: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return arrays as they are; on simulated devices, what uses the parameter w waits for x.
+
+        A frozen parameter has no gradient, for which the backward pass would otherwise wait.
+        """
+        x_BLD, w = in_order(x_BLD, w, self.tp.manager.mesh)
+        return x_BLD, lax.stop_gradient(w) if self.plan.lora.rank else w
 
 
 def _scan_layers(

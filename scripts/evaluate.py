@@ -123,7 +123,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except (CheckpointError, OSError) as error:  # such as a dataset that cannot be downloaded
-        print(f"error: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        line = str(error).partition("\n")[0]
+        if isinstance(error, ConnectionError):
+            line += "; fetch the data of the task first, or --include a task with local files"
+        print(f"error: {line}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 

@@ -3,10 +3,10 @@
 
 tests/mutants/faults.toml lists the faults: a sentence, the file, the old and the new text of one
 line, and the tests of that package. The repository is copied, so the working tree never changes. A
-fault is killed if one of its tests fails, or does not end within --timeout, and passes without the
-fault. Results are kept in --output by digests of the code, the fault and its tests, and the same
-command continues there. Exit codes: 0 enough faults are killed (95 %), 1 too few, 2 a fault or a
-test is wrong, 130 interrupted.
+fault is killed if one of its tests fails, or does not end in time, and passes without the fault.
+Results are kept in --output by digests of the code, the fault and its tests, and the same command
+continues there. Exit codes: 0 enough faults are killed (95 %), 1 too few, 2 a fault or a test is
+wrong, 130 interrupted.
 """
 
 import argparse
@@ -42,6 +42,9 @@ _PYTEST = ("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--t
 # Exit codes of pytest that say nothing about a fault: an error at collection or in the options, or
 # no test at all.
 _NO_VERDICT = (2, 3, 4, 5)
+# The tests of a fault may take --timeout, or this many times the seconds that they need without it
+# if that is more; without a fault they may take this many times --timeout.
+_SLOWER, _PATIENCE = 4, 20
 Verdict = Literal["killed", "timed out", "survived"]
 
 
@@ -234,10 +237,7 @@ def run_faults(
             eta = f", about {minutes:.0f} min left" if spent else ""
             _report(f"[{number}/{len(faults)}{eta}] {fault.file}: {fault.name}")
             begin = time.monotonic()
-            result = copy.run(fault.tests, timeout, fault)
-            if result.verdict != "survived":
-                _check_without_fault(result, fault, copy, results, timeout)
-            results.add(digest, result)
+            result = results.add(digest, _judge(fault, copy, results, timeout))
             spent.append(time.monotonic() - begin)
             why = result.failure or f"exit code {result.code}"
             _report(f"    {result.verdict} after {result.seconds:.0f} s: {why}")
@@ -248,17 +248,29 @@ def _digest(copy: Copy, fault: Fault) -> str:
     return hashlib.sha256(f"{copy.digest(fault.tests)}{fault!r}".encode()).hexdigest()[:16]
 
 
-def _check_without_fault(
+def _judge(fault: Fault, copy: Copy, results: Results, timeout: float) -> Result:
+    """Run the tests of a fault; if they fail, run them without it. Raises: ValueError."""
+    result = copy.run(fault.tests, timeout, fault)
+    if result.verdict == "survived":
+        return result
+    needed = _SLOWER * _seconds_without_fault(result, fault, copy, results, timeout)
+    if result.verdict == "timed out" and needed > timeout:  # the machine is slow or busy
+        return _judge(fault, copy, results, needed)
+    return result
+
+
+def _seconds_without_fault(
     result: Result, fault: Fault, copy: Copy, results: Results, timeout: float
-) -> None:
-    """Check that what a fault has killed passes without it. Raises: ValueError if it fails."""
+) -> float:
+    """Return how long what a fault has killed takes without it. Raises: ValueError if it fails."""
     tests = [result.failure] if result.failure else list(fault.tests)
     digest = copy.digest(tests)
-    found = results.get(digest) or results.add(digest, copy.run(tests, timeout))
+    found = results.get(digest) or results.add(digest, copy.run(tests, _PATIENCE * timeout))
     if found.verdict != "survived":
         raise ValueError(
             f"pytest {' '.join(tests)}: {found.verdict} without a fault; correct that first"
         )
+    return found.seconds
 
 
 def _report(line: str) -> None:
@@ -293,7 +305,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=300,
         metavar="SECONDS",
-        help="time for the tests of a fault (300)",
+        help="time for the tests of a fault, at least 4 times what they take without it (300)",
     )
     parser.add_argument(
         "--output", type=Path, default=Path("runs", "mutants.jsonl"), help="file of the results"

@@ -144,12 +144,17 @@ def main(argv: list[str] | None = None) -> int:
         config = fill_mesh(config, topology.num_chips)
         check_mesh(config, topology)
         if options.check_mesh:
-            print(f"mesh {report.mesh_name(config)} fits {topology}", file=sys.stderr)
+            print(_chips_line(config, str(topology)), file=sys.stderr)
             return 0
         return _plan(options, config)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _chips_line(config: Config, machines: str) -> str:
+    mesh, chips = report.mesh_name(config), config.mesh.num_devices
+    return f"mesh {mesh} has the {chips} chips of {machines}; memory was not checked"
 
 
 def _plan(options: argparse.Namespace, config: Config) -> int:
@@ -214,7 +219,7 @@ def _plan_gpus(options: argparse.Namespace, config: Config, nodes: gpus.GpuNodes
         )
     gpus.check_gpus(config, nodes)
     if options.check_mesh:
-        print(f"mesh {report.mesh_name(config)} fits {nodes.name}", file=sys.stderr)
+        print(_chips_line(config, nodes.name), file=sys.stderr)
         return 0
     plan = gpus.plan_gpus(config, nodes)
     result = gpus.as_json(plan)

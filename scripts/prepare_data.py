@@ -23,6 +23,7 @@ from data.packed_store import open_packed_store
 from data.prepare import (
     StoreJob,
     build,
+    describe_unread_files,
     open_prepared,
     prepared_folder,
     store_job,
@@ -121,6 +122,8 @@ def prepare_store(
     )
     rows = pack(store, data, 0.0 if job.is_evaluation else data.eval_fraction_of(job.source))
     print(f"{title(job)}: {store.summary()}; {rows}; {speed}; {folder}", flush=True)
+    for line in describe_unread_files(job):
+        print(f"warning: {line}", flush=True)
 
 
 def title(job: StoreJob) -> str:

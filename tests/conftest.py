@@ -1,7 +1,7 @@
 """One process with eight simulated CPU devices, and compiled programs kept in the checkout."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,18 @@ MESHES = {
     "ep2-fsdp2-sp2": MeshConfig(ep=2, fsdp=2, sp=2),
 }
 ONE_DEVICE = MeshConfig()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps() -> Iterator[None]:
+    """Unload compiled programs before they use up the memory maps that Linux allows a process.
+
+    A program takes about ten of the 65530. XLA crashes where it gets no more.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_text().splitlines()) > 20_000:
+        jax.clear_caches()
 
 
 def sample(cases: Iterable[Any], every: int = 4) -> list[Any]:

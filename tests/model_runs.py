@@ -109,7 +109,7 @@ def model_loss(config: ModelConfig, tp: TensorParallelConfig, fields, dropout_se
         model = nnx.merge(definition, params)
         rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
         x, _ = model(*rows, index_L=index, dropout_key=key)
-        return model.loss(x, data["targets"], data["loss_mask"])
+        return model.loss(x, data["targets"], data["loss_mask"]).objective
 
     return loss, params, order
 

@@ -14,9 +14,11 @@ pytestmark = [
 ]
 
 HOST = socket.gethostname()
-# Compiling may take long on a busy machine, so the timeout is short only once the run hangs.
+# Compiling may take long on a busy machine, so the timeout is short only once the run hangs, and
+# once every process is known to have ended compiling.
 HANG = """
 import threading
+import time
 
 import jax
 
@@ -39,9 +41,15 @@ def compute_and_hang(*arguments):
     return means, report, grads
 
 
+def peers(group):
+    return group._monitor._peers.values() if group.process_id == 0 else ()
+
+
 def run_and_hang(runner, step, state):
     global may_hang
     if step == 4:
+        while not all((peer.phase.name or "").startswith("step") for peer in peers(runner._group)):
+            time.sleep(0.1)
         object.__setattr__(runner._group.config, "stall_timeout", 3)
         may_hang = True
         if not ON_DEVICE and runner._group.process_id == 1:

@@ -83,7 +83,7 @@ def test_one_extension_of_every_kind_trains_two_steps(tmp_path):
         ("plugins=no_list", "plugins='no_list' is not a list of modules"),
         ("model.remat=nothing", "model.remat: unknown remat policy 'nothing'; use one of none"),
         ("training.writers=[fax]", "training.writers"),
-        ("optimizer.name=adam0", "optimizer.name: unknown optimizer 'adam0'; use one of adamw"),
+        ("optimizer.name=adam0", "optimizer.name: unknown optimizer 'adam0'; use one of adafactor"),
         ("optimizer.options={scale: 2}", "optimizer.options={'scale': 2}"),
     ],
 )

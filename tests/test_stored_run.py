@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("signals")
 
 STORED = Path(__file__).parent / "stored_run"
 # Other versions of jax round differently: on 24 November 2026, by at most one unit in the last
-# place of a float32, 2**-23 of the loss, from 0.10.2 to 0.12.0 and back. The bound is eight units.
+# place of a float32, 2**-23 of the loss, from 0.10.2 to 0.12.0 and back. So do later commits, whose
+# steps are compiled to other sums: by one unit since the commit of `parallel/sharding/ordering.py`.
+# The bound is eight units.
 BOUND = 2**-20
 
 
@@ -44,9 +46,7 @@ def test_a_stored_run_resumes_bit_equal_arrays_and_data_and_the_same_losses(tmp_
     assert run(str(tmp_path / "config.yaml"), *expected["overrides"]) == 0
 
     resumed = {str(n): loss for n, loss in losses(tmp_path / "run").items() if n > 3}
-    is_same_jax = jax.__version__ == stored_with(name) == "0.10.2"
-    wanted = expected["losses"]
-    assert resumed == (wanted if is_same_jax else pytest.approx(wanted, rel=BOUND))
+    assert resumed == pytest.approx(expected["losses"], rel=BOUND)
     with open_checkpoints(tmp_path / "run") as checkpoints:
         after = checkpoints.record(6)
     assert after["order"] == before["order"]  # which text is in which batch

@@ -167,11 +167,15 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(undisturbed, half, t
 
 
 def test_a_finished_run_has_nothing_left_to_train(half, tmp_path, capsys):
-    before = losses(tmp_path / "run")
+    folder, before = tmp_path / "run", losses(tmp_path / "run")
+    saved = (folder / "config.yaml").read_text()
     capsys.readouterr()
-    assert run(half, "training.steps=3") == 0
-    assert "step 3 is the last: nothing left to train" in capsys.readouterr().out
-    assert losses(tmp_path / "run") == before
+    assert run(half, "training.steps=3", "training.log_every=3") == 0
+    shown = capsys.readouterr().out
+    assert "step 3 is the last: nothing left to train" in shown
+    assert "restored step 3 in " in shown and "resumed from" not in shown
+    assert losses(folder) == before
+    assert (folder / "config.yaml").read_text() == saved
 
 
 def test_an_extended_run_says_what_happens_to_the_learning_rate(tmp_path):
@@ -245,6 +249,14 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
             "trained on other data: data.seed was 0, is now 1; restore it",
         ),
         ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
+        (
+            "optimizer.name=lion",
+            "optimizer.name=lion, but checkpoint 3 was saved with adamw; set optimizer.name=adamw",
+        ),
+        (
+            "optimizer.moments_dtype=bfloat16",
+            "optimizer.moments_dtype=bfloat16, but checkpoint 3 was saved with null; set",
+        ),
         ("training.steps=2", "training.steps=2, but the run directory already holds step 3"),
     ],
 )

@@ -38,7 +38,7 @@ from training.checkpoint_record import (
 from training.fingerprint import fingerprints
 from training.logs import log
 from training.save_barrier import SaveBarrier, compare_saves
-from training.step import TrainState
+from training.state import TrainState
 from training.stored_arrays import Chunk, by_name, chunked, in_place_of, read_chunks
 
 _ocp = v1.training

@@ -11,7 +11,7 @@ from training.checkpoint_policy import SaveSchedule
 from training.goodput import Goodput
 from training.resume import ResumePoint, make_record
 from training.spikes import TrainingError
-from training.step import TrainState
+from training.state import TrainState
 
 
 @dataclass

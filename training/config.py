@@ -44,8 +44,17 @@ class TrainingConfig(
     the run began, so it needs init_from."""
     dpo: DPOConfig = DPOConfig()
     """Loss of objective=dpo."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target that is spread over the whole vocabulary; objective=sft."""
+    z_loss: NonNegativeFloat = 0.0
+    """Factor of the squared logarithm of the normalizer of every token's probabilities, added to
+    the loss to keep logits small; often 1e-4; objective=sft."""
     gradient_accumulation: PositiveInt = 1
     """Microbatches per optimizer step; the global batch size stays the same."""
+    noise_scale: bool = False
+    """Estimate the batch size in tokens at which the noise of a gradient is as large as the
+    gradient, from the microbatches of every step: metric noise_scale; objective=sft with
+    gradient_accumulation of 2 or more."""
     log_every: PositiveInt = 10
     """Steps between console lines; the other metrics writers get every step."""
     writers: list[str] = ["jsonl", "tensorboard", "console"]

@@ -82,6 +82,23 @@ class _Progress:
     num_worse: int = 0
     """Evaluations since the best one."""
 
+    def is_of(self, config: EarlyStopConfig) -> bool:
+        """Return whether the evaluations were compared by the metric and mode of a config."""
+        wanted = config.metric, higher_is_better(config.metric, config.mode)
+        return (self.metric, self.higher_is_better) == wanted
+
+    def has_ended(self, config: EarlyStopConfig) -> bool:
+        """Return whether the run ends with the last evaluation."""
+        return config.patience is not None and self.num_worse >= config.patience
+
+
+def has_ended(config: EarlyStopConfig, record: Mapping[str, Any]) -> bool:
+    """Return whether a run ends with the checkpoint of a record; see `EarlyStopping.record`."""
+    if not record:
+        return False
+    saved = _Progress(**record)
+    return saved.is_of(config) and saved.has_ended(config)
+
 
 class EarlyStopping:
     """Counts the evaluations since the best one. All processes count the values of process 0."""
@@ -100,7 +117,7 @@ class EarlyStopping:
         if self._config.patience is None or not record:
             return
         saved = _Progress(**record)
-        if (saved.metric, saved.higher_is_better) == (self._config.metric, self._higher_is_better):
+        if saved.is_of(self._config):
             self._progress = saved
         else:
             log.info(
@@ -118,8 +135,7 @@ class EarlyStopping:
     @property
     def last_step(self) -> int | None:
         """The step after which the run ends, None while it goes on."""
-        patience, progress = self._config.patience, self._progress
-        return progress.step if patience is not None and progress.num_worse >= patience else None
+        return self._progress.step if self._progress.has_ended(self._config) else None
 
     @property
     def reason(self) -> str:

@@ -14,7 +14,8 @@ from training.config import TrainingConfig
 from training.goodput import Goodput
 from training.logs import log
 from training.preference_step import PreferenceProgram
-from training.step import Batch, Program, TrainState
+from training.state import TrainState
+from training.step import Batch, Program
 from training.writers.registry import MetricsWriter
 
 

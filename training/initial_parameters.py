@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from ruamel.yaml import YAML
 
+from data.files import download_remedy
 from model.config import ModelConfig
 from model.families.base import FamilyError, mathematics
 from model.int8_base import is_scale, quantize_array, scale_path, without_scales
@@ -29,7 +30,8 @@ from training.fingerprint import leaf_name
 from training.hugging_face.model_directory import CONFIG, ModelDirectory
 from training.hugging_face.read import read_parameters
 from training.logs import log
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 
 _KEY = "training.init_from"
 _SPARSE_LAYERS = ("moe.num_experts", "moe.first_k_dense_replace", "moe.decoder_sparse_step")
@@ -209,7 +211,8 @@ class HuggingFaceParameters:
             base = {name: shape for name, shape in shapes.items() if not is_scale(name)}
             self.source.find_pieces(self.config, base)
         except FamilyError as error:
-            return str(error)
+            problem = str(error).removeprefix(f"{self.source.path}: ")
+            return problem.replace("fit config.json", "fit the model of this run")
         return None
 
     def read(self, abstract_state: TrainState) -> Any:
@@ -302,5 +305,6 @@ def _find_step(path: Path, folder: Path, asked: int | None) -> int:
         raise ValueError(
             f"{_KEY}={path} holds no checkpoint (found: {', '.join(map(str, found)) or 'none'}); "
             "give a run directory of train.py, RUN_DIR/checkpoints/STEP, or a Hugging Face model"
+            f"{download_remedy(str(path))}"
         )
     return found[-1] if asked is None else asked

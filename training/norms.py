@@ -1,4 +1,4 @@
-"""L2 norms of gradients and parameters by kind of layer: embedding, attention, MLP, experts, ..."""
+"""L2 norms of gradients, parameters and their changes by kind of layer: attention, MLP, ..."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,51 +7,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-KINDS = ("embedding", "attention", "mlp", "experts", "norms", "head")
-"""All kinds of layers. Routers and shared experts count as experts."""
+from training.parameter_kinds import KINDS, kind_of_parameter
 
 
-def layer_kind(path: str) -> str:
-    """Return the kind of the layer that a parameter belongs to.
+def norms_by_kind(grads: Any, before: Any, params: Any) -> dict[str, jax.Array]:
+    """Return [norm of gradients, of parameters, of their changes] of every kind, (3,) float32.
 
-    path: the dotted path of a parameter of `Transformer`.
+    grads, before, params: gradients, and parameters before and after an update; trees of one
+    structure. Communication: the sums of squares over all devices, scalars.
     """
-    parts = path.split(".")
-    if any(part.endswith("norm") for part in parts):
-        return "norms"
-    top = {"embed": "embedding", "head": "head"}.get(parts[0])
-    if top is not None:
-        return top
-    if "attention" in parts:
-        return "attention"
-    assert "mlp" in parts, f"{path} belongs to no kind of layer"
-    return "experts" if parts[0] == "sparse_layers" else "mlp"
-
-
-def norms_by_kind(grads: Any, params: Any) -> dict[str, jax.Array]:
-    """Return [norm of the gradients, norm of the parameters] of every kind, (2,) float32.
-
-    grads, params: trees of one structure. Communication: the sums of squares over all devices,
-    scalars.
-    """
-    norms = {name: _norms(tree) for name, tree in (("grads", grads), ("params", params))}
-    return {
-        kind: jnp.stack([norms["grads"][kind], norms["params"][kind]]) for kind in norms["grads"]
-    }
+    changes = jax.tree.map(
+        lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), params, before
+    )
+    norms = [_norms(tree) for tree in (grads, params, changes)]
+    return {kind: jnp.stack([found[kind] for found in norms]) for kind in norms[0]}
 
 
 def _norms(tree: Any) -> dict[str, jax.Array]:
     squares: dict[str, jax.Array] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        kind = layer_kind(".".join(str(part.key) for part in path))
+        kind = kind_of_parameter(path)
         squares[kind] = squares.get(kind, 0.0) + jnp.sum(jnp.square(x.astype(jnp.float32)))
     return {kind: jnp.sqrt(total) for kind, total in squares.items()}
 
 
 def norm_metrics(norms: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the metrics `grad_norm/KIND`, `param_norm/KIND` and `param_norm` of a step."""
+    """Return the metrics of a step.
+
+    They are `param_norm`, and of every kind `grad_norm/KIND`, `param_norm/KIND` and
+    `update_ratio/KIND`, the norm of the change over that of the parameters.
+    """
     kinds = [kind for kind in KINDS if kind in norms]
     metrics = {"param_norm": float(np.sqrt(sum(float(norms[kind][1]) ** 2 for kind in kinds)))}
     for index, name in enumerate(("grad_norm", "param_norm")):
         metrics |= {f"{name}/{kind}": float(norms[kind][index]) for kind in kinds}
+    for kind in kinds:
+        _, after, change = map(float, norms[kind])
+        metrics[f"update_ratio/{kind}"] = change / after if after else 0.0
     return metrics

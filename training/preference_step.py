@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from model.moe import MoEReport, auxiliary_loss
 from parallel.linear.scheduling import scheduling_groups
 from training.dpo import DPOConfig, sum_over_pairs
-from training.step import Batch, Program, TrainState
+from training.state import TrainState
+from training.step import Batch, Program
 
 Sums = dict[str, jax.Array]
 
@@ -80,9 +81,11 @@ class PreferenceProgram(Program):
         """Return the sums of `sum_over_pairs` of a microbatch, and the report of sparse layers."""
         with jax.named_scope("reference"):
             reference_P2, _ = self.log_probabilities(reference, batch, dropless=dropless)
+        batch = {**batch, "tokens": self.after(batch["tokens"], reference_P2)}
         policy_P2, report = self.log_probabilities(params, batch, dropout_key, dropless=dropless)
         reference_P2 = jax.lax.stop_gradient(reference_P2)
-        return sum_over_pairs(policy_P2, reference_P2, _is_pair(batch), self.dpo), report
+        is_pair_P = _is_pair(self.after(batch, jax.lax.stop_gradient(policy_P2)))
+        return sum_over_pairs(policy_P2, reference_P2, is_pair_P, self.dpo), report
 
     def step_gradients(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None = None
@@ -93,6 +96,7 @@ class PreferenceProgram(Program):
         gradients alone.
         """
         count = jnp.maximum(jnp.sum(_is_pair(batch)), 1)
+        batch = {**batch, "tokens": self.after(batch["tokens"], count)}
         parts = batch["tokens"].shape[0]
         reference = self.with_trained(state.params, state.reference)
 
@@ -105,7 +109,7 @@ class PreferenceProgram(Program):
             return means["loss"] + auxiliary_loss(report, self.config) / parts, (means, report)
 
         trained = self.trained(state.params)
-        (means, report), grads = self._accumulate(objective, trained, batch, dropout_key)
+        (means, report), _, grads = self._accumulate(objective, trained, batch, dropout_key)
         return means, report, grads
 
     @cached_property
@@ -119,6 +123,7 @@ class PreferenceProgram(Program):
             part = {name: field[0] for name, field in batch.items()}
             with scheduling_groups(self.plan.groups_hops):
                 sums, _ = self._sums(params, reference, part, dropless=True)
+            part = self.after(part, sums)
             return sums | {"pairs": jnp.sum(_is_pair(part))}
 
         return jax.jit(step)

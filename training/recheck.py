@@ -44,7 +44,8 @@ from training.fingerprint import device_fingerprints, fingerprints, leaf_name
 from training.goodput import Goodput
 from training.logs import log
 from training.spikes import TrainingError
-from training.step import Batch, Program, TrainState
+from training.state import TrainState
+from training.step import Batch, Program
 
 EXIT_DEVICE_FAULT = 77
 _DETERMINISTIC = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")

@@ -12,6 +12,7 @@ from training.goodput import Goodput
 from training.health import ExpertHealth
 from training.logs import log
 from training.memory_use import memory_metrics
+from training.noise_scale import NoiseScale
 from training.norms import norm_metrics
 from training.resume import ResumePoint
 from training.spikes import SpikeHandler
@@ -46,12 +47,14 @@ class StepReporter:
         self._unread: tuple[int, dict[str, Any]] | None = None
         self._unwritten: tuple[int, dict[str, float]] | None = None
         self._pending_metrics: dict[str, float] = {}
+        self._noise_scale = NoiseScale()
 
     def begin(self, resume_point: ResumePoint) -> None:
         """Start after a resume point; drop a step that a rollback left unfinished."""
         self._resume_point = resume_point
         self._unread = self._unwritten = None
         self._pending_metrics = {}
+        self._noise_scale = NoiseScale()
 
     def add_step(self, step: int, metrics: dict[str, Any]) -> None:
         """Take the metrics of a dispatched step: arrays that may not be ready."""
@@ -80,6 +83,7 @@ class StepReporter:
         experts, norms = arrays.pop("experts", None), arrays.pop("norms")
         with self._clock.waiting_for_devices(), self._goodput.spend("step"):
             metrics = {name: float(value) for name, value in jax.device_get(arrays).items()}
+        self._noise_scale.add(metrics)
         batch = self._resume_point.batch(step - 1)
         phase = self._dataset.schedule.at(batch)
         metrics |= self._clock.read(phase.batch_size, phase.length)
@@ -92,6 +96,7 @@ class StepReporter:
         if step % self._config.log_every == 0 or step == self._config.steps:
             metrics["goodput"] = self._goodput.share
             metrics |= {f"goodput/{label}": y for label, y in self._goodput.seconds.items()}
+            metrics |= self._noise_scale.take()
             metrics |= norm_metrics(jax.device_get(norms)) | memory_metrics(jax.local_devices())
         self._writers.preview(step, metrics)
         self._spikes.handle_spike(step, metrics)

@@ -20,7 +20,7 @@ from training.dotted_keys import flatten
 from training.logs import log
 from training.optimizers import OptimizerConfig
 from training.schedules import describe_change
-from training.step import TrainState
+from training.state import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -81,6 +81,8 @@ class Resumer:
     abstract_state: TrainState
     steps: int
     """Last step of the run."""
+    resolved_config: str
+    """The complete configuration of the run as YAML."""
 
     def find(self) -> ResumePoint:
         """Return the newest complete checkpoint, or step 0; set damaged ones aside.
@@ -161,6 +163,14 @@ class Resumer:
             )
         if not step:  # no batch has been read
             return
+        before, now = map(_optimizer_state, (record["config"], self.resolved_config))
+        for key, value in now.items():
+            if before[key] != value:
+                raise ValueError(
+                    f"optimizer.{key}={value}, but checkpoint {step} was saved with {before[key]}; "
+                    f"set optimizer.{key}={before[key]}, or give another run.dir and the old one "
+                    "as training.init_from to go on from the parameters"
+                )
         order = self.dataset.order(batch_number(step, record["skipped"]))
         if record["order"] != order:
             raise ValueError(
@@ -178,6 +188,14 @@ class Resumer:
         newest = self.checkpoints.latest_step
         outcome = "no other is left" if newest is None else f"resuming from {newest}"
         log.error("%s; renamed to %s; %s", error, target.name, outcome)
+
+
+def _optimizer_state(config: str) -> dict[str, str]:
+    """Return the keys that decide what the optimizer's state is, of a configuration as YAML."""
+    section = YAML(typ="safe", pure=True).load(config).get("optimizer", {})
+    # The first versions had neither key.
+    moments = section.get("moments_dtype") or "null"
+    return {"name": section.get("name", "adamw"), "moments_dtype": moments}
 
 
 def library_versions() -> dict[str, str]:
@@ -242,6 +260,12 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     yaml = YAML(typ="safe", pure=True)
     trees = [yaml.load(text) for text in (record["config"], resolved_config)]
     before, now = map(flatten, trees)
+    if (source := now.get("training.init_from")) is not None:
+        log.info(
+            "training.init_from=%s is not read: the run goes on from its checkpoint %d",
+            source,
+            record["step"],
+        )
     changed = [
         f"{key} {before.get(key)!r} -> {value!r}"
         for key, value in now.items()

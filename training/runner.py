@@ -16,7 +16,8 @@ from training.logs import log
 from training.memory_errors import memory_error
 from training.resume import ResumePoint
 from training.spikes import TrainingError
-from training.step import Batch, Program, TrainState
+from training.state import TrainState
+from training.step import Batch, Program
 
 
 def compile_lowered(lowered: Any) -> Any:

@@ -5,8 +5,9 @@ rate of step 0, 1, ... after warm-up, in a run of `steps` steps of which `warmup
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import jax.numpy as jnp
 import optax
 
 from registry import Registry
@@ -30,6 +31,22 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup])
 
 
+def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[str]:
+    """Yield a line if the schedule of a run of `steps` steps is not the one that was asked for."""
+    length = config.schedule_steps or steps
+    stable = length - config.warmup_steps
+    if stable < 0:
+        yield (
+            f"optimizer.warmup_steps={config.warmup_steps} is more than the {length} steps of the "
+            "schedule, so the rate rises over all of them; lower it, or raise training.steps"
+        )
+    if config.schedule == "wsd" and config.decay_steps > stable:
+        yield (
+            f"optimizer.decay_steps={config.decay_steps} is more than the {max(0, stable)} steps "
+            "after warm-up, so that all of them decay; lower it, or raise training.steps"
+        )
+
+
 def describe_change(
     before: tuple[OptimizerConfig, int], now: tuple[OptimizerConfig, int], step: int
 ) -> str | None:
@@ -50,6 +67,9 @@ def describe_change(
     line = f"learning rate {last:.3g} at step {step}, {rate:.3g} at step {step + 1}"
     if old_length == new_length:
         return line
+    if old.schedule != new.schedule:
+        change = f"was {old.schedule} over {old_length} steps, and is now {new.schedule} over"
+        return f"the schedule {change} {new_length}: {line}"
     lengths = f"covered {old_length} steps and now covers {new_length}"
     line = f"the {new.schedule} schedule {lengths}: {line}"
     if is_same:
@@ -69,6 +89,20 @@ def cosine(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
     return optax.cosine_decay_schedule(
         config.learning_rate, max(1, steps - warmup), config.final_fraction
     )
+
+
+@register("linear")
+def linear(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return a straight line from the peak to `final_fraction` of it."""
+    peak = config.learning_rate
+    return optax.linear_schedule(peak, peak * config.final_fraction, max(1, steps - warmup))
+
+
+@register("inverse_sqrt")
+def inverse_sqrt(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
+    """Return the peak times sqrt(warmup / step), which does not depend on the end of the run."""
+    first = max(1, warmup)
+    return lambda count: config.learning_rate * jnp.sqrt(first / (first + count))
 
 
 @register("wsd")

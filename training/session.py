@@ -27,7 +27,7 @@ from training.directory import (
     move_aside,
     run_directory,
 )
-from training.early_stop import EarlyStopping
+from training.early_stop import EarlyStopping, has_ended
 from training.evaluation import GenerateText, Sampling, make_evaluation
 from training.goodput import Goodput
 from training.health import ExpertHealth
@@ -108,11 +108,11 @@ def open_run(
             for step, loss in read_values(directory / "metrics.jsonl", "eval_loss").items():
                 checkpoints.set_eval_loss(step, loss)
         config, resolved = settings.training, settings.resolved_config
-        resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps)
+        resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps, resolved)
         start = _find_start(resumer, program, settings, directory)
         log.debug("command: %s", settings.command)
         log.debug("versions: %s", settings.describe_versions())
-        describe = partial(_describe_run, directory, resumer, start[0].step, resolved)
+        describe = partial(_describe_run, directory, resumer, start[0], config)
         run_id = group.broadcast("run id", describe)
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
@@ -131,17 +131,25 @@ def open_run(
         )
 
 
-def _describe_run(directory: Path, resumer: Resumer, step: int, resolved: str) -> str:
+def _describe_run(
+    directory: Path, resumer: Resumer, resume_point: ResumePoint, config: TrainingConfig
+) -> str:
     """Write identity, configuration and tokenizer of the run, and return its id.
 
-    A directory that was copied or moved, or that holds a checkpoint of another run, is logged.
+    The configuration of a finished run stays that with which it was trained. A directory that was
+    copied or moved, or that holds a checkpoint of another run, is logged.
     """
     identity, line = identify_run(directory)
     if line is not None:
         log.info("%s", line)
-    if step:
-        identity.check_record(resumer.checkpoints.record(step))
-    replace_file(directory / "config.yaml", resolved)
+    if resume_point.step:
+        identity.check_record(resumer.checkpoints.record(resume_point.step))
+    is_finished = resume_point.step >= config.steps or has_ended(
+        config.early_stop, resume_point.early_stop
+    )
+    file = directory / "config.yaml"
+    if not is_finished or not file.exists():
+        replace_file(file, resumer.resolved_config)
     save_tokenizer(resumer.dataset.tokenizer, directory)
     return identity.run_id
 

@@ -6,7 +6,7 @@ shardings.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -14,40 +14,28 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from model.config import ModelConfig
 from model.int8_base import quantized_as
 from model.lora import adapters_of, drop_features, with_adapters
+from model.loss_formula import CROSS_ENTROPY, LossSums, LossTerms
 from model.moe import MoEReport, auxiliary_loss, report_arrays, with_updated_bias
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import TokenSharding
-from training.guard import GuardConfig, GuardState, fresh_guard, judge
+from parallel.sharding.ordering import after, gradient_after
+from training.accumulation import sum_over_parts
+from training.guard import GuardConfig, fresh_guard, judge
+from training.moving_average import init_ema, update_ema
+from training.noise_scale import noise_terms, part_terms
 from training.norms import norms_by_kind
-from training.optimizers import tree_where
+from training.optimizers import GradientPoint, tree_where
+from training.state import TrainState
 
 Batch = dict[str, jax.Array]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """State of training: finished steps, parameters, optimizer, spike guard, moving average.
-
-    `ema` is None unless `optimizer.ema_decay` is set. `reference` is None unless
-    `training.objective` is dpo: the trained parameters as they were before the first step.
-    """
-
-    step: jax.Array
-    params: Any
-    opt_state: Any
-    guard: GuardState
-    ema: Any
-    reference: Any = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,9 @@ class Program:
     seed: int
     guard: GuardConfig = field(default_factory=GuardConfig)
     ema_decay: float | None = None
+    gradient_point: GradientPoint | None = None
+    loss_terms: LossTerms = CROSS_ENTROPY
+    measures_noise: bool = False
 
     console_metrics: ClassVar[Mapping[str, str]] = {}
     """Metrics of this objective on console lines: format strings by name."""
@@ -90,6 +81,10 @@ class Program:
         """Return the FLOPs of a training step per token."""
         return self.plan.flops_per_token(length)
 
+    def after(self, values: Any, others: Any) -> Any:
+        """Return values, computed after others on simulated devices: see `ordering`."""
+        return after(values, others, self.tp.manager.mesh)
+
     def trained(self, params: Any) -> Any:
         """Return the parameters that are trained: all, or with LoRA the tree of the adapters."""
         return adapters_of(params) if self.plan.lora.rank else params
@@ -113,6 +108,15 @@ class Program:
         opt_state = self.optimizer.init(trained)
         ema = None if self.ema_decay is None else init_ema(trained)
         return TrainState(jnp.zeros((), jnp.int32), params, opt_state, fresh_guard(), ema)
+
+    def with_int8_kernels(self, params: Any) -> tuple["Program", Any]:
+        """Return the program for generation with int8 kernels, and its parameters.
+
+        The kernels of `params` are deleted.
+        """
+        model = self.config.model_copy(update={"matmul_dtype": None})
+        program = replace(self, plan=replace(self.plan, model=model, has_int8_kernels=True))
+        return program, quantized_as(params, jax.eval_shape(program._init_params))
 
     @cached_property
     def abstract_state(self) -> TrainState:
@@ -164,18 +168,20 @@ class Program:
         dropout_key: jax.Array | None = None,
         *,
         dropless: bool = False,
-    ) -> tuple[jax.Array, MoEReport | None]:
-        """Return (summed cross-entropy in nats of a microbatch, report of its sparse layers).
+        terms: LossTerms = CROSS_ENTROPY,
+    ) -> tuple[LossSums, MoEReport | None]:
+        """Return (summed losses in nats of a microbatch, report of its sparse layers).
 
         Args:
             params: parameters of the model.
             batch: fields (B, L).
             dropout_key: None: no dropout.
             dropless: compute every assignment, beyond the expert capacity too.
+            terms: terms of the objective beside the cross-entropy.
         """
         model, hidden, batch, report = self._hidden(params, batch, dropout_key, dropless=dropless)
         with jax.default_matmul_precision(self._precision):
-            return model.loss(hidden, batch["targets"], batch["loss_mask"]), report
+            return model.loss(hidden, batch["targets"], batch["loss_mask"], terms), report
 
     def row_losses(self, params: Any, batch: Batch) -> jax.Array:
         """Return the cross-entropy of every row `B` of a microbatch, in nats, without dropout."""
@@ -241,27 +247,40 @@ class Program:
 
     def gradients(
         self, params: Any, batch: Batch, dropout_key: jax.Array | None = None
-    ) -> tuple[jax.Array, MoEReport | None, Any]:
-        """Return (mean loss over all tokens of a batch (A, B/A, L), MoE report, gradients).
+    ) -> tuple[dict[str, jax.Array], MoEReport | None, Any]:
+        """Return (means over all tokens of a batch (A, B/A, L), MoE report, gradients).
 
+        The means are `loss`, the cross-entropy, and `extra_loss` if there are `loss_terms`. With
+        `measures_noise`, those of `noise_terms` are among them.
         Accumulation is exact: the loss is normalised by the tokens of the whole batch. The
         auxiliary loss of experts is a mean over microbatches; it is in the gradients, not in the
         loss.
         """
         count = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0)
+        batch = {**batch, "tokens": self.after(batch["tokens"], count)}
         parts = batch["tokens"].shape[0]
 
         def objective(trained: Any, part: Batch, key: Any) -> tuple[jax.Array, Any]:
-            total, report = self.loss_sum(self.with_trained(params, trained), part, key)
-            loss = total / count
+            sums, report = self.loss_sum(
+                self.with_trained(params, trained), part, key, terms=self.loss_terms
+            )
+            total, means = sums.objective / count, {"loss": sums.cross_entropy / count}
+            if self.loss_terms:
+                means["extra_loss"] = total - means["loss"]
             if report is None:
-                return loss, (loss, None)
-            return loss + auxiliary_loss(report, self.config) / parts, (loss, report)
+                return total, (means, None)
+            return total + auxiliary_loss(report, self.config) / parts, (means, report)
 
-        (loss, report), grads = self._accumulate(
-            objective, self.trained(params), batch, dropout_key
+        def observe(grads: Any, part: Batch) -> dict[str, jax.Array]:
+            tokens = jnp.sum(self.after(part["loss_mask"], grads))
+            return part_terms(grads, tokens, count) if self.measures_noise else {}
+
+        (means, report), terms, grads = self._accumulate(
+            objective, self.trained(params), batch, dropout_key, observe
         )
-        return loss, report, grads
+        if self.measures_noise:
+            means |= noise_terms(terms, grads, count)
+        return means, report, grads
 
     def _accumulate(
         self,
@@ -269,36 +288,29 @@ class Program:
         trained: Any,
         batch: Batch,
         dropout_key: jax.Array | None,
-    ) -> tuple[Any, Any]:
-        """Return (output, gradients) of an objective, both summed over microbatches.
+        observe: Callable[[Any, Batch], Any] = lambda *_: None,
+    ) -> tuple[Any, Any, Any]:
+        """Return (output, observations, gradients), each summed over microbatches.
 
         objective: (trained parameters, microbatch, dropout key) -> (loss, output).
+        observe: (gradients of a microbatch, microbatch) -> observations.
         """
-        parts = batch["tokens"].shape[0]
 
-        def micro(trained: Any, part: Batch, number: Any) -> tuple[Any, Any]:
+        def micro(trained: Any, part: Batch, number: Any) -> tuple[Any, Any, Any]:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, number)
+
+            def ordered(trained: Any) -> tuple[jax.Array, Any]:
+                total, output = objective(trained, part, key)
+                leaves = jax.lax.stop_gradient(jax.tree.leaves(output))
+                floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+                return gradient_after(total, floats, self.tp.manager.mesh), output
+
             # Also around the derivative: custom derivative rules are traced after the forward.
             with jax.default_matmul_precision(self._precision):
-                (_, output), grads = jax.value_and_grad(objective, has_aux=True)(trained, part, key)
-            return output, grads
+                (_, output), grads = jax.value_and_grad(ordered, has_aux=True)(trained)
+            return output, observe(grads, part), grads
 
-        first = {name: field[0] for name, field in batch.items()}
-        if parts == 1:
-            return micro(trained, first, 0)
-
-        def body(total: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-            found = micro(trained, *part)
-            if self._platform == "tpu":
-                # libtpu 0.0.42 moves sums over devices out of this loop, and fails with fsdp: a
-                # RET_CHECK of while_loop_all_reduce_code_motion.cc. The barrier hides them from it.
-                found = lax.optimization_barrier(found)
-            with jax.named_scope("accumulate"):
-                return jax.tree.map(jnp.add, total, found), None
-
-        output = jax.eval_shape(micro, trained, first, 0)[0]
-        zero = (jax.tree.map(jnp.zeros_like, output), jax.tree.map(jnp.zeros_like, trained))
-        return lax.scan(body, zero, (batch, jnp.arange(parts)))[0]
+        return sum_over_parts(micro, trained, batch, self._platform)
 
     def _dropout_key(self, step: jax.Array) -> jax.Array | None:
         """Return the key of a step, a function of seed and step: equal after a resume."""
@@ -332,7 +344,7 @@ class Program:
         if self.ema_decay is not None:
             ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
         # The sums of the new parameters are a part of the loop that updates them.
-        metrics["norms"] = norms_by_kind(grads, params)
+        metrics["norms"] = norms_by_kind(grads, before, params)
         params = self.with_trained(state.params, params)
         step, reference = state.step + 1, state.reference
         return TrainState(step, params, opt_state, guard, ema, reference), metrics
@@ -355,17 +367,24 @@ class Program:
     def _step(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None
     ) -> tuple[TrainState, dict[str, Any]]:
-        means, report, grads = self.step_gradients(state, batch, dropout_key)
+        means, report, grads = self.step_gradients(self._at_point(state), batch, dropout_key)
+        grads = self.after(grads, grads)
         with jax.named_scope("optimizer"):
             state, metrics = self.apply_gradients(state, means["loss"], report, grads)
         return state, means | metrics
+
+    def _at_point(self, state: TrainState) -> TrainState:
+        """Return the state with the parameters at which the optimizer wants its gradients."""
+        if self.gradient_point is None:
+            return state
+        trained = self.gradient_point(self.trained(state.params), state.opt_state)
+        return replace(state, params=self.with_trained(state.params, trained))
 
     def step_gradients(
         self, state: TrainState, batch: Batch, dropout_key: jax.Array | None = None
     ) -> tuple[dict[str, jax.Array], MoEReport | None, Any]:
         """Return (loss and metrics of the objective, means over a batch; MoE report; gradients)."""
-        loss, report, grads = self.gradients(state.params, batch, dropout_key)
-        return {"loss": loss}, report, grads
+        return self.gradients(state.params, batch, dropout_key)
 
     @cached_property
     def eval_step(self) -> Any:
@@ -374,22 +393,8 @@ class Program:
         def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
             part = {name: field[0] for name, field in batch.items()}
             with scheduling_groups(self.plan.groups_hops):
-                total, _ = self.loss_sum(params, part, dropless=True)
-            return total, jnp.sum(part["loss_mask"])
+                sums, _ = self.loss_sum(params, part, dropless=True)
+            mask = self.after(part["loss_mask"], sums.cross_entropy)
+            return sums.cross_entropy, jnp.sum(mask)
 
         return jax.jit(step)
-
-
-def init_ema(params: Any) -> Any:
-    """Return the moving average before the first step.
-
-    It is float32: bfloat16 would round its small steps away.
-    """
-    return jax.tree.map(lambda x: x.astype(jnp.float32), params)
-
-
-def update_ema(ema: Any, params: Any, decay: float) -> Any:
-    """Return the moving average after an update that led to `params`."""
-    return jax.tree.map(
-        lambda mean, x: mean + (1 - decay) * (x.astype(jnp.float32) - mean), ema, params
-    )

@@ -29,7 +29,8 @@ from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer
 from training.runner import StepRunner
 from training.spikes import Rollback, SpikeHandler
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 from training.stragglers import StragglerMonitor
 from training.writers.registry import MetricsWriter, begun
 
@@ -89,14 +90,8 @@ class Trainer:
     def _train_steps(self, state: TrainState) -> tuple[TrainState, int]:
         """Train from the resume point to the last step, to an early stop or until a signal."""
         first_step, last_step = self.resume_point.step + 1, self.config.steps
-        if self.early_stop.last_step is not None:
-            log.info(
-                "%s; nothing left to train, unless training.early_stop.patience is raised",
-                self.early_stop.reason,
-            )
-            return state, EXIT_DONE
-        if first_step > last_step:
-            log.info("step %d is the last: nothing left to train", last_step)
+        if finished := self._finished():
+            log.info("%s", finished)
             return state, EXIT_DONE
         with (
             contextlib.closing(self._open_runner()) as runner,
@@ -125,6 +120,20 @@ class Trainer:
                     self._sample(step, state)
         self.checkpointing.finish()
         return state, EXIT_DONE
+
+    def _finished(self) -> str | None:
+        """Return why there is nothing to train and the key that would change it; None: train."""
+        if self.early_stop.last_step is not None:
+            return (
+                f"{self.early_stop.reason}; nothing left to train, unless "
+                "training.early_stop.patience is raised"
+            )
+        if self.resume_point.step >= self.config.steps:
+            return (
+                f"step {self.config.steps} is the last: nothing left to train; raise "
+                "training.steps to go on, or give another run.dir for a new run"
+            )
+        return None
 
     def _step(self, step: int, state: TrainState, runner: StepRunner) -> TrainState:
         """Dispatch a step, then write the metrics of the previous one.
@@ -225,10 +234,13 @@ class Trainer:
             jax.block_until_ready(state)
             origin = "" if initial is None else f" from {initial.description}"
             log.info("initialised parameters%s in %.1f s", origin, time.perf_counter() - begin)
+            self.early_stop.begin(self.resume_point.early_stop)
         else:
             self.resume_point, state = self.resumer.restore(self.resume_point)
+            self.early_stop.begin(self.resume_point.early_stop)
             log.info(
-                "resumed from step %d in %.1f s; peak host memory rose by %.0f MiB",
+                "%s step %d in %.1f s; peak host memory rose by %.0f MiB",
+                "restored" if self._finished() else "resumed from",
                 self.resume_point.step,
                 time.perf_counter() - begin,
                 (peak_memory() - memory) / 2**20,
@@ -237,7 +249,6 @@ class Trainer:
         seconds = self.goodput.seconds["step"] - self.resume_point.goodput.get("step", 0.0)
         self.goodput.lose(seconds)
         self.reporter.begin(self.resume_point)
-        self.early_stop.begin(self.resume_point.early_stop)
         return state
 
     def _open_runner(self) -> StepRunner:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.files import DataError, load_library
+from data.files import DataError, download_remedy, load_library
 from data.tokenizers.base import (
     END,
     IM_END,
@@ -236,7 +236,10 @@ def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
         content = path.read_text("utf-8")
         value = json.loads(content)
     except OSError as error:
-        raise DataError(f"data.tokenizer={name}: {path}: {error.strerror}; {_remedy()}") from error
+        download = download_remedy(str(name), "--include 'tokenizer*' ")
+        raise DataError(
+            f"data.tokenizer={name}: {path}: {error.strerror}; {_remedy()}{download}"
+        ) from error
     except ValueError as error:
         raise DataError(_not_a_tokenizer(path, error)) from error
     if not isinstance(value, dict):

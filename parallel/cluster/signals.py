@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import ClassVar
 
 import jax
 from jax.experimental import multihost_utils
@@ -14,6 +15,10 @@ from jax.experimental import multihost_utils
 EXIT_KILLED = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _SHOW_CURSOR = "\x1b[?25h"
+_STOPPING_NOW = "stopping now; press Ctrl-C again to quit at once"
+_STOPPING_AFTER_THIS_STEP = (
+    "stopping after this step and saving; press Ctrl-C again to quit without saving"
+)
 
 
 class StoppedEarly(BaseException):
@@ -33,6 +38,9 @@ class StopRequest:
     several processes, jax's preemption service decides after which step all of them stop. It takes
     over SIGTERM when jax.distributed starts, so `install` must be called before.
     """
+
+    _wakeup: ClassVar[socket.socket | None] = None
+    """Socket to which the interpreter writes the numbers of signals; a process has one."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -55,8 +63,11 @@ class StopRequest:
         # number of the signal, which the interpreter writes to this socket, arrives at once.
         reader, writer = socket.socketpair()
         writer.setblocking(False)
-        # Never closed: another file with the same number would receive the signals.
-        signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+        # Open as long as it is in use: a file that reused its descriptor would receive the signals.
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if StopRequest._wakeup is not None:
+            StopRequest._wakeup.close()  # its thread ends
+        StopRequest._wakeup = writer
         threading.Thread(
             target=self._answer, args=(reader, answer), name="signals", daemon=True
         ).start()
@@ -91,18 +102,15 @@ class StopRequest:
 
     def _answer(self, reader: socket.socket, answer: Callable[[str], None]) -> None:
         has_answered = False
-        while numbers := reader.recv(1):
-            if numbers[0] not in _STOPS:
-                continue
-            if has_answered:
-                _quit()
-            elif self.has_nothing_to_save:
-                answer("stopping now; press Ctrl-C again to quit at once")
-            else:
-                answer(
-                    "stopping after this step and saving; press Ctrl-C again to quit without saving"
-                )
-            has_answered = True
+        with reader:
+            while numbers := reader.recv(1):
+                if numbers[0] not in _STOPS:
+                    continue
+                if has_answered:
+                    _quit()
+                else:
+                    answer(_STOPPING_NOW if self.has_nothing_to_save else _STOPPING_AFTER_THIS_STEP)
+                has_answered = True
 
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self._wants_checkpoint = True

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from parallel.linear.collective_chain import gather_matmul_scatter
@@ -15,6 +14,7 @@ from parallel.linear.int8_kernel import Kernel, kernel_specs
 from parallel.linear.linear import ParallelLinear, scale_and_add
 from parallel.linear.local_matmul import split_columns
 from parallel.linear.low_rank import LowRank, adapter_of, update_blocks
+from parallel.linear.quantized import Precision
 from parallel.linear.sharded_matmul import (
     adapter_for_shard_map,
     add_row_update,
@@ -110,7 +110,7 @@ def column_row_parallel(
     *,
     function: Callable[..., jax.Array],
     config: TensorParallelConfig,
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     adapters: tuple[LowRank | None, LowRank | None] = (None, None),
 ) -> jax.Array:
     """Compute `function(x @ column_kernels, biases) @ row_kernel` with both rings overlapped.

@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from parallel.linear.collective_matmul import Overlap, ring_of, same_type, without_gradient
+from parallel.linear.collective_matmul import Overlap, ring_of, without_gradient
 from parallel.linear.local_matmul import (
     CHAIN_WGRAD_BLOCKS,
     add_in_float32,
@@ -24,7 +23,8 @@ from parallel.linear.local_matmul import (
     split_gradient,
     trained_columns,
 )
-from parallel.linear.ring import Ring, all_gather, reduce_scatter
+from parallel.linear.quantized import Precision, rows_for
+from parallel.linear.ring import Ring, all_gather, reduce_scatter, same_type
 from parallel.sharding.specs import ROWS
 
 
@@ -37,7 +37,7 @@ def gather_matmul_scatter(  # noqa: PLR0913  # the arguments of two linears
     function: Callable[..., jax.Array],
     axis_name: str,
     overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     frozen: int = 0,
     more_columns: jax.Array | None = None,
 ) -> jax.Array:
@@ -109,7 +109,7 @@ def _run_chain(
     x, columns, biases, rows = arrays
     row = concat_columns(rows)
     blocks, products, y = ring.gather_scatter(
-        x,
+        rows_for(x, precision, "forward"),
         lambda _, block: [matmul(block, w, precision) for w in columns],
         lambda a: matmul(function(*a, *biases), row, precision),
         dim=ROWS,
@@ -136,7 +136,7 @@ def _chain_backward(
 
     count = len(columns)
     dys, pulled, dx = ring.gather_scatter(
-        dy,
+        rows_for(dy, precision, "dgrad"),
         pull_back,
         lambda result: add_in_float32(
             [

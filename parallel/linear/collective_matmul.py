@@ -41,7 +41,8 @@ from parallel.linear.local_matmul import (
     split_gradient,
     trained_columns,
 )
-from parallel.linear.ring import Direction, Ring, all_gather, pcast_varying, reduce_scatter
+from parallel.linear.quantized import Precision, rows_for
+from parallel.linear.ring import Direction, Ring, all_gather, reduce_scatter, same_type
 from parallel.sharding.specs import ROWS, SplitDim
 
 Overlap = Literal["none", Direction]
@@ -55,7 +56,7 @@ def gather_matmul(
     axis_name: str,
     dim: SplitDim,
     overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     frozen: int = 0,
 ) -> tuple[jax.Array, ...]:
     """All-gather x and multiply it with every kernel; all kernels share one gather.
@@ -117,7 +118,7 @@ def gather_matmul_blocks(
     axis_name: str,
     dim: SplitDim | None,
     overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
 ) -> BlockedProduct:
     """Compute a float32 `gather_matmul` of x `R D` and one kernel, and apply `epilogue` to blocks.
 
@@ -172,7 +173,7 @@ def matmul_scatter(
     axis_name: str,
     dim: SplitDim,
     overlap: Overlap = "none",
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     more_columns: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply and reduce-scatter the product.
@@ -227,20 +228,6 @@ def ring_of(
     return make_ring(axis_name, overlap, cut_batch=cut_batch, fuse_halves=fuse_halves)
 
 
-def same_type(*arrays: jax.Array) -> list[jax.Array]:
-    """Type all arrays as varying over the same axes, so that their gradients are as well.
-
-    Raises: ValueError for arrays of different dtypes.
-    """
-    if len({array.dtype for array in arrays}) > 1:
-        raise ValueError(
-            f"a ring multiplies arrays of one dtype, got {', '.join(str(a.dtype) for a in arrays)}"
-            "; cast them first"
-        )
-    axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
-    return [pcast_varying(array, tuple(sorted(axes))) for array in arrays]
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gather_rows(
     ring: Ring, precision: Any, frozen: int, x: jax.Array, kernels: tuple[jax.Array, ...]
@@ -260,7 +247,9 @@ def _gather_rows_forward(
     groups = [*([i] for i in range(len(kernels)) if i not in narrow), *([narrow] if narrow else [])]
     used = [concat_columns([kernels[i] for i in group]) for group in groups]
     blocks, products = ring.gather(
-        x, lambda _, block: [matmul(block, w, precision) for w in used], ROWS
+        rows_for(x, precision, "forward"),
+        lambda _, block: [matmul(block, w, precision) for w in used],
+        ROWS,
     )
     outs: dict[int, jax.Array] = {}
     for group, ys in zip(groups, zip(*products, strict=True), strict=True):
@@ -304,7 +293,11 @@ def _scatter_rows_backward(
 ) -> Any:
     x, kernels = residuals
     x_at, w = ring.shard(x, ROWS), concat_columns(kernels)
-    dys, products = ring.gather(dy, lambda _, block: matmul_transposed(block, w, precision), ROWS)
+    dys, products = ring.gather(
+        rows_for(dy, precision, "dgrad"),
+        lambda _, block: matmul_transposed(block, w, precision),
+        ROWS,
+    )
     xs, dx = [x_at(position) for position in range(len(dys))], ring.unshard(products, ROWS)
     trained = [trained_columns(block, kernels, frozen) for block in dys]
     dw = kernel_gradient_of_blocks(xs, trained, precision)

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import linen, nnx
-from jax import lax
 
 from parallel.linear.linear import ParallelLinear
+from parallel.linear.quantized import Precision
 
 
 class DenseLayer(NamedTuple):
@@ -20,7 +20,7 @@ class DenseLayer(NamedTuple):
     """One (out,) per output, or empty."""
     dtype: Any
     """Dtype in which x and kernels are multiplied."""
-    precision: lax.PrecisionLike
+    precision: Precision
     factor: float = 1.0
     pack: Callable[[Sequence[jax.Array]], Any] = lambda outputs: outputs[0]
     """Maps the list of outputs to what the layer returns."""

@@ -92,7 +92,7 @@ class Hypercube(Ring):
         # The Gray codes of i and i ^ (2**(side + 1) - 1) differ in the bit of that side alone.
         return reduce(lambda k, side: k ^ (2 << side) - 1, sides, 0)
 
-    def _cross(self, x: jax.Array, hop: int, piece: int) -> jax.Array:
+    def _cross(self, x: Any, hop: int, piece: int) -> Any:
         """Exchange `x` with the neighbour across the side that a piece crosses at this hop."""
         pairs = self._pairs(self._offset(_last_step(hop), piece))
         return ppermute(x, self.axis_name, pairs)
@@ -106,8 +106,8 @@ class Hypercube(Ring):
         return scheduled_together() if dim == ROWS else nullcontext()
 
     def _hops(
-        self, x: jax.Array, compute: Compute, dim: int, pinned: bool = True
-    ) -> Iterator[tuple[list[jax.Array], list[Any]]]:
+        self, x: Any, compute: Compute, dim: int, pinned: bool = True
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
         n, d = lax.axis_size(self.axis_name), self.num_pieces
         arrived = [self.split_pieces(x, dim)]
         for hop in range(n):

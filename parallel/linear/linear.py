@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -30,6 +29,7 @@ from parallel.linear.config import (
 )
 from parallel.linear.int8_kernel import Kernel, floats, frozen, with_scales
 from parallel.linear.low_rank import adapter_of
+from parallel.linear.quantized import Precision, QuantizedMatmul
 from parallel.linear.sharded_matmul import column_parallel, row_parallel, token_parallel
 from parallel.sharding.axes import ColumnWise, Replicated, RowWise, SRowWise, TokenWise
 from parallel.sharding.mesh import mesh_context
@@ -103,7 +103,7 @@ class ParallelLinear(nnx.Module):
         dtype: Dtype of the computation; None: that of the input. Kernels are cast to it before they
             are communicated.
         param_dtype: Dtype of the parameters.
-        precision: Precision of the matmuls.
+        precision: Precision of the matmuls, or a `QuantizedMatmul`, which needs `parallel_config`.
         kernel_init: Initializer of each kernel. On a mesh it must also accept `out_sharding=`.
         bias_init: Initializer of each bias, likewise.
         parallel_config: None makes an ordinary linear. `matmul_method` gives this class a
@@ -133,7 +133,7 @@ class ParallelLinear(nnx.Module):
         use_bias: bool = True,
         dtype: jax.typing.DTypeLike | None = None,
         param_dtype: jax.typing.DTypeLike = jnp.float32,
-        precision: lax.PrecisionLike = None,
+        precision: Precision = None,
         kernel_init: Initializer = _LECUN_NORMAL,
         bias_init: Initializer = nnx.initializers.zeros,
         parallel_config: TensorParallelConfig | None = None,
@@ -159,6 +159,16 @@ class ParallelLinear(nnx.Module):
         self.scale = scale
         self.direction = self._direction_for(parallel_config)
         self._init_parameters(nnx.Rngs(0) if rngs is None else rngs)
+
+    @property
+    def float_precision(self) -> jax.lax.PrecisionLike:
+        """The precision of matmuls that XLA distributes. Raises: ValueError if it is quantized."""
+        if isinstance(self.precision, QuantizedMatmul):
+            raise ValueError(
+                "a quantized matmul needs a linear with a parallel_config and a mesh, and not its "
+                "native_forward; give another precision"
+            )
+        return self.precision
 
     @property
     def mesh(self) -> Mesh | None:
@@ -286,7 +296,7 @@ class ParallelLinear(nnx.Module):
         config = self.parallel_config
         if config is None or config.mesh is None:
             return self._finish(
-                [jnp.matmul(x, k.astype(dtype), precision=self.precision) for k in kernels]
+                [jnp.matmul(x, k.astype(dtype), precision=self.float_precision) for k in kernels]
             )
         axis, spec = config.axis_name, jax.typeof(x).sharding.spec
         rows = list(spec[:-1])
@@ -297,7 +307,7 @@ class ParallelLinear(nnx.Module):
         kernels = [jax.sharding.reshard(k.astype(dtype), P(in_axis, out_axis)) for k in kernels]
         out_spec = P(*rows, out_axis)
         outputs = [
-            jnp.einsum("...k,kn->...n", x, k, precision=self.precision, out_sharding=out_spec)
+            jnp.einsum("...k,kn->...n", x, k, precision=self.float_precision, out_sharding=out_spec)
             for k in kernels
         ]
         return self._gather_outputs(self._finish(outputs))

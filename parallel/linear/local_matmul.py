@@ -4,12 +4,22 @@ Nothing here communicates. Letters: D in features, F out features.
 """
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from parallel.linear.quantized import (
+    RESULT_NAME,
+    Operand,
+    Product,
+    Quantized,
+    QuantizedMatmul,
+)
+from parallel.linear.ring import same_type
 
 # Blocks per matmul of a kernel gradient; libtpu reads stacked blocks as separate operands, up to
 # four. Chosen by the compiled schedules of `scripts/bench.py overlap`, November 2026.
@@ -22,37 +32,73 @@ def plain_matmul(x: jax.Array, w: jax.Array, precision: Any = None) -> jax.Array
     It multiplies all rows as one matrix. With several dims of rows, XLA:CPU transposes dy for the
     kernel's gradient, element by element, together with all that computes dy: three times as long.
     """
-    y = jnp.matmul(x.reshape(-1, x.shape[-1]), w, precision=precision)
+    rows = x.reshape(-1, x.shape[-1])
+    if isinstance(precision, QuantizedMatmul):
+        y = checkpoint_name(_quantized_matmul(precision, *same_type(rows, w)), RESULT_NAME)
+    else:
+        y = jnp.matmul(rows, w, precision=precision)
     return y.reshape(*x.shape[:-1], w.shape[-1])
 
 
-def matmul(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax.Array:
+def matmul(x: Operand, w: Operand, precision: Any, **options: Any) -> jax.Array:
     """Return x @ w: `... D`, `D F` -> `... F`."""
-    dims = (((x.ndim - 1,), (0,)), ((), ()))
-    return lax.dot_general(x, w, dims, precision=precision, **options)
+    return dot(x, w, ((x.ndim - 1,), (0,)), precision, "forward", **options)
 
 
-def matmul_transposed(x: jax.Array, w: jax.Array, precision: Any, **options: Any) -> jax.Array:
+def matmul_transposed(x: Operand, w: Operand, precision: Any, **options: Any) -> jax.Array:
     """Return x @ w^T: `... F`, `D F` -> `... D`."""
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, w, dims, precision=precision, **options)
+    return dot(x, w, ((x.ndim - 1,), (1,)), precision, "dgrad", **options)
 
 
-def kernel_gradient(x: jax.Array, dy: jax.Array, precision: Any, dtype: Any = None) -> jax.Array:
+def kernel_gradient(x: Operand, dy: Operand, precision: Any, dtype: Any = None) -> jax.Array:
     """Return x^T @ dy over all rows: `... D`, `... F` -> `D F`."""
     rows = tuple(range(x.ndim - 1))
-    dims = ((rows, rows), ((), ()))
-    return lax.dot_general(x, dy, dims, precision=precision, preferred_element_type=dtype)
+    return dot(x, dy, (rows, rows), precision, "wgrad", preferred_element_type=dtype)
+
+
+def dot(
+    x: Operand,
+    y: Operand,
+    axes: tuple[Sequence[int], Sequence[int]],
+    precision: Any,
+    product: Product,
+    **options: Any,
+) -> jax.Array:
+    """Return the sum of x * y over `axes` of x and of y: the other dims of x, then those of y."""
+    if isinstance(precision, QuantizedMatmul):
+        return precision.dot(x, y, axes, product, **options)
+    if isinstance(x, Quantized) or isinstance(y, Quantized):
+        raise TypeError("quantized operands need a QuantizedMatmul as precision")
+    return lax.dot_general(x, y, (axes, ((), ())), precision=precision, **options)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized_matmul(precision: QuantizedMatmul, x: jax.Array, w: jax.Array) -> jax.Array:
+    return matmul(x, w, precision)
+
+
+def _quantized_forward(precision: QuantizedMatmul, x: jax.Array, w: jax.Array) -> Any:
+    # Not inlined, for the sake of remat policies: see `collective_matmul`.
+    return _quantized_matmul(precision, x, w), (x, w)
+
+
+def _quantized_backward(precision: QuantizedMatmul, residuals: Any, dy: jax.Array) -> Any:
+    x, w = residuals
+    return matmul_transposed(dy, w, precision), kernel_gradient(x, dy, precision)
+
+
+_quantized_matmul.defvjp(_quantized_forward, _quantized_backward)
 
 
 def kernel_gradient_of_blocks(
-    xs: Sequence[jax.Array],
-    dys: Sequence[jax.Array],
+    xs: Sequence[Operand],
+    dys: Sequence[Operand],
     precision: Any,
     blocks: int = WGRAD_BLOCKS,
     dtype: Any = None,
 ) -> jax.Array:
     """Return the sum over positions of xs[k]^T @ dys[k], several blocks of a shape per matmul."""
+    stack = partial(jax.tree.map, lambda *blocks: jnp.stack(blocks))
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for position, x in enumerate(xs):
         by_shape.setdefault(x.shape, []).append(position)
@@ -63,7 +109,7 @@ def kernel_gradient_of_blocks(
     )
     parts = (
         kernel_gradient(
-            jnp.stack([xs[k] for k in group]), jnp.stack([dys[k] for k in group]), precision, dtype
+            stack(*(xs[k] for k in group)), stack(*(dys[k] for k in group)), precision, dtype
         )
         for group in groups
     )

@@ -50,6 +50,20 @@ def pcast_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def same_type(*arrays: jax.Array) -> list[jax.Array]:
+    """Type all arrays as varying over the same axes, so that their gradients are as well.
+
+    Raises: ValueError for arrays of different dtypes.
+    """
+    if len({array.dtype for array in arrays}) > 1:
+        raise ValueError(
+            f"a ring multiplies arrays of one dtype, got {', '.join(str(a.dtype) for a in arrays)}"
+            "; cast them first"
+        )
+    axes = set().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    return [pcast_varying(array, tuple(sorted(axes))) for array in arrays]
+
+
 def all_gather(x: jax.Array, axes: str | tuple[str, ...], dim: int) -> jax.Array:
     """Concatenate the blocks of all devices of these axes along `dim`, in order.
 
@@ -86,7 +100,7 @@ Direction = Literal["ring", "bidirectional", "split", "hypercube"]
 of hops is half as long. `split`: the two halves of every block in opposite ways. `hypercube`: d
 parts of every block over the d links of each of 2**d devices (`hypercube.Hypercube`)."""
 
-Compute = Callable[[int, jax.Array], Any]
+Compute = Callable[[int, Any], Any]
 """Maps the position of a block, and the block, to a result."""
 
 
@@ -133,8 +147,11 @@ class Ring:
         ways = [(0, 1), (1, -1)][: self.num_pieces]
         return [(way * hop, piece) for hop in range(n) for piece, way in ways]
 
-    def gather(self, x: jax.Array, compute: Compute, dim: int) -> tuple[list[jax.Array], list[Any]]:
-        """Return all pieces of `x`, and `compute` of each, by position; hops run underneath."""
+    def gather(self, x: Any, compute: Compute, dim: int) -> tuple[list[Any], list[Any]]:
+        """Return all pieces of `x`, and `compute` of each, by position; hops run underneath.
+
+        x: An array, or a pytree of arrays that are cut and sent alike.
+        """
         hops = list(self._hops(x, compute, dim))
         return [p for pieces, _ in hops for p in pieces], [
             r for _, results in hops for r in results
@@ -155,8 +172,8 @@ class Ring:
         return self.unshard([piece for pieces, _ in hops for piece in pieces], dim, filled)
 
     def _hops(
-        self, x: jax.Array, compute: Compute, dim: int, pinned: bool = True
-    ) -> Iterator[tuple[list[jax.Array], list[Any]]]:
+        self, x: Any, compute: Compute, dim: int, pinned: bool = True
+    ) -> Iterator[tuple[list[Any], list[Any]]]:
         """Yield, hop by hop, the pieces that have arrived and the results on them."""
         n, position, hop = lax.axis_size(self.axis_name), 0, 0
         arrived = moving = self.split_pieces(x, dim)
@@ -257,13 +274,13 @@ class Ring:
 
     def gather_scatter(
         self,
-        x: jax.Array,
+        x: Any,
         compute: Compute,
         term: Callable[[Any], jax.Array],
         *,
         dim: int,
         hide_last_hop: bool = False,
-    ) -> tuple[list[jax.Array], list[Any], jax.Array]:
+    ) -> tuple[list[Any], list[Any], jax.Array]:
         """Run `gather`, then `scatter` of term(result); return pieces, results and the sum.
 
         With `ring` and `split` every sum follows its blocks, so both rings run at the same time.
@@ -294,11 +311,22 @@ class Ring:
             for total, term, up in zip(sums, terms, ups, strict=False)
         ]
 
-    def split_pieces(self, block: jax.Array, dim: int) -> list[jax.Array]:
-        """Return the pieces in which a block travels: the block, or its parts."""
+    def split_pieces(self, block: Any, dim: int) -> list[Any]:
+        """Return the pieces in which a block travels: the block, or its parts.
+
+        block: An array, or a pytree of arrays that are cut alike.
+        """
         if self.num_pieces == 1:
             return [block]
-        return jnp.split(block, self._cuts(block.shape, dim)[1:-1], axis=self._cut_dim(dim))
+        leaves, tree = jax.tree.flatten(block)
+        parts = zip(
+            *(
+                jnp.split(leaf, self._cuts(leaf.shape, dim)[1:-1], axis=self._cut_dim(dim))
+                for leaf in leaves
+            ),
+            strict=True,
+        )
+        return [jax.tree.unflatten(tree, part) for part in parts]
 
     def _cut_dim(self, dim: int) -> int:
         """Return the dim along which a block is cut into pieces."""

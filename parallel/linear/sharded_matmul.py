@@ -27,6 +27,7 @@ from parallel.linear.head_matmul import PLAIN, HeadMatmul
 from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values_spec
 from parallel.linear.local_matmul import plain_matmul, split_columns
 from parallel.linear.low_rank import SAVED_NAMES, LowRank, add_product, factor_axes
+from parallel.linear.quantized import Precision, QuantizedMatmul
 from parallel.linear.ring import pcast_varying
 from parallel.linear.stored_kernel import gather_kernel, storage_ring, stored_block
 from parallel.sharding.axes import ColumnWise, RowWise, TokenWise
@@ -80,7 +81,7 @@ def _shard_map(
     axes: type,
     out_spec: P,
     config: TensorParallelConfig,
-    precision: lax.PrecisionLike,
+    precision: Precision,
     adapter: LowRank | None,
 ) -> tuple[jax.Array, ...]:
     """Call `body` on local blocks of `x` and of kernels laid out as `axes`, one output each.
@@ -92,6 +93,8 @@ def _shard_map(
     kernel_spec, kernels = params_for_shard_map(kernels, manager.resolve(axes), x, axis)
     adapter_spec, adapter = adapter_for_shard_map(adapter, axes, x, config)
     storage, heads = storage_ring(kernel_spec, config), _head_matmul(x, kernels, axes, config)
+    if storage is None and isinstance(precision, QuantizedMatmul):
+        heads = PLAIN  # the others have no derivative of rounded operands
     is_plain = storage is None and heads is PLAIN
     if is_plain or adapter is not None or manager.mesh.shape[axis] > 1:
         body = partial(body, overlap=config.overlap)
@@ -169,7 +172,7 @@ def column_parallel(
     x: jax.Array,
     kernels: Sequence[Kernel],
     config: TensorParallelConfig,
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     adapter: LowRank | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply `x` with `ColumnWise` kernels (D, F): `... L D` -> `... L F` each, F on tp.
@@ -195,7 +198,7 @@ def column_block(
     dim: SplitDim | None,
     axis_name: str,
     overlap: Overlap,
-    precision: lax.PrecisionLike,
+    precision: Precision,
     adapter: LowRank | None = None,
     adapter_spec: Any = None,
 ) -> tuple[jax.Array, ...]:
@@ -248,7 +251,7 @@ def row_parallel(
     kernels: Sequence[Kernel],
     out_spec: P,
     config: TensorParallelConfig,
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     adapter: LowRank | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply `x` with `RowWise` kernels (F, D): `... L F`, F on tp -> `... L D` each.
@@ -280,7 +283,7 @@ def row_block(
     dim: SplitDim | None,
     axis_name: str,
     overlap: Overlap,
-    precision: lax.PrecisionLike,
+    precision: Precision,
     adapter: LowRank | None = None,
     adapter_spec: Any = None,
 ) -> tuple[jax.Array, ...]:
@@ -316,7 +319,7 @@ def add_row_update(
     specs: LowRank,
     dim: SplitDim | None,
     axis_name: str,
-    precision: lax.PrecisionLike,
+    precision: Precision,
 ) -> jax.Array:
     """Add scale * u @ b to a row-parallel result, where u = x @ a is summed over tp.
 
@@ -336,7 +339,7 @@ def token_parallel(
     x: jax.Array,
     kernels: Sequence[Kernel],
     config: TensorParallelConfig,
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     adapter: LowRank | None = None,
 ) -> tuple[jax.Array, ...]:
     """Multiply `x` with `TokenWise` kernels (D, F): `... L D` -> `... L F` each, F not split.
@@ -363,7 +366,7 @@ def token_block(
     dim: SplitDim | None,
     axis_name: str,
     overlap: Overlap,
-    precision: lax.PrecisionLike,
+    precision: Precision,
     adapter: LowRank | None = None,
     adapter_spec: Any = None,
 ) -> tuple[jax.Array, ...]:

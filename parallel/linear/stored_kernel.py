@@ -16,14 +16,16 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from parallel.linear.collective_matmul import same_type
 from parallel.linear.config import TensorParallelConfig
 from parallel.linear.head_matmul import PLAIN, HeadMatmul
 from parallel.linear.hypercube import make_ring
 from parallel.linear.int8_kernel import Int8Kernel, Kernel, kernel_specs, values_spec
-from parallel.linear.ring import Ring, all_gather, pcast_varying
+from parallel.linear.quantized import Operand, Precision, Quantized, QuantizedMatmul
+from parallel.linear.ring import Ring, all_gather, pcast_varying, same_type
 from parallel.sharding.mesh import ring_of_axes
 from parallel.sharding.specs import mesh_axes_of, without_axis
+
+_BOTH = {"forward", "dgrad"}
 
 
 def gather_kernel(
@@ -70,7 +72,7 @@ def stored_matmul(
     *,
     ring: Ring,
     dim: int,
-    precision: lax.PrecisionLike = None,
+    precision: Precision = None,
     heads: HeadMatmul = PLAIN,
 ) -> jax.Array:
     """Gather a kernel over the devices that store it, and multiply this device's rows by it.
@@ -99,8 +101,17 @@ def _stored_matmul(
 def _forward(
     ring: Ring, dim: int, precision: Any, heads: HeadMatmul, x: jax.Array, w_shard: jax.Array
 ) -> tuple[jax.Array, Any]:
-    w = ring.all_gather(w_shard, dim)
+    w = _gather(ring, dim, precision, w_shard)
     return heads.forward(x, w, precision), (x, w)
+
+
+def _gather(ring: Ring, dim: int, precision: Any, w_shard: jax.Array) -> Operand:
+    """Return the kernel, quantized before it travels if both of its products are."""
+    if not isinstance(precision, QuantizedMatmul) or not _BOTH.issubset(precision.products):
+        return ring.all_gather(w_shard, dim)
+    w = precision.quantize(w_shard, (0,), ring.axis_name if dim == 0 else ())
+    scale = w.scale if dim == 0 else ring.all_gather(w.scale, dim)
+    return Quantized(ring.all_gather(w.values, dim), scale)
 
 
 def _backward(
@@ -156,7 +167,7 @@ def stored_block(
     axis_name: str,
     storage: tuple[int, Ring] | None,
     heads: HeadMatmul,
-    precision: lax.PrecisionLike,
+    precision: Precision,
     varies: bool,
 ) -> tuple[jax.Array, ...]:
     """Compute any linear of local blocks inside a shard_map with one device on tp.

@@ -237,7 +237,8 @@ def _reason(tensor: Tensor, mesh_axis: str, manager: PartitionManager) -> str:
                 "replicated on request"
             )
     if any(axis_label(entry) == ax.EMPTY for entry in entries):
-        return f"the axes {_rule_name(tensor.axes)}".rstrip() + " leave a dim unsharded"
+        rule = _rule_name(tensor.axes)
+        return "one of its dims has no semantic axis" + (f" ({rule})" if rule else "")
     if nowhere := [axis_label(e) for e, names in zip(entries, wanted, strict=True) if not names]:
         return f"the rules leave {' and '.join(nowhere)} unsharded"
     is_data_parallel = mesh_axis == manager.partition_axis.data_parallel_axis

@@ -105,8 +105,9 @@ def compute_capability(device: jax.Device) -> tuple[int, int]:
 # each other may start in a different order on different devices: one device then waits in an
 # all-gather while the others wait in an all-reduce, and the program never ends. A larger thread
 # pool makes this rarer but does not prevent it. Scheduling for least memory fixes one order for all
-# devices. The timeouts are for machines with more simulated devices than cores: a device
-# that has not had its turn yet is not stuck. XLA's own defaults are 20 and 40 seconds.
+# devices, except around loops: see `parallel/sharding/ordering.py`. The timeouts are for machines
+# with more simulated devices than cores: a device that has not had its turn yet is not stuck. XLA's
+# own defaults are 20 and 40 seconds.
 _XLA_OPTIONS = {
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": "600",

@@ -55,9 +55,9 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     ep: PositiveInt = 1
     """Expert parallel: splits the experts, and outside of them the batch."""
     dcn_dp: PositiveInt = 1
-    """Number of TPU slices that dp spans; does not change the number of devices. Only gradient and
-    loss reductions cross the data-centre network between slices. CPU and GPU devices are divided
-    into slices in order."""
+    """Number of TPU slices that dp spans; does not change the number of devices. Only sums of
+    gradients and losses cross the data-centre network between slices, and the updates of Muon. CPU
+    and GPU devices are divided into slices in order."""
     _auto: str | None = PrivateAttr(None)
 
     @model_validator(mode="wrap")

@@ -19,7 +19,7 @@ from parallel.sharding.devices import Chip
 from parallel.sharding.mesh import AXIS_NAMES
 from planning.candidates import change
 from training.parts import STEP_PARTS
-from training.step import TrainState
+from training.state import TrainState
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from _clone import ROOT
 
 from configs.build import build_program, open_devices
-from configs.schema import load_config
+from configs.schema import dump_config, load_config
 from data.pipeline import Dataset
 from soaks.processes import TIMEOUT, report, run_undisturbed, write_config
 from training.checkpoint import Checkpoints
@@ -81,7 +81,9 @@ class Restorer:
 
     def _newest(self, checkpoints: Checkpoints) -> dict[str, Any]:
         config, abstract = self.config, self._program.abstract_state
-        resumer = Resumer(checkpoints, self._rows, abstract, config.training.steps)
+        resumer = Resumer(
+            checkpoints, self._rows, abstract, config.training.steps, dump_config(config)
+        )
         origin = resumer.find()
         if not origin.step:
             return {"step": 0, "wrong": "everything: a start from scratch"}

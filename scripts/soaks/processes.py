@@ -31,6 +31,8 @@ MESHES = (
 # How long a worker process may outlive its parent. One that still imports ends after that: a few
 # seconds on an idle machine.
 ORPHAN_SECONDS = 60.0
+# How long killed processes may take to end on a busy machine.
+KILL_SECONDS = 30.0
 
 
 class SoakError(Exception):
@@ -135,10 +137,14 @@ def find_orphans(processes: Iterable[subprocess.Popen[bytes]]) -> list[str]:
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its descendants with SIGKILL, and wait for its end."""
+    """Kill a process and its descendants with SIGKILL, and wait until they have ended."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    # Descendants are not children of this process: their end can only be looked for.
+    limit = time.monotonic() + KILL_SECONDS
+    while group_members(process.pid) and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 class TrainerProcesses:

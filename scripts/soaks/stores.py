@@ -183,6 +183,10 @@ def apply_remedy(error: str, cache: Path) -> bool:
     if error.endswith("; prepare it"):  # deleted in use; the next start does that
         return True
     found = re.search(rf"; delete (?:the folder )?({re.escape(str(cache))}/[^\s,]+)", error)
+    if found is None:
+        found = re.match(
+            rf"({re.escape(str(cache))}/\S+) .*; delete it to prepare it again$", error
+        )
     if found is not None:
         shutil.rmtree(found[1], ignore_errors=True)
     return found is not None

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs.schema import Config
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 
 NOISE = 0.1
 HIGHEST_LEVEL, LEVEL_RATIO = 4.0, 0.75

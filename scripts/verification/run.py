@@ -11,7 +11,8 @@ import numpy as np
 from configs.schema import Config
 from model.config import DTypeName
 from parallel.sharding.mesh import MeshConfig
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 from verification.bounds import check_finite, compare, failure
 from verification.cases import Case, configure
 from verification.inputs import initial_state, random_batch

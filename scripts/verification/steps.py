@@ -14,7 +14,8 @@ import optax
 
 from configs.build import build_program
 from configs.schema import Config
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 from verification.inputs import name_of
 
 

@@ -178,6 +178,13 @@ def test_attention_that_lacks_a_feature_is_refused_before_tracing(overrides, law
         build(MeshConfig(), *overrides)
 
 
+def test_the_plan_says_that_ep_only_splits_the_batch_of_a_dense_model() -> None:
+    found = ["experts none: mesh.ep=2 splits the batch alone"]
+    for mesh, wanted in ((MeshConfig(ep=2), found), (MeshConfig(fsdp=2), [])):
+        lines = build(mesh)[1].plan.describe()
+        assert [line for line in lines if line.startswith("experts")] == wanted
+
+
 def test_the_plan_names_the_choices_of_shorter_rows_and_of_dropless_experts() -> None:
     experts = ["model.moe.num_experts=4", "model.moe.num_experts_per_tok=2"]
     experts += ["model.moe.capacity_factor=1.0", "model.moe.moe_intermediate_size=16"]

@@ -19,6 +19,7 @@ COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py"))]
     [
         (["--confg", "x.yaml"], "--confg: unknown option; did you mean --config?"),
         (["--config=x", "--qqqq"], "--qqqq: unknown option; options: --config, --coordinator, "),
+        (["--config=x", "--steps", "5"], "configuration have no dashes, as training.steps=10;"),
         (["--config=x", "--training.steps=5"], "has no dashes; write training.steps=5;"),
         (["--config=x", "--training.steps", "5"], "has no dashes; write training.steps=VALUE;"),
         (["training.steps=5"], "the following arguments are required: --config"),

@@ -1,5 +1,6 @@
 """Estimates of memory are near those of compiled steps, and `remat: auto` follows them."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -34,6 +35,28 @@ def llama(*overrides: str) -> Config:
 )
 def test_estimates_are_near_compiled_steps(overrides: list[str], gib: float) -> None:
     assert sum(step_memory(llama(*overrides), V5P).values()) / GIB == pytest.approx(gib, rel=0.06)
+
+
+@pytest.mark.parametrize("moments", ["null", "bfloat16"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "muon", "lion", "adafactor", "sgd", "schedule_free_adamw"]
+)
+def test_the_bytes_of_an_optimizer_are_those_of_its_state(name: str, moments: str) -> None:
+    keys = ["mesh.fsdp=2", "mesh.tp=4", f"optimizer.name={name}"]
+    keys += [f"optimizer.moments_dtype={moments}"]
+    if name == "schedule_free_adamw":
+        keys += ["optimizer.schedule=constant", "optimizer.moments_dtype=null"]
+    config = load_config(ROOT / "configs" / "tp8.yaml", keys)
+    program = build_program(config, jax.devices())
+    with jax.set_mesh(program.tp.manager.mesh):
+        state = program.abstract_state.opt_state
+    held = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+    )
+    memory = step_memory(config, V5P)
+    rest = 0.03 * memory["parameters"]  # norms, counters, sums of rows and columns
+    assert memory["optimizer"] == pytest.approx(held, abs=rest)
 
 
 @pytest.mark.parametrize(("remat", "gib"), [("attention", 77), ("dots", 101.5)])

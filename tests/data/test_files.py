@@ -177,7 +177,7 @@ def test_a_folder_stands_for_the_files_of_known_formats_in_it_or_else_for_all(tm
         assert find_files(root) == sorted(f"{place}/{name}" for name in [*known, "README.md"])
     assert find_files(f"{folder}/deep/er", suffixes={".txt"}) == [f"{folder}/deep/er/c.parquet"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="matches no file; give a glob"):
+    with pytest.raises(DataError, match="the folder has no file; put the texts there"):
         find_files(str(tmp_path / "empty"))
 
 

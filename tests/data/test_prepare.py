@@ -22,6 +22,7 @@ from data import prepare as module
 from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.formats.shards import plan_shards
+from data.pipeline import Dataset
 from data.prepare import StoreJob, prepare
 from data.store import Store
 from data.tokenizers.base import Tokenizer
@@ -340,20 +341,24 @@ def test_the_field_of_data_files_is_data_field(tmp_path) -> None:
         DataConfig(sources={"a": SourceConfig(files="a")}, field="content")
 
 
-def test_a_folder_is_read_and_its_files_of_other_formats_are_named(tmp_path, caplog) -> None:
+def test_a_folder_is_read_and_its_files_of_other_formats_are_named(tmp_path) -> None:
     folder = tmp_path / "folder"
     (folder / "deep").mkdir(parents=True)
     (folder / "a.txt").write_text("one")
     (folder / "deep" / "b.jsonl").write_text('{"text": "two"}\n')
     source = SourceConfig(files=str(folder))
     expected = [*b"one", EOS, *b"two", EOS]
-    assert make(source, tmp_path / "first").tokens[:].tolist() == expected and not caplog.messages
+    assert make(source, tmp_path / "first").tokens[:].tolist() == expected
+    sizes = {"sequence_length": 2, "global_batch_size": 1}
+    config = DataConfig(files=str(folder), cache_dir=str(tmp_path), **sizes)
+    assert Dataset(config).warnings() == []
     (folder / "README.md").write_text("about")
     assert make(source, tmp_path / "second").tokens[:].tolist() == expected
-    assert caplog.messages == [
-        f"data.files: 1 file of other formats in the folder left out, such as {folder}/README.md; "
-        "give a glob to read them"
-    ]
+    for _ in ("prepared", "opened again"):
+        assert Dataset(config).warnings() == [
+            f"data.files: 1 file of other formats in the folder left out, such as {folder}/"
+            "README.md; give a glob to read them"
+        ]
 
 
 @pytest.mark.parametrize(
@@ -414,6 +419,21 @@ def test_a_damaged_store_in_the_cache_is_an_error(source, tmp_path) -> None:
     os.truncate(store.folder / "tokens.bin", 10)
     with pytest.raises(DataError, match=r"tokens\.bin has 10 bytes, expected .*; delete"):
         make(source, tmp_path / "cache")
+
+
+def test_another_store_in_the_place_of_a_cached_one_is_to_be_deleted(source, tmp_path) -> None:
+    store = make(source, tmp_path / "cache")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.txt").write_text("other words")
+    other = make(SourceConfig(files=f"{tmp_path}/other/*"), tmp_path / "cache")
+    for path in store.folder.iterdir():
+        path.unlink()
+    for path in other.folder.iterdir():
+        path.rename(store.folder / path.name)
+    with pytest.raises(DataError) as caught:
+        make(source, tmp_path / "cache")
+    line = f"{store.folder} is a store of other files or settings; delete it to prepare it again"
+    assert str(caught.value) == line
 
 
 class WideTokenizer(ByteTokenizer):

@@ -340,6 +340,11 @@ REFUSALS = {
         "data.tokenizer=nowhere/tokenizer.json: nowhere/tokenizer.json: No such file or directory; "
         "give the path of such a file, or one of the registered names: bytes",
     ),
+    "a name of the hub": (
+        lambda _: open_tokenizer("Qwen/Qwen3-0.6B"),
+        "; if this is a model of the Hugging Face hub, download it first: "
+        "hf download Qwen/Qwen3-0.6B --include 'tokenizer*' --local-dir FOLDER",
+    ),
     "no JSON": (
         lambda folder: write_and_open(folder, "hello"),
         "tokenizer.json is not a Hugging Face tokenizer.json: Expecting value: line 1 column 1",

@@ -124,7 +124,8 @@ class Ours:
             model = nnx.merge(self.definition, params)
             rows = (data[name] for name in ("tokens", "positions", "segment_ids"))
             x, _ = model(*rows, index_L=index)
-            return model.loss(x, data["targets"], data["mask"]), model.logits(x)
+            loss = model.loss(x, data["targets"], data["mask"]).objective
+            return loss, model.logits(x)
 
         with jax.set_mesh(self.tp.mesh):
             step = jax.jit(jax.value_and_grad(compute, has_aux=True))

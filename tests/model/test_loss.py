@@ -1,7 +1,6 @@
 """The chunked vocab-parallel loss and its gradients equal the formula on whole logits."""
 
 import re
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,8 @@ import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
 from model.config import ModelConfig
-from model.loss import cross_entropy_sum, token_losses
+from model.loss import loss_sums, token_losses
+from model.loss_formula import LossTerms
 from parallel.sharding.axes import ColumnWise, ResidualSharding, TokenSharding
 
 B, L, D, V = 8, 16, 16, 64
@@ -46,12 +46,16 @@ def shard(tp, arrays) -> list[jax.Array]:
     ]
 
 
+def objective(config, tp):
+    return lambda *args: loss_sums(*args, config=config, tp=tp).objective
+
+
 def run(tp, arrays, chunk, vocab_size=V, **fields):
     with jax.set_mesh(tp.mesh):
         sharded = shard(tp, arrays)
         args, fixed = sharded[:2], sharded[2:]
         config = ModelConfig(vocab_size=vocab_size, loss_chunk=chunk, **fields)
-        f = partial(cross_entropy_sum, config=config, tp=tp)
+        f = objective(config, tp)
         loss, grads = jax.jit(jax.value_and_grad(lambda a, k: f(a, k, *fixed), (0, 1)))(*args)
         only = jax.jit(lambda a, k: f(a, k, *fixed))(*args)
     return np.asarray(loss), np.asarray(only), *map(np.asarray, grads)
@@ -115,7 +119,7 @@ def test_overlapped_loss_and_gradients_equal_the_formula(
         chunk = max(chunk, 24)  # 3 rows on each of 8 devices
     assert_equals_reference_loss(run(tp, arrays, chunk), arrays)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, config=ModelConfig(vocab_size=V, loss_chunk=chunk), tp=tp)
+        f = objective(ModelConfig(vocab_size=V, loss_chunk=chunk), tp)
         text = str(jax.make_jaxpr(jax.grad(f))(*shard(tp, arrays)))
     assert "ppermute" in text
     assert not re.search(r"(all_gather|reduce_scatter)\[[^\]]*axis_name=\('tp'", text)
@@ -166,6 +170,54 @@ def test_capped_logits_equal_the_formula(arrays, mesh, layout, overlap, vocab_si
     assert np.abs(dkernel[:, :vocab_size]).min() > 0 and not dkernel[:, vocab_size:].any()
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout", "overlap", "vocab_size", "cap"),
+    [
+        ("one", "sequence", "none", V, None),
+        ("tp8", "sequence", "bidirectional", V - 6, None),
+        ("tp8", "replicated", "none", V - 6, 3.0),
+        ("tp4-sp2", "hidden", "ring", V, 3.0),
+        ("dp2-fsdp2-tp2", "sequence", "split", V - 6, None),
+    ],
+)
+@pytest.mark.parametrize("terms", [LossTerms(0.1), LossTerms(z_loss=0.02), LossTerms(0.3, 0.02)])
+def test_terms_beside_the_cross_entropy_equal_the_formula(
+    arrays, mesh, layout, overlap, vocab_size, cap, terms
+) -> None:
+    """Gradients are those that jax derives from the formula on whole logits."""
+    x, kernel, targets, mask = arrays
+    targets = targets % vocab_size
+
+    def formula(x, kernel):
+        logits = (x @ kernel)[..., :vocab_size]
+        logits = logits if cap is None else cap * jnp.tanh(logits / cap)
+        goal = (1 - terms.label_smoothing) * jax.nn.one_hot(targets, vocab_size)
+        goal += terms.label_smoothing / vocab_size
+        smoothed = -jnp.sum(goal * jax.nn.log_softmax(logits), axis=-1)
+        log_sums = jax.nn.logsumexp(logits, axis=-1)
+        return jnp.sum((smoothed + terms.z_loss * log_sums**2) * mask)
+
+    want, gradients = jax.jit(jax.value_and_grad(formula, (0, 1)))(x, kernel)
+    logits = np.float64(x) @ np.float64(kernel)[:, :vocab_size]
+    logits = logits if cap is None else cap * np.tanh(logits / cap)
+    chosen = np.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    plain = np.sum((np.log(np.sum(np.exp(logits), axis=-1)) - chosen) * mask)
+    tp = tensor_parallel({"one": ONE_DEVICE, **MESHES}[mesh], layout, overlap)
+    config = ModelConfig(vocab_size=vocab_size, loss_chunk=8, final_logit_softcapping=cap)
+    with jax.set_mesh(tp.mesh):
+        *args, targets, mask = shard(tp, (x, kernel, targets, mask))
+
+        def losses(x, kernel):
+            sums = loss_sums(x, kernel, targets, mask, config=config, tp=tp, terms=terms)
+            return sums.objective + 7 * sums.cross_entropy, sums  # the latter has no gradient
+
+        (_, sums), grads = jax.jit(jax.value_and_grad(losses, (0, 1), has_aux=True))(*args)
+    np.testing.assert_allclose(sums.objective, want, rtol=1e-6)
+    np.testing.assert_allclose(sums.cross_entropy, plain, rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(grads[0]), gradients[0], atol=2e-6)
+    np.testing.assert_allclose(np.asarray(grads[1]), gradients[1], atol=2e-5)
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 32, 1000])
 def test_every_chunk_size_gives_the_same_loss(arrays, chunk) -> None:
     assert_equals_reference_loss(run(tensor_parallel(ONE_DEVICE), arrays, chunk), arrays)
@@ -174,7 +226,7 @@ def test_every_chunk_size_gives_the_same_loss(arrays, chunk) -> None:
 def test_whole_logits_are_never_materialised(arrays) -> None:
     tp = tensor_parallel(ONE_DEVICE)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, config=ModelConfig(vocab_size=V, loss_chunk=8), tp=tp)
+        f = objective(ModelConfig(vocab_size=V, loss_chunk=8), tp)
         text = jax.jit(jax.grad(f)).lower(*shard(tp, arrays)).compile().as_text()
     assert f"f32[8,{V}]" in text
     assert f"[{B * L},{V}]" not in text and f"[{B},{L},{V}]" not in text
@@ -205,6 +257,6 @@ def test_a_prime_number_of_tokens_is_padded_to_whole_chunks(arrays) -> None:
     )
     assert_equals_reference_loss(run(tp, odd, chunk=8), odd)
     with jax.set_mesh(tp.mesh):
-        f = partial(cross_entropy_sum, config=ModelConfig(vocab_size=V, loss_chunk=8), tp=tp)
+        f = objective(ModelConfig(vocab_size=V, loss_chunk=8), tp)
         text = str(jax.make_jaxpr(f)(*shard(tp, odd)))
     assert "length=2" in text  # 13 tokens in two chunks of 8

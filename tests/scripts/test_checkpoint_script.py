@@ -25,7 +25,7 @@ from training.checkpoint_tools import difference
 from training.directory import locked_run
 from training.guard import fresh_guard
 from training.resume import ResumePoint, describe_process, make_record
-from training.step import TrainState
+from training.state import TrainState
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import checkpoint as script

@@ -13,7 +13,9 @@ from evaluation.results import result_lines
 
 
 def test_without_the_library_one_line_says_how_to_install_it(monkeypatch, capsys, tmp_path):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    # Its modules too: another test may have imported them where the library is installed.
+    for name in ["lm_eval", *(name for name in sys.modules if name.startswith("lm_eval."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "evaluation.adapter", raising=False)
     assert script.main(["--run", str(tmp_path), "--tasks", "arc_easy"]) == 2
     error = capsys.readouterr().err

@@ -82,7 +82,10 @@ def test_a_mesh_of_another_size_is_refused_with_the_axis_to_change(
 
 def test_check_mesh_confirms_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_script.main(["--config", str(LLAMA), "--topology", "v5p-16", "--check-mesh"]) == 0
-    assert capsys.readouterr() == ("", "mesh tp8 fits v5p:2x2x2\n")
+    assert capsys.readouterr() == (
+        "",
+        "mesh tp8 has the 8 chips of v5p:2x2x2; memory was not checked\n",
+    )
 
 
 # docs/predicted.md: compiled by libtpu 0.0.42 in November 2026.

@@ -145,11 +145,14 @@ def supervise(tmp_path, monkeypatch):
 
         with kept_signals():
             hangup = signal.getsignal(signal.SIGHUP)
-            thread = threading.Thread(target=send)
+            # A shell lets its background jobs ignore SIGINT, and then so does a sweep.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            thread = threading.Thread(target=send, daemon=True)
             stopper = Stopper()
             thread.start()
             states = supervisor.run(trials, stopper)
-            thread.join()
+            thread.join(timeout=60)
+            assert not thread.is_alive(), lines
             signal.signal(signal.SIGHUP, hangup)
         return [*states.values()], lines
 

@@ -16,7 +16,7 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.guard import fresh_guard
-from training.step import TrainState
+from training.state import TrainState
 
 MESH = MeshConfig(dp=2, tp=2)
 

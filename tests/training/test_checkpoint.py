@@ -25,7 +25,8 @@ from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import DamageError
 from training.logs import logging_to
 from training.save_barrier import FailedSaveError, SaveBarrier
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 
 GRID = MeshConfig(dp=2, tp=2)
 TINY = [

@@ -156,12 +156,13 @@ def test_an_early_stop_saves_and_a_further_start_says_that_it_is_finished(
     assert records(folder)[6]["num_worse"] == 2 and records(folder)[6]["best_step"] == 2
     line = "early stopping after step 6: eval_loss has not improved by more than 100 for 2"
     assert (folder / "log.txt").read_text().count(line) == 1
-    before = (folder / "metrics.jsonl").read_text()
+    files = [folder / "metrics.jsonl", folder / "config.yaml"]
+    before = [file.read_text() for file in files]
     capsys.readouterr()
-    assert run(stopped, *STOPS, *OFTEN) == 0
+    assert run(stopped, *STOPS, *OFTEN, "training.log_every=3") == 0
     shown = capsys.readouterr().out
     assert f"{line} evaluations; best " in shown and "at step 2; nothing left to train" in shown
-    assert (folder / "metrics.jsonl").read_text() == before
+    assert [file.read_text() for file in files] == before
 
 
 def test_a_larger_patience_continues_a_run_that_early_stopping_ended(stopped, tmp_path):

@@ -15,7 +15,8 @@ from jax import lax
 from configs.build import build_program
 from configs.schema import load_config
 from training.guard import MEMORY, WARMUP, GuardConfig, GuardState, fresh_guard, judge
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 
 STATISTICS = ("loss_mean", "loss_var", "grad_mean", "grad_var", "count")
 POLICIES = ("off", "warn", "skip", "rollback")
@@ -186,13 +187,13 @@ class Poisoned(Program):
 
     def gradients(self, params, batch, dropout_key=None):
         """Return the gradients with the poison added."""
-        loss, report, grads = super().gradients(params, batch, dropout_key)
+        means, report, grads = super().gradients(params, batch, dropout_key)
         table = grads["embed"]["table"]
         last = np.zeros(table.shape, bool)
         last[-1, -1] = True
         last = jax.sharding.reshard(jnp.asarray(last), jax.typeof(table).sharding.spec)
         table = jnp.where(last, table + jnp.max(batch["poison"]), table)
-        return loss, report, {**grads, "embed": {**grads["embed"], "table": table}}
+        return means, report, {**grads, "embed": {**grads["embed"], "table": table}}
 
 
 @cache
@@ -287,6 +288,7 @@ def test_a_skipped_spike_changes_nothing_on_any_device(name):
     assert metrics["loss_z"] == pytest.approx(2 * (float(metrics["loss"]) - 1), rel=1e-5)
     assert float(metrics["loss_z"]) > 6 and float(metrics["grad_z"]) == 0
     assert learned(state) == before
+    assert [float(norms[2]) for norms in metrics["norms"].values()] == [0.0] * len(metrics["norms"])
     assert int(state.step) == int(state.guard.bad_steps) == 1
 
 

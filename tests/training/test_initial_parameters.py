@@ -157,6 +157,10 @@ def test_other_shapes_are_refused_with_the_key_to_set(first, tmp_path, capsys, o
     ("path", "message"),
     [
         ("/nowhere", "training.init_from=/nowhere holds no checkpoint (found: none); give a run "),
+        (
+            "Qwen/Qwen3-0.6B",
+            "download it first: hf download Qwen/Qwen3-0.6B --local-dir FOLDER",
+        ),
         ("FIRST/run/checkpoints/3", "checkpoints/3 holds no checkpoint (found: 2, 4); give"),
         ("OWN/run", "/run is run.dir itself, which the run overwrites; give another run.dir"),
     ],
@@ -201,7 +205,10 @@ def test_a_resumed_run_does_not_read_its_source_again(first, tmp_path):
     shutil.rmtree(tmp_path / "source")
     assert run(config, *stage) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert "resumed from step 2" in log_of(tmp_path)
+    log = log_of(tmp_path)
+    assert "resumed from step 2" in log
+    line = f"init_from={tmp_path}/source is not read: the run goes on from its checkpoint 2\n"
+    assert log.count(line) == 1
 
 
 def with_parameters_only(record: dict) -> dict:
@@ -279,6 +286,9 @@ OTHER_VALUES = {
     "tie_word_embeddings": True,
     "final_logit_softcapping": 5.0,
     "initializer_range": 0.1,
+    "mup_base_width": 16,
+    "matmul_dtype": "int8",
+    "matmul_products": ("forward",),
     "dtype": "float32",
     "param_dtype": "bfloat16",
     "attention": "vanilla",

@@ -96,8 +96,8 @@ def steps_by_hand(batch, count, params):
     def step(adapters, mean, square, number, base, batch):
         def loss(adapters):
             part = {name: field[0] for name, field in batch.items()}
-            total, _ = program.loss_sum(plain_merge(base, adapters), part)
-            return total / jnp.sum(part["loss_mask"])
+            sums, _ = program.loss_sum(plain_merge(base, adapters), part)
+            return sums.objective / jnp.sum(part["loss_mask"])
 
         value, grads = jax.value_and_grad(loss)(adapters)
         norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
@@ -199,8 +199,8 @@ def test_gradients_equal_those_of_merged_kernels(fields, mesh, options):  # noqa
         batch = {name: field[0] for name, field in placed(alone, fields).items()}
 
         def loss(adapters):
-            total, _ = alone.loss_sum(plain_merge(stripped(params), adapters), batch)
-            return total / jnp.sum(batch["loss_mask"])
+            sums, _ = alone.loss_sum(plain_merge(stripped(params), adapters), batch)
+            return sums.objective / jnp.sum(batch["loss_mask"])
 
         want = leaves(jax.jit(jax.grad(loss))(adapters_of(params)))
     with jax.set_mesh(program.tp.mesh):
@@ -343,7 +343,9 @@ def test_dropout_is_a_function_of_seed_step_and_path_alone(fields):  # noqa: F81
             gradients = jax.jit(program.gradients)
             batch = placed(program, fields)
             keys = [program._dropout_key(jnp.asarray(step)) for step in (1, 2)]
-            losses[mesh] = [float(gradients(state.params, batch, key)[0]) for key in (*keys, None)]
+            losses[mesh] = [
+                float(gradients(state.params, batch, key)[0]["loss"]) for key in (*keys, None)
+            ]
     first, second, none = losses[GRID]
     assert losses[ONE_DEVICE] == pytest.approx([first, second, none], rel=1e-5)
     assert len({first, second, none}) == 3

@@ -7,13 +7,18 @@ import numpy as np
 import pytest
 from conftest import MESHES, ONE_DEVICE
 from runs import read_lines
-from test_step import GRID, fields, gradients, leaves, placed, program_on  # noqa: F401
+from test_step import GRID, fields, fresh_on, gradients, leaves, placed, program_on  # noqa: F401
 
 import training.step
-from training.norms import KINDS, layer_kind, norm_metrics, norms_by_kind
+from training.norms import norm_metrics, norms_by_kind
+from training.parameter_kinds import KINDS, kind_of_parameter
 
 MOE = ("model.moe.num_experts=4", "model.moe.first_k_dense_replace=1", "model.qk_norm=true")
 MOE += ("model.moe.num_shared_experts=1", "model.moe.moe_intermediate_size=32")
+
+
+def keys(path: str) -> tuple[jax.tree_util.DictKey, ...]:
+    return tuple(map(jax.tree_util.DictKey, path.split(".")))
 
 
 def step_norms(mesh, fields, *options: str) -> dict[str, np.ndarray]:  # noqa: F811
@@ -23,14 +28,16 @@ def step_norms(mesh, fields, *options: str) -> dict[str, np.ndarray]:  # noqa: F
     return jax.device_get(metrics) | {"params": leaves(state.params)}
 
 
-def test_norms_are_those_of_the_gradients_and_of_the_parameters_after_the_update(fields):  # noqa: F811
+def test_norms_are_those_of_gradients_and_of_parameters_after_the_update_and_their_changes(fields):  # noqa: F811
     metrics = step_norms(GRID, fields)
     _, grads = gradients(fields)
-    params = metrics["params"]
-    wanted = {kind: np.zeros(2) for kind in metrics["norms"]}
+    params, before = metrics["params"], leaves(fresh_on(GRID).params)
+    wanted = {kind: np.zeros(3) for kind in metrics["norms"]}
     for name, grad in grads.items():
-        kind = layer_kind(name.replace("']['", ".").strip("[']"))
-        wanted[kind] += [np.sum(np.float64(grad) ** 2), np.sum(np.float64(params[name]) ** 2)]
+        kind = kind_of_parameter(keys(name.replace("']['", ".").strip("[']")))
+        after = np.float64(params[name])
+        arrays = (np.float64(grad), after, after - np.float64(before[name]))
+        wanted[kind] += [np.sum(array**2) for array in arrays]
     assert wanted.keys() == {"embedding", "attention", "mlp", "norms", "head"}
     for kind, squares in wanted.items():
         np.testing.assert_allclose(metrics["norms"][kind], np.sqrt(squares), rtol=1e-5)
@@ -46,8 +53,10 @@ def test_norms_need_no_second_copy_of_gradients_or_parameters(fields, monkeypatc
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     with_norms = temporary_bytes()
-    monkeypatch.setattr(training.step, "norms_by_kind", lambda grads, params: {})
-    assert temporary_bytes() <= with_norms < temporary_bytes() + 512
+    monkeypatch.setattr(training.step, "norms_by_kind", lambda *_: {})
+    # Three scalars of every kind, each aligned to 64 bytes, and what the allocator leaves between
+    # them (128 bytes on jax 0.10.2); a kernel has 4096 bytes and more.
+    assert temporary_bytes() <= with_norms <= temporary_bytes() + 4 * len(KINDS) * 64
 
 
 @pytest.mark.parametrize("options", [(), MOE], ids=["dense", "experts"])
@@ -86,12 +95,14 @@ def test_norms_are_equal_on_every_mesh(fields, name, options):  # noqa: F811
     ],
 )
 def test_every_parameter_belongs_to_a_kind(path, kind):
-    assert layer_kind(path) == kind and kind in KINDS
+    assert kind_of_parameter(keys(path)) == kind and kind in KINDS
 
 
 def test_norms_of_small_types_are_summed_in_float32():
     tree = {"head": {"kernel": jax.numpy.full((1000, 100), 1.0, jax.numpy.bfloat16)}}
-    np.testing.assert_allclose(norms_by_kind(tree, tree)["head"], np.sqrt(1e5), rtol=1e-6)
+    np.testing.assert_allclose(
+        norms_by_kind(tree, tree, tree)["head"], [*[1e5**0.5] * 2, 0], rtol=1e-6
+    )
 
 
 def test_norms_are_in_the_lines_that_the_console_shows(undisturbed):
@@ -103,11 +114,13 @@ def test_norms_are_in_the_lines_that_the_console_shows(undisturbed):
 
 
 def test_the_metrics_have_the_norm_of_all_parameters():
-    norms = {"head": np.array([1.0, 3.0]), "mlp": np.array([2.0, 4.0])}
+    norms = {"head": np.array([1.0, 3.0, 0.75]), "mlp": np.array([2.0, 4.0, 0.0])}
     assert norm_metrics(norms) == {
         "param_norm": 5.0,
         "grad_norm/mlp": 2.0,
         "grad_norm/head": 1.0,
         "param_norm/mlp": 4.0,
         "param_norm/head": 3.0,
+        "update_ratio/mlp": 0.0,
+        "update_ratio/head": 0.25,
     }

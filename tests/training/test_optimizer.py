@@ -14,11 +14,23 @@ from hypothesis import strategies as st
 from configs.build import build_program
 from configs.schema import load_config
 from training import optimizers, schedules
-from training.optimizers import OPTIMIZERS, OptimizerConfig, decays, make_optimizer
-from training.schedules import SCHEDULES, describe_change, make_schedule
+from training.optimizers import (
+    OPTIMIZERS,
+    OptimizerConfig,
+    check_optimizer,
+    decays,
+    make_optimizer,
+)
+from training.schedules import (
+    SCHEDULES,
+    describe_change,
+    describe_schedule_warnings,
+    make_schedule,
+)
 
 PEAK = 3e-3
 LONGEST = 48
+NAMES = ["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 def rates(config: OptimizerConfig, steps: int) -> np.ndarray:
@@ -38,6 +50,10 @@ def formula(config: OptimizerConfig, steps: int, step: int) -> float:
     if config.schedule == "cosine":
         done = (step - warmup) / max(1, steps - warmup)
         return final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
+    if config.schedule == "linear":
+        return peak + (final - peak) * (step - warmup) / max(1, steps - warmup)
+    if config.schedule == "inverse_sqrt":
+        return peak * math.sqrt(max(1, warmup) / (step + (warmup == 0)))
     decay = min(config.decay_steps or max(1, steps // 10), steps - warmup)
     down = max(0, step - (steps - decay))
     return peak + (final - peak) * down / max(1, decay)
@@ -45,7 +61,7 @@ def formula(config: OptimizerConfig, steps: int, step: int) -> float:
 
 @settings(deadline=None, max_examples=60)
 @given(
-    schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+    schedule=st.sampled_from(NAMES),
     steps=st.integers(1, LONGEST),
     warmup=st.integers(0, 2 * LONGEST),
     decay=st.integers(0, 2 * LONGEST),
@@ -63,7 +79,7 @@ def test_a_schedule_equals_its_closed_formula_at_every_step(schedule, steps, war
     np.testing.assert_allclose(rates(config, steps)[:steps], wanted, rtol=0, atol=1e-6 * PEAK)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", NAMES)
 def test_schedules_at_their_corner_steps(schedule):
     config = OptimizerConfig(
         learning_rate=PEAK, schedule=schedule, warmup_steps=10, decay_steps=8, final_fraction=0.25
@@ -71,6 +87,8 @@ def test_schedules_at_their_corner_steps(schedule):
     found = rates(config, 40) / PEAK
     corners = {
         "cosine": {10: 1, 25: 0.625, 40: 0.25},
+        "linear": {10: 1, 25: 0.625, 30: 0.5, 40: 0.25},
+        "inverse_sqrt": {10: 1, 25: 0.4**0.5, 40: 0.5},
         "wsd": {10: 1, 31: 1, 32: 1, 36: 0.625, 40: 0.25},
         "constant": {10: 1, 25: 1, 39: 1, 40: 1},
     }[schedule]
@@ -78,18 +96,36 @@ def test_schedules_at_their_corner_steps(schedule):
         assert found[step] == pytest.approx(wanted, rel=1e-6), step
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
     config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup)
     assert rates(config, 20)[0] == pytest.approx(PEAK, rel=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("warmup", [12, 13, 1000])
 def test_a_warm_up_longer_than_the_run_reaches_the_peak_at_the_last_step(schedule, warmup):
     config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup)
     np.testing.assert_allclose(rates(config, 12)[:12], PEAK * np.arange(1, 13) / 12, rtol=1e-6)
+
+
+def test_a_warm_up_longer_than_the_run_is_said():
+    config = OptimizerConfig(warmup_steps=20)
+    assert [*describe_schedule_warnings(config, 20)] == []
+    (line,) = describe_schedule_warnings(config, 19)
+    assert "optimizer.warmup_steps=20 is more than the 19 steps of the schedule" in line
+    kept = config.model_copy(update={"schedule_steps": 20})
+    assert [*describe_schedule_warnings(kept, 10)] == []
+
+
+def test_a_decay_longer_than_the_run_is_said():
+    config = OptimizerConfig(schedule="wsd", warmup_steps=5, decay_steps=15)
+    assert [*describe_schedule_warnings(config, 20)] == []
+    (line,) = describe_schedule_warnings(config, 19)
+    assert "optimizer.decay_steps=15 is more than the 14 steps after warm-up" in line
+    kept = config.model_copy(update={"schedule_steps": 20})
+    assert [*describe_schedule_warnings(kept, 10)] == []
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_by_default():
@@ -178,6 +214,11 @@ def test_a_change_that_is_no_extension_is_said_without_an_offer():
     line = "learning rate 1 at step 10, 0.5 at step 11"
     assert describe_change((config, 20), (halved, 20), 10) == line
     assert describe_change((config, 20), (config, 20), 10) is None
+    wsd = config.model_copy(update={"schedule": "wsd", "decay_steps": 5})
+    assert describe_change((config, 10), (wsd, 20), 10) == (
+        "the schedule was constant over 10 steps, and is now wsd over 20: learning rate 1 at step "
+        "10, 1 at step 11"
+    )
     longer = describe_change((config, 10), (config, 20), 10)
     assert longer == (
         "the constant schedule covered 10 steps and now covers 20: learning rate 1 at step 10, 1 "
@@ -201,6 +242,53 @@ def test_three_steps_equal_adamw_in_numpy(clip_norm):
         params = optax.apply_updates(params, updates)
     for name, value in params["layer"].items():
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "adafactor", "sgd"])
+def test_groups_have_a_learning_rate_and_a_weight_decay_of_their_own(name):
+    groups = {
+        "embedding": {"learning_rate": 0.1, "weight_decay": 0.0},
+        "attention": {"learning_rate": 0.0},
+        "mlp": {"weight_decay": 0.7},
+    }
+    schedule = optax.constant_schedule(0.01)
+
+    def steps(weight_decay: float, groups: dict) -> dict:
+        config = OptimizerConfig(name=name, weight_decay=weight_decay, groups=groups)
+        optimizer = make_optimizer(config, schedule)
+        updates, state = optimizer.update(grads, optimizer.init(params), params)
+        structures.add(jax.tree.structure(state))
+        return updates
+
+    structures = set()  # groups may change between the processes of a run
+    rng = np.random.default_rng(0)
+    shapes = {
+        ("embed", "table"): (7, 4),
+        ("layers", "attention", "kernel"): (2, 4, 4),
+        ("layers", "mlp", "kernel"): (2, 4, 6),
+        ("layers", "mlp_norm", "scale"): (2, 4),
+        ("head", "kernel"): (4, 7),
+    }
+    params, grads = ({}, {})
+    for tree in (params, grads):
+        for (*outer, last), shape in shapes.items():
+            inner = tree
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    found = steps(0.3, groups)
+    plain, strong, common = steps(0.0, {}), steps(0.7, {}), steps(0.3, {})
+    wanted = {
+        "embed": jax.tree.map(lambda x: 0.1 * x, plain["embed"]),
+        "layers": {
+            "attention": jax.tree.map(jnp.zeros_like, plain["layers"]["attention"]),
+            "mlp": strong["layers"]["mlp"],
+            "mlp_norm": common["layers"]["mlp_norm"],
+        },
+        "head": common["head"],
+    }
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, wanted)
+    assert len(structures) == 1
 
 
 @pytest.fixture
@@ -238,16 +326,52 @@ def test_a_registered_optimizer_gets_its_options_and_keeps_its_state_on_a_bad_st
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "muon"}, "unknown optimizer 'muon'; use one of adamw"),
+        ({"name": "adam0"}, "unknown optimizer 'adam0'; use one of adafactor, adamw, lion, muon"),
+        (
+            {"name": "muon", "options": {"iterations": 0}},
+            "optimizer.options.iterations=0: Input should be greater than 0",
+        ),
+        (
+            {"name": "sgd", "options": {"momentum": True}},
+            "optimizer.options.momentum=True: Input should be a valid number",
+        ),
+        (
+            {"name": "muon", "options": {"rms": math.inf}},
+            "optimizer.options.rms=inf: Input should be a finite number",
+        ),
         ({"options": {"nesterov": True}}, "optimizer adamw takes no options"),
-        ({"schedule": "linear"}, "unknown schedule 'linear'; use one of constant, "),
+        (
+            {"name": "toy", "groups": {"mlp": {"weight_decay": 0.5}}},
+            "optimizer.groups.mlp.weight_decay=0.5: optimizer toy has one weight decay for all; "
+            "remove it, or register the optimizer with decays_by_group=True",
+        ),
+        ({"schedule": "step"}, "unknown schedule 'step'; use one of constant, "),
     ],
 )
-def test_unknown_names_and_options_are_refused(values, message):
+def test_unknown_names_and_options_are_refused(toy_of_options, values, message):
     config = OptimizerConfig(**values)
     with pytest.raises(ValueError) as error:
         make_optimizer(config, make_schedule(config, 10))
     assert message in str(error.value)
+
+
+@pytest.fixture
+def toy_of_options():
+    """An optimizer whose options are a pair, an array, and any others."""
+
+    @optimizers.register("toy")
+    def toy(config, schedule, *, pair: tuple[float, float], array: jax.Array = None, **others):
+        return optax.identity()
+
+    yield
+    del OPTIMIZERS["toy"]
+
+
+def test_options_of_every_type_reach_an_optimizer(toy_of_options):
+    options = {"pair": [0.9, 0.95], "array": 3, "other": {"a": 1}}
+    check_optimizer(OptimizerConfig(name="toy", options=options))
+    with pytest.raises(ValueError, match=r"optimizer\.options\.pair=\[0\.9\]: Field required"):
+        check_optimizer(OptimizerConfig(name="toy", options={"pair": [0.9]}))
 
 
 def test_a_parameter_of_an_unknown_kind_is_refused():
@@ -263,3 +387,16 @@ def test_without_gradients_only_weight_decay_updates():
     for name, update in updates["layer"].items():
         shrink = 0.05 if name in ("kernel", "table") else 0.0
         np.testing.assert_allclose(update, -shrink * params["layer"][name], rtol=1e-6, atol=0)
+
+
+def test_adafactor_never_factors_over_layers_or_experts():
+    params = {
+        "kernel": jnp.zeros((2, 128, 256)),
+        "experts": {"kernel": jnp.zeros((2, 256, 128, 192))},
+        "norm": {"scale": jnp.zeros((130, 128))},
+    }
+    config = OptimizerConfig(name="adafactor")
+    state = make_optimizer(config, optax.constant_schedule(0.1)).init(params)
+    sizes = {x.size for x in jax.tree.leaves(state)}
+    assert 2 * 128 * 256 not in sizes and {2 * 128, 2 * 256} <= sizes  # the kernel is factored
+    assert {2 * 256 * 128 * 192, 130 * 128} <= sizes  # and nothing else

@@ -114,6 +114,15 @@ def test_the_reference_is_what_the_trained_parameters_were(whole, undisturbed):
         (DPO[:1], "learns from preference pairs, but data.packing=split; set data.packing=pairs"),
         (DPO[1:2], "data.packing=pairs reads preference pairs, but training.objective=sft; set"),
         (("training.dpo.beta=0.2",), "training.dpo has no effect with training.objective=sft"),
+        (
+            ("training.label_smoothing=0.1", *DPO),
+            "training.label_smoothing=0.1 has no effect with training.objective=dpo; remove it or "
+            "set training.dpo.label_smoothing",
+        ),
+        (
+            ("training.z_loss=0.1", *DPO),
+            "training.z_loss=0.1 has no effect with training.objective=dpo",
+        ),
         ((*DPO, "training.dpo.label_smoothing=0.5"), "training.dpo.label_smoothing"),
         (
             (*DPO, "mesh.dp=1", "training.gradient_accumulation=8"),

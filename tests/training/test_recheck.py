@@ -31,7 +31,8 @@ from training.recheck import (
     shard_numbers,
 )
 from training.runner import StepRunner
-from training.step import Program, TrainState
+from training.state import TrainState
+from training.step import Program
 
 pytestmark = pytest.mark.usefixtures("signals")
 

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import ValidationError
 
 import model.families  # noqa: F401 (registers the families)
+from data.files import download_remedy
 from model.config import ModelConfig
 from model.families.base import Family, FamilyError, Fields, family_of, model_config
 from model.families.layouts import Shape
@@ -34,7 +35,10 @@ class ModelDirectory:
     def __init__(self, directory: str | Path):
         self.path = Path(directory).expanduser()
         if not self.path.is_dir():
-            raise ValueError(f"{directory} is not a directory; give a Hugging Face model")
+            raise ValueError(
+                f"{directory} is not a directory; give the folder of a Hugging Face model"
+                f"{download_remedy(str(directory))}"
+            )
         self.keys = read_json(self.path, CONFIG, "a Hugging Face model")
         self.family: Family = family_of(self.keys)
 

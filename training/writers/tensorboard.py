@@ -30,6 +30,7 @@ _CHARTS: dict[str, dict[str, list[str]]] = {
         "gradient norm": ["^train/grad_norm$"],
         "gradient norm by kind of layer": ["^train/grad_norm/"],
         "parameter norm by kind of layer": ["^train/param_norm/"],
+        "update ratio by kind of layer": ["^train/update_ratio/"],
         "learning rate": ["^train/learning_rate$"],
     },
     "eval": {

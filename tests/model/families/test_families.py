@@ -230,6 +230,21 @@ def test_a_model_is_written_as_it_was_read(architecture) -> None:
     assert mathematics(model_config(found.read(found.write(model)))) == mathematics(model)
 
 
+TRAINED_AS = [
+    {"dtype": "float32", "param_dtype": "bfloat16", "remat": "full", "initializer_range": 0.01},
+    {"matmul_dtype": "int8", "matmul_products": ("forward", "dgrad", "wgrad")},
+    {"mup_base_width": 16, "attention_dropout": 0.1, "loss_chunk": 128},
+]
+
+
+@pytest.mark.parametrize("changes", TRAINED_AS, ids=lambda changes: next(iter(changes)))
+def test_a_model_is_written_however_it_was_trained(changes) -> None:
+    model = read("LlamaForCausalLM")
+    trained = model.model_copy(update=changes)
+    assert trained != model and mathematics(trained) == mathematics(model)
+    assert find_family(trained) is find_family(model)
+
+
 def leaves_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the parameters, written down independently of the model."""
     D, V, h = model.hidden_size, model.padded_vocab_size, model.head_size

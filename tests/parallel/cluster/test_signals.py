@@ -2,6 +2,8 @@
 
 import queue
 import signal
+import threading
+import time
 from typing import Any
 
 import jax
@@ -35,6 +37,22 @@ def test_one_process_stops_after_the_step_in_which_it_was_signalled(stop):
     assert stop.agree(1) is None
     signal.raise_signal(signal.SIGINT)
     assert stop.agree(2) == signal.SIGINT
+
+
+def test_another_request_takes_the_place_of_the_last_one(stop):
+    answers = queue.SimpleQueue()
+    for _ in range(3):
+        StopRequest().install(answers.put)
+    signal.raise_signal(signal.SIGINT)
+    assert "stopping after this step" in answers.get(timeout=60)
+
+    def threads() -> int:
+        return sum(thread.name == "signals" for thread in threading.enumerate())
+
+    deadline = time.monotonic() + 60
+    while threads() > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == 1 and answers.empty()
 
 
 def test_a_checkpoint_request_is_taken_once(stop):

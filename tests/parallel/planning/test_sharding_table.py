@@ -27,6 +27,7 @@ from parallel.sharding.partition import PartitionAxis, PartitionManager
 from parallel.sharding.residual import residual_rules
 
 GRID = MeshConfig(dp=2, fsdp=2, tp=2)
+MESH_AXES = ("dp", "fsdp", "tp")
 
 
 class Layers(nnx.Module):
@@ -127,15 +128,15 @@ def test_axes_of_the_same_size_share_the_excess():
         (ax.TokenSharding, (8, 16), {"tp": "no dim is on tp"}),
         (ax.ResidualSharding, (8, 16, 4), {"tp": "the rules leave EMBED unsharded"}),
         ([ax.BATCH, ax.HEAD_DIM], (8, 3), {"tp": "the rules leave HEAD_DIM unsharded"}),
-        ([ax.BATCH, None], (8, 3), {"tp": "the axes leave a dim unsharded"}),
+        ([ax.BATCH, None], (8, 3), {"tp": "one of its dims has no semantic axis"}),
         (ax.AttnQSharding, (8, 16, 2, 3), {}),
         (
             ax.Replicated,
             (5,),
-            dict.fromkeys(("dp", "fsdp", "tp"), "the axes Replicated leave a dim unsharded"),
+            dict.fromkeys(MESH_AXES, "one of its dims has no semantic axis (Replicated)"),
         ),
-        (None, (5,), dict.fromkeys(("dp", "fsdp", "tp"), "no semantic axes")),
-        (None, (), dict.fromkeys(("dp", "fsdp", "tp"), "scalar")),
+        (None, (5,), dict.fromkeys(MESH_AXES, "no semantic axes")),
+        (None, (), dict.fromkeys(MESH_AXES, "scalar")),
     ],
 )
 def test_every_mesh_axis_that_replicates_a_tensor_has_a_reason(axes, shape, expected):
@@ -259,7 +260,7 @@ def test_the_text_lists_every_tensor_and_the_excess_by_reason():
     assert sum(costs(rows).values()) == 304
     assert summary(rows) == (
         "512 bytes per device, 304 bytes of it replicated (192 bytes over dp=2: data parallelism; "
-        "38 bytes over fsdp=2: the axes Replicated leave a dim unsharded)"
+        "38 bytes over fsdp=2: one of its dims has no semantic axis (Replicated))"
     )
     assert len({line.index("per device") for line in lines if "semantic axes" in line}) == 1
 

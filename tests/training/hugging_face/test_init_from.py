@@ -89,9 +89,8 @@ def test_another_shape_names_the_tensors_and_the_key(imported, capsys):
     config, target = str(imported / "run" / "config.yaml"), imported / "other"
     values = (f"training.init_from={imported}/hf", f"run.dir={target}")
     error = refusal(capsys, config, *values, "model.intermediate_size=64")
-    assert (
-        f"training.init_from: {imported}/hf: " in error and "wrong shape: model.layers.0" in error
-    )
+    assert f"training.init_from: {imported}/hf: tensors do not fit the model of this run: " in error
+    assert "run: wrong shape: model.layers.0" in error
     assert error.endswith("; set model.intermediate_size=48\n")
     error = refusal(capsys, config, *values, "model.moe.first_k_dense_replace=0")
     assert error.endswith("model.moe.first_k_dense_replace=1\n")

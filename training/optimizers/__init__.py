@@ -1,0 +1,35 @@
+"""Optimizers by name; importing the package registers the built-in ones."""
+
+from training.optimizers import adafactor, adamw, lion, muon, schedule_free, sgd
+from training.optimizers.config import OptimizerConfig
+from training.optimizers.parameters import decay_weights, decays
+from training.optimizers.registry import (
+    OPTIMIZERS,
+    GradientPoint,
+    check_optimizer,
+    gradient_point,
+    keep_if_bad,
+    make_optimizer,
+    register,
+    tree_where,
+)
+
+__all__ = [
+    "OPTIMIZERS",
+    "GradientPoint",
+    "OptimizerConfig",
+    "adafactor",
+    "adamw",
+    "check_optimizer",
+    "decay_weights",
+    "decays",
+    "gradient_point",
+    "keep_if_bad",
+    "lion",
+    "make_optimizer",
+    "muon",
+    "register",
+    "schedule_free",
+    "sgd",
+    "tree_where",
+]

@@ -1,0 +1,218 @@
+"""Registry of optimizers, and what all of them share: clipping, and steps that change nothing.
+
+A new optimizer is one file in this folder, or a plugin module: `@register("name")` before a factory
+
+    def signs(config: OptimizerConfig, schedule: optax.Schedule, *, momentum: float = 0.95): ...
+
+that returns an optax transformation; its keyword arguments are the keys of `optimizer.options`.
+Clipping by global norm comes before it, and is not its concern. If it adds weight decay with
+`decay_weights`, `decays_by_group=True` allows groups with a weight decay of their own.
+"""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import PydanticUserError, TypeAdapter, ValidationError
+
+from registry import Registry
+from training.optimizers.bfloat16_moments import with_bfloat16_moments
+from training.optimizers.config import OptimizerConfig
+from training.optimizers.parameters import scale_groups, width_rates
+
+Factory = Callable[..., optax.GradientTransformation]
+GradientPoint = Callable[[Any, Any], Any]
+"""(parameters, state of the optimizer) -> parameters at which the gradients are computed."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    factory: Factory
+    obeys_is_good: bool
+    moments: int
+    matrix_moments: int
+    decays_by_group: bool
+    point: Callable[[OptimizerConfig, Any, Any], Any] | None
+    width_powers: tuple[float, float] | None
+    check: Callable[[OptimizerConfig], None] | None
+
+
+OPTIMIZERS: Registry[_Entry] = Registry("optimizer")
+
+
+def register(
+    name: str,
+    *,
+    obeys_is_good: bool = False,
+    moments: int = 2,
+    matrix_moments: int | None = None,
+    decays_by_group: bool = False,
+    point: Callable[[OptimizerConfig, Any, Any], Any] | None = None,
+    width_powers: tuple[float, float] | None = None,
+    check: Callable[[OptimizerConfig], None] | None = None,
+) -> Callable[[Factory], Factory]:
+    """Register an optimizer's factory: (config, schedule, **options) -> transformation.
+
+    Args:
+        name: value of the key `optimizer.name`.
+        obeys_is_good: its `update` takes a scalar `is_good`, and keeps its state where that is
+            false. Otherwise its state is selected afterwards, which may need a second copy of it.
+        moments: arrays of the size of a parameter in its state, for estimates of memory.
+        matrix_moments: the same for the kernels of layers, if they have another number.
+        decays_by_group: weight decay is that of `decay_weights`, which follows `optimizer.groups`.
+        point: (config, parameters, state of the optimizer) -> parameters at which the gradients are
+            computed, if these are others. Such an optimizer applies `scale_groups` by itself.
+        width_powers: the learning rates of the kernels of layers, and of other kernels, fall with
+            these powers of the width under muP. Its update may use the parameters for weight decay
+            only: they arrive divided by the factor of the rate. None: `model.mup_base_width` is
+            refused.
+        check: raises a ValueError that begins with the path of a key if it does not allow a value
+            of the configuration.
+    """
+
+    def add(factory: Factory) -> Factory:
+        OPTIMIZERS[name] = _Entry(
+            factory,
+            obeys_is_good,
+            moments,
+            moments if matrix_moments is None else matrix_moments,
+            decays_by_group,
+            point,
+            width_powers,
+            check,
+        )
+        return factory
+
+    return add
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Check the name, and the options against the annotations of the factory.
+
+    Raises: ValueError with key path, value and what is known.
+    """
+    entry = OPTIMIZERS[config.name]
+    for kind, group in config.groups.items():
+        if group.weight_decay is not None and not entry.decays_by_group:
+            raise ValueError(
+                f"optimizer.groups.{kind}.weight_decay={group.weight_decay}: optimizer "
+                f"{config.name} has one weight decay for all; remove it, or register the optimizer "
+                "with decays_by_group=True and decay_weights"
+            )
+    signature = inspect.signature(entry.factory, eval_str=True)
+    try:
+        signature.bind(config, None, **config.options)
+    except TypeError as error:
+        options = list(signature.parameters)[2:]
+        raise ValueError(
+            f"optimizer.options={config.options!r}: {error}; optimizer {config.name} takes "
+            f"{', '.join(options) or 'no options'}"
+        ) from error
+    for name, value in config.options.items():
+        parameter = signature.parameters.get(name)  # None: among **options
+        if parameter is not None and parameter.annotation is not signature.empty:
+            _check_option(name, value, parameter.annotation)
+    if entry.check is not None:
+        entry.check(config)
+
+
+def _check_option(name: str, value: Any, annotation: Any) -> None:
+    try:
+        allowed = TypeAdapter(annotation, config={"allow_inf_nan": False})
+    except PydanticUserError:  # a type that no YAML value has; the factory checks it
+        return
+    try:
+        # JSON has lists, and no tuples: a list is accepted for a tuple.
+        allowed.validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"]
+        raise ValueError(f"optimizer.options.{name}={value!r}: {reason}") from error
+
+
+def make_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule, base_width_share: float = 1.0
+) -> optax.GradientTransformationExtraArgs:
+    """Return the configured optimizer behind clipping by global norm.
+
+    base_width_share: `ModelConfig.base_width_share`.
+
+    `update` takes a scalar `is_good`. Where it is false, the state stays as it was and the updates
+    are meaningless.
+
+    Raises:
+        ValueError: unknown name or options.
+    """
+    check_optimizer(config)
+    entry = OPTIMIZERS[config.name]
+    optimizer = entry.factory(config, schedule, **config.options)
+    # identity keeps the structure of the state the same without clipping.
+    no_clip = config.clip_norm is None
+    clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
+    optimizer = optimizer if entry.obeys_is_good else keep_if_bad(optimizer)
+    if config.moments_dtype == "bfloat16":
+        optimizer = with_bfloat16_moments(optimizer)
+    if base_width_share != 1 and entry.width_powers is not None:
+        optimizer = _with_width(base_width_share, entry.width_powers, optimizer)
+    if config.groups and entry.point is None:
+        optimizer = _with_groups(config, optimizer)
+    return optax.chain(clip, optimizer)
+
+
+def gradient_point(config: OptimizerConfig) -> GradientPoint | None:
+    """Return where the optimizer wants its gradients; None: at the parameters that it updates."""
+    point = OPTIMIZERS[config.name].point
+    return None if point is None else partial(point, config)
+
+
+def _with_groups(
+    config: OptimizerConfig, inner: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation with the learning rates of `optimizer.groups`."""
+
+    def update(*args: Any, **options: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(*args, **options)
+        return scale_groups(config, updates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _with_width(
+    share: float, powers: tuple[float, float], inner: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation with the learning rates of muP; the weight decay stays.
+
+    Source: arXiv 2203.03466, table 3, and arXiv 2310.17813 for Muon, whose steps have a fixed root
+    mean square here. Weight decay per step is independent of the width as in arXiv 2505.01618.
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, **options: Any) -> tuple[Any, Any]:
+        rates = width_rates(params, share, powers)
+        # The decay is multiplied by the rate below, as the step is.
+        enlarged = jax.tree.map(lambda x, rate: x / rate, params, rates)
+        updates, state = inner.update(grads, state, enlarged, **options)
+        return jax.tree.map(lambda update, rate: rate * update, updates, rates), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def keep_if_bad(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return the same transformation, with its state unchanged where `is_good` is false."""
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, is_good: Any = True, **_: Any
+    ) -> tuple[Any, Any]:
+        updates, after = inner.update(grads, state, params)
+        return updates, tree_where(is_good, after, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def tree_where(condition: Any, new: Any, old: Any) -> Any:
+    """Return one of two pytrees by a scalar condition."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
