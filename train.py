@@ -169,7 +169,8 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
 
 def train(config: Config, args: argparse.Namespace) -> int:
     """Run one process of a training run, and return its exit code."""
-    stop, group = StopRequest().install(_answer), ProcessGroup()
+    group = ProcessGroup()
+    stop = StopRequest().install(_answer, lambda: group.phase)
     try:
         with contextlib.ExitStack() as stack:
             try:

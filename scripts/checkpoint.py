@@ -31,6 +31,7 @@ from training.checkpoint_record import CheckpointError
 from training.directory import locked_run
 from training.dotted_keys import flatten
 from training.logs import peak_memory
+from units import format_bytes
 
 EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
 MAX_DAMAGED_SHOWN = 4
@@ -42,7 +43,7 @@ def list_run(args: argparse.Namespace) -> int:
     columns = [">step", "saved (UTC)", ">age", ">on disk", ">eval loss", "record"]
     columns += ["mesh", "config", ">from", ">left out", "pending"]
     rows = [
-        [entry.name, *_when(entry.saved, now), _size(entry.num_bytes), *_record_cells(entry)]
+        [entry.name, *_when(entry.saved, now), format_bytes(entry.num_bytes), *_record_cells(entry)]
         for entry in tools.list_entries(run)
     ]
     if rows:
@@ -79,7 +80,7 @@ def show_step(args: argparse.Namespace) -> int:
     with tools.open_checkpoints(run) as checkpoints:
         step = tools.choose_step(checkpoints, run, args.step)
         record = checkpoints.record(step)
-    disk = _size(tools.bytes_on_disk(run / "checkpoints" / str(step)))
+    disk = format_bytes(tools.bytes_on_disk(run / "checkpoints" / str(step)))
     print(f"{run} step {step}, saved {record['saved']}, {disk} on disk")
     for name, value in record["metrics"].items():
         print(f"{name}  {value:.6f}")
@@ -117,10 +118,10 @@ def _show_arrays(record: Mapping[str, Any], with_fingerprints: bool) -> None:
         if part == "params":
             num_parameters += math.prod(leaf[0])
         if part == "params" or with_fingerprints:
-            row = [name, _shape(leaf), _size(num_bytes)]
+            row = [name, _shape(leaf), format_bytes(num_bytes)]
             rows.append(row + [record["fingerprints"][name]] * with_fingerprints)
     print_table(columns, rows)
-    parts = ", ".join(f"{part} {_size(n)}" for part, n in sizes.items())
+    parts = ", ".join(f"{part} {format_bytes(n)}" for part, n in sizes.items())
     print(f"{num_parameters:,} parameters; {parts}")
 
 
@@ -147,11 +148,11 @@ def verify_run(args: argparse.Namespace) -> int:
                 counts["whole"] += 1
                 sizes = list(map(tools.leaf_bytes, checkpoints.record(step)["leaves"].values()))
                 largest = max(largest, *sizes)
-                took = f"{_size(sum(sizes))} in {time.perf_counter() - begin:.1f} s"
+                took = f"{format_bytes(sum(sizes))} in {time.perf_counter() - begin:.1f} s"
                 print(f"step {step}: whole, {len(sizes)} arrays, {took}", flush=True)
     print(", ".join(f"{count} {what}" for what, count in counts.items()), end="; ")
-    of_largest = f", the largest array has {_size(largest)}" if largest else ""
-    print(f"peak host memory rose by {_size(peak_memory() - memory)}{of_largest}")
+    of_largest = f", the largest array has {format_bytes(largest)}" if largest else ""
+    print(f"peak host memory rose by {format_bytes(peak_memory() - memory)}{of_largest}")
     if set(counts) == {"deleted"}:
         raise ValueError(f"{run}: every checkpoint was deleted while it was read; verify again")
     return EXIT_DAMAGED if counts["damaged"] else 0
@@ -162,7 +163,7 @@ def _find_damage(checkpoints: Checkpoints, step: int) -> list[str]:
     with Status("", console=Console(stderr=True)) as status:
 
         def progress(done: int, total: int, name: str) -> None:
-            status.update(f"step {step}: {_size(done)} of {_size(total)}, {name}")
+            status.update(f"step {step}: {format_bytes(done)} of {format_bytes(total)}, {name}")
 
         return tools.find_damage(checkpoints, step, progress)
 
@@ -248,8 +249,8 @@ def prune_run(args: argparse.Namespace) -> int:
             freed += num_bytes
             if not args.dry_run:
                 tools.delete(checkpoints, path)
-            print(f"{path.name}: {'would be ' * args.dry_run}deleted, {_size(num_bytes)}")
-    print(f"{_size(freed)} {'would be ' * args.dry_run}freed")
+            print(f"{path.name}: {'would be ' * args.dry_run}deleted, {format_bytes(num_bytes)}")
+    print(f"{format_bytes(freed)} {'would be ' * args.dry_run}freed")
     return 0
 
 
@@ -269,15 +270,6 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for line in (names, *rows):
         cells = zip(line, widths, sides, strict=True)
         print("  ".join(f"{t:{'>' if right else '<'}{w}}" for t, w, right in cells).rstrip())
-
-
-def _size(num_bytes: float) -> str:
-    """Return `1.2 GB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 999.5:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} TB"
 
 
 def _age(seconds: float) -> str:

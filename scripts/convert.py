@@ -27,6 +27,7 @@ from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_record import CheckpointError
 from training.hugging_face.adapters import AdapterDirectory
 from training.logs import peak_memory
+from units import format_bytes
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 _SECONDS_PER_LINE = 5.0
@@ -39,7 +40,7 @@ class ProgressBar:
         self._name, self._silent = name, silent
         self._begin = self._last = time.monotonic()
         console = Console(stderr=True, quiet=silent)
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
         self._bar = Progress(*columns, TimeRemainingColumn(), console=console)
         self._task = self._bar.add_task(name, total=None)
         self._is_live = console.is_terminal and not silent
@@ -67,7 +68,7 @@ class ProgressBar:
             self._last = now
             minutes, seconds = divmod(round((now - self._begin) * (total - done) / done), 60)
             print(
-                f"{self._name}  {done / 1e6:,.0f}/{total / 1e6:,.0f} MB  "
+                f"{self._name}  {format_bytes(done)} of {format_bytes(total)}  "
                 f"eta {minutes}:{seconds:02d}",
                 file=sys.stderr,
                 flush=True,
@@ -104,8 +105,8 @@ def from_hf(args: argparse.Namespace) -> None:
         print(
             f"{config.run.dir}: checkpoint 0 with {config.model.num_parameters:,} parameters in "
             f"{time.perf_counter() - begin:.1f} s; peak host memory rose by "
-            f"{(peak_memory() - memory) / 1e6:,.0f} MB (parameters on the devices of this process: "
-            f"{imported.num_bytes / 1e6:,.0f} MB)"
+            f"{format_bytes(peak_memory() - memory)} (parameters on the devices of this process: "
+            f"{format_bytes(imported.num_bytes)})"
         )
     if group.num_processes > 1:
         jax.distributed.shutdown()
@@ -122,8 +123,8 @@ def to_hf(args: argparse.Namespace) -> None:
         step = export(
             run, directory, args.step, ema=args.ema, dtype=args.dtype, progress=bar.update
         )
-    rose = (peak_memory() - memory) / 1e6
-    print(f"{directory}: step {step} of {run}; peak host memory rose by {rose:,.0f} MB")
+    rose = format_bytes(peak_memory() - memory)
+    print(f"{directory}: step {step} of {run}; peak host memory rose by {rose}")
 
 
 def _parser() -> argparse.ArgumentParser:

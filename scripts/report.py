@@ -18,6 +18,7 @@ from reporting.pictures import write_pictures
 from reporting.run_record import read_runs
 
 from configs.command_line import EXIT_BAD_INPUT, CommandLine
+from units import format_bytes
 
 
 def write_report(directories: list[Path], output: Path, command: str) -> None:
@@ -26,7 +27,7 @@ def write_report(directories: list[Path], output: Path, command: str) -> None:
         raise ValueError(f"--output {output}: the report is HTML; write a name ending in .html")
     runs = read_runs(directories)
     output.write_text(render(runs, command), encoding="utf-8")
-    print(f"{output} written ({output.stat().st_size / 2**20:.1f} MiB); open it in a browser")
+    print(f"{output} written ({format_bytes(output.stat().st_size)}); open it in a browser")
     if importlib.util.find_spec("matplotlib") is None:
         print('no PNG images: they need matplotlib; pip install -e ".[report]"')
         return

@@ -13,6 +13,7 @@ from typing import IO
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import rename
+from units import format_bytes
 
 
 def run_directory(given: str) -> Path:
@@ -68,8 +69,8 @@ def locked_run(
         free = shutil.disk_usage(directory).free
         if free < required_bytes:
             raise ValueError(
-                f"run.dir={str(directory)!r} has {free / 2**20:.0f} MiB free, but its checkpoints "
-                f"need {required_bytes / 2**20:.0f} MiB; free some space, lower checkpoint.keep, "
+                f"run.dir={str(directory)!r} has {format_bytes(free)} free, but its checkpoints "
+                f"need {format_bytes(required_bytes)}; free some space, lower checkpoint.keep, "
                 "or give another run.dir"
             )
         yield

@@ -8,6 +8,7 @@ from parallel.planning.memory import Buffer, largest_buffer
 from parallel.planning.refusals import OutOfKernelMemory, read_largest_buffer, read_refusal
 from training.logs import log
 from training.spikes import TrainingError
+from units import format_bytes
 
 
 def memory_error(
@@ -51,18 +52,16 @@ def _explanation(buffer: Buffer | None, program: Any | None) -> list[str]:
 def _describe(buffer: Buffer) -> str:
     where = buffer.scope or "an operation outside of named parts of the model"
     direction = "backward" if buffer.is_backward else "forward"
-    return f"the largest buffer is {_size(buffer.bytes)} of {buffer.shape} in {where} ({direction})"
+    size = format_bytes(buffer.bytes)
+    return f"the largest buffer is {size} of {buffer.shape} in {where} ({direction})"
 
 
 def _needs(program: Any) -> str:
     """Return what a device needs for a program."""
     found = program.memory_analysis()
+    arguments = format_bytes(found.argument_size_in_bytes)
+    temporary = format_bytes(found.temp_size_in_bytes)
     return (
-        f"a device needs {_size(found.argument_size_in_bytes)} for the state and the batch and "
-        f"{_size(found.temp_size_in_bytes)} for intermediate values"
+        f"a device needs {arguments} for the state and the batch and {temporary} for intermediate "
+        "values"
     )
-
-
-def _size(num_bytes: float) -> str:
-    gib = num_bytes / 2**30
-    return f"{gib:.3g} GiB" if gib >= 1 else f"{1024 * gib:.3g} MiB"

@@ -33,6 +33,7 @@ from training.state import TrainState
 from training.step import Program
 from training.stragglers import StragglerMonitor
 from training.writers.registry import MetricsWriter, begun
+from units import format_bytes
 
 EXIT_DONE, EXIT_RESUMABLE = 0, 75
 
@@ -239,11 +240,11 @@ class Trainer:
             self.resume_point, state = self.resumer.restore(self.resume_point)
             self.early_stop.begin(self.resume_point.early_stop)
             log.info(
-                "%s step %d in %.1f s; peak host memory rose by %.0f MiB",
+                "%s step %d in %.1f s; peak host memory rose by %s",
                 "restored" if self._finished() else "resumed from",
                 self.resume_point.step,
                 time.perf_counter() - begin,
-                (peak_memory() - memory) / 2**20,
+                format_bytes(peak_memory() - memory),
             )
         # Steps after the checkpoint are trained again.
         seconds = self.goodput.seconds["step"] - self.resume_point.goodput.get("step", 0.0)

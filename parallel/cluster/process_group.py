@@ -238,7 +238,7 @@ class ProcessGroup:
     def _disconnect(self) -> None:
         assert self._monitor is not None
         self._monitor.stop()
-        self._monitor = None
+        self._monitor = self.phase = None
         for peer in self._peers.values():
             peer.connection.close()
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import ClassVar
@@ -19,6 +20,13 @@ _STOPPING_NOW = "stopping now; press Ctrl-C again to quit at once"
 _STOPPING_AFTER_THIS_STEP = (
     "stopping after this step and saving; press Ctrl-C again to quit without saving"
 )
+
+_STILL_RUNNING = (
+    "not stopped {seconds:.0f} s after the signal, still busy with: {phase}; press Ctrl-C to quit "
+    "without saving"
+)
+_FIRST_REMINDER = 30.0
+"""Seconds from a signal to the first line that says what the process is still doing."""
 
 
 class StoppedEarly(BaseException):
@@ -50,10 +58,16 @@ class StopRequest:
         self._wants_checkpoint = self._wants_profile = False
         self._is_interrupted = self._is_agreed = False
 
-    def install(self, answer: Callable[[str], None] = print) -> "StopRequest":
+    def install(
+        self,
+        answer: Callable[[str], None] = print,
+        phase: Callable[[], str | None] = lambda: None,
+    ) -> "StopRequest":
         """Handle SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 of this process; return this object.
 
-        answer: Shows the line that answers the first signal; called in another thread.
+        answer: Shows the line that answers the first signal, and reminders if the process does not
+            stop, for instance because a collective hangs; called in another thread.
+        phase: Returns what the process is working on, such as "step 12"; None ends the reminders.
         """
         for number in _STOPS:
             signal.signal(number, self._on_stop)
@@ -69,7 +83,7 @@ class StopRequest:
             StopRequest._wakeup.close()  # its thread ends
         StopRequest._wakeup = writer
         threading.Thread(
-            target=self._answer, args=(reader, answer), name="signals", daemon=True
+            target=self._answer, args=(reader, answer, phase), name="signals", daemon=True
         ).start()
         return self
 
@@ -100,17 +114,32 @@ class StopRequest:
             signal.signal(signal.SIGTERM, self._on_stop)  # from jax: the next one exits
         return self.signal
 
-    def _answer(self, reader: socket.socket, answer: Callable[[str], None]) -> None:
-        has_answered = False
+    def _answer(
+        self,
+        reader: socket.socket,
+        answer: Callable[[str], None],
+        phase: Callable[[], str | None],
+    ) -> None:
         with reader:
-            while numbers := reader.recv(1):
-                if numbers[0] not in _STOPS:
+            while (number := reader.recv(1)) and number[0] not in _STOPS:
+                pass
+            if not number:
+                return
+            answer(_STOPPING_NOW if self.has_nothing_to_save else _STOPPING_AFTER_THIS_STEP)
+            begin, wait = time.monotonic(), _FIRST_REMINDER
+            while True:
+                reader.settimeout(wait)
+                try:
+                    number = reader.recv(1)
+                except TimeoutError:
+                    if (doing := phase()) is not None:
+                        wait = time.monotonic() - begin  # the second reminder after 60 s, then 120
+                        answer(_STILL_RUNNING.format(seconds=wait, phase=doing))
                     continue
-                if has_answered:
+                if not number:
+                    return
+                if number[0] in _STOPS:
                     _quit()
-                else:
-                    answer(_STOPPING_NOW if self.has_nothing_to_save else _STOPPING_AFTER_THIS_STEP)
-                has_answered = True
 
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
         self._wants_checkpoint = True

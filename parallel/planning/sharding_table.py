@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sharding import axes as ax
 from parallel.sharding.partition import PartitionManager, axis_label, runtime_mode
 from parallel.sharding.specs import mesh_axes_of
+from units import format_bytes
 
 _COLUMNS = tuple(
     "semantic axes,spec,dtype,shape,per device,bytes,replicas,excess,reasons".split(",")
@@ -258,17 +259,12 @@ def summary(rows: Sequence[Row]) -> str:
     """Return one line: bytes per device, how many are replicas, and the two largest reasons."""
     size, even = _bytes(rows)
     if size == even:
-        return f"{_size(size)} per device, nothing replicated"
-    largest = [f"{_size(cost)} over {reason}" for reason, cost in list(costs(rows).items())[:2]]
-    return f"{_size(size)} per device, {_size(size - even)} of it replicated ({'; '.join(largest)})"
-
-
-def _size(size: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+        return f"{format_bytes(size)} per device, nothing replicated"
+    largest = list(costs(rows).items())[:2]
+    reasons = "; ".join(f"{format_bytes(cost)} over {reason}" for reason, cost in largest)
+    return (
+        f"{format_bytes(size)} per device, {format_bytes(size - even)} of it replicated ({reasons})"
+    )
 
 
 def _bytes(rows: Sequence[Row]) -> tuple[int, int]:

@@ -175,11 +175,11 @@ def test_list_has_a_line_per_folder(written, output) -> None:
         assert line[4:] == rest + ["evaluation, sample"] * (line[0] == "2")
     assert lines[2][1] == saved
     size, unit = lines[2][3].split()
-    assert unit == "kB" and float(size) * 1000 == pytest.approx(
+    assert unit == "KiB" and float(size) * 1024 == pytest.approx(
         num_bytes(written / "checkpoints" / "6"), rel=5e-3
     )
-    assert lines[3][3:] == ["5 kB", "set aside: damaged"]
-    assert lines[4][3:] == ["5 kB", "unfinished save"]
+    assert lines[3][3:] == ["4.88 KiB", "set aside: damaged"]
+    assert lines[4][3:] == ["4.88 KiB", "unfinished save"]
 
 
 def test_list_marks_a_changed_record_as_damaged(run, output) -> None:
@@ -212,11 +212,14 @@ def test_show_prints_the_record(written, output) -> None:
     assert second.startswith("  from step 1, began ") and "dp2 x tp2" in second
     assert "  sources.text: abababababab\n" in text and "  seed: 0\n" in text
     lines = [cells(line) for line in text.splitlines()]
-    assert ["params.layer.changes", "64x48 float32", "12.3 kB"] in lines
-    assert ["params.half", "64x48 bfloat16", "6.14 kB"] in lines
+    assert ["params.layer.changes", "64x48 float32", "12 KiB"] in lines
+    assert ["params.half", "64x48 bfloat16", "6 KiB"] in lines
     assert not any(line[0].startswith("opt_state.0.mu") for line in lines)
     count = sum(x.size for x in arrays_of(2, 1.0).values())
-    assert f"{count:,} parameters; guard 28 B, opt_state 12.3 kB, params 43 kB, step 4 B" in text
+    assert (
+        f"{count:,} parameters; guard 28 bytes, opt_state 12 KiB, params 42 KiB, step 4 bytes"
+        in text
+    )
     assert "hidden_size" not in text
 
 
@@ -227,16 +230,16 @@ def test_show_defaults_to_the_newest_and_adds_config_and_fingerprints(written, o
     lines = {line[0]: line[1:] for line in map(cells, text.splitlines())}
     assert len(lines["params.half"][2]) == len(lines["guard.count"][2]) == 16
     assert lines["opt_state.0.mu"] == lines["params.stays"], "the same bits"
-    assert lines["step"][:2] == ["scalar int32", "4 B"]
+    assert lines["step"][:2] == ["scalar int32", "4 bytes"]
 
 
 def test_verify_reads_every_array_of_every_step(written, output) -> None:
     *lines, total = output("verify", written).splitlines()
     num_arrays = len(jax.tree.leaves(state_of(0)))
-    pattern = rf"step (\d): whole, {num_arrays} arrays, 55\.3 kB in [\d.]+ s"
+    pattern = rf"step (\d): whole, {num_arrays} arrays, 54 KiB in [\d.]+ s"
     assert [re.fullmatch(pattern, line)[1] for line in lines] == ["2", "4", "6"]
     assert re.fullmatch(
-        r"3 whole; peak host memory rose by .*B, the largest array has 12\.3 kB", total
+        r"3 whole; peak host memory rose by .* [GM]iB, the largest array has 12 KiB", total
     )
     assert len(output("verify", written, 4, 6).splitlines()) == 3
 
@@ -394,17 +397,18 @@ def test_prune_follows_the_policy_and_prints_the_freed_bytes(run, output) -> Non
     would = output("prune", run, "--keep", 1, "--keep-every", 4, "--dry-run")
     assert num_bytes(run) == before
     assert (
-        "2: would be deleted" in would and "7.orbax-checkpoint-tmp: would be deleted, 5 kB" in would
+        "2: would be deleted" in would
+        and "7.orbax-checkpoint-tmp: would be deleted, 4.88 KiB" in would
     )
     text = output("prune", run, "--keep", 1, "--keep-every", 4)
     assert steps_left(run) == {"4", "6", "1.damaged"}
     assert "4: kept\n6: kept\n" in text and "2: deleted" in text
-    size = re.search(r"([\d.]+) kB freed\n$", text)[1]
-    assert float(size) * 1000 == pytest.approx(before - num_bytes(run), rel=5e-3)
+    size = re.search(r"([\d.]+) KiB freed\n$", text)[1]
+    assert float(size) * 1024 == pytest.approx(before - num_bytes(run), rel=5e-3)
     assert would.replace("would be ", "") == text
     output("prune", run, "--keep", 1, "--damaged")
     assert steps_left(run) == {"6"}
-    assert output("prune", run, "--keep", 3) == "6: kept\n0 B freed\n"
+    assert output("prune", run, "--keep", 3) == "6: kept\n0 bytes freed\n"
 
 
 def test_prune_keeps_the_best(run, output) -> None:

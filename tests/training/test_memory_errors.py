@@ -29,7 +29,7 @@ def test_an_allocation_that_fails_names_the_scope_of_the_largest_buffer() -> Non
         jax.block_until_ready(program(jnp.ones(2**24)))
     message = str(memory_error(raised.value, "step 3", program))
     assert message.startswith("step 3: out of device memory: Out of memory allocating ")
-    largest = "the largest buffer is 1.05e+06 GiB of f32[16777216,16777216] in layers/attention"
+    largest = "the largest buffer is 1 PiB of f32[16777216,16777216] in layers/attention"
     assert f"; {largest} (forward); a device needs 64 MiB for the state and the batch" in message
     assert message.endswith(REMEDY) and "\n" not in message
 

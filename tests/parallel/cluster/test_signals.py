@@ -95,6 +95,24 @@ def test_the_first_signal_is_answered_at_once_and_the_second_one_exits(signals, 
     assert [exits.get(timeout=60) for _ in range(2)] == [1, 1] and lines.empty()
 
 
+def test_a_process_that_does_not_stop_says_what_it_is_doing(signals, monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_REMINDER", 0.05)
+    lines, exits = queue.Queue[str](), queue.Queue[int]()
+    monkeypatch.setattr(module, "_quit", lambda: exits.put(1))
+    phases = ["step 12", None, "the last save"]
+    StopRequest().install(lines.put, lambda: phases.pop(0) if phases else None)
+    signal.raise_signal(signal.SIGTERM)
+    assert lines.get(timeout=60).startswith("stopping after this step")
+    expected = (
+        "not stopped 0 s after the signal, still busy with: step 12; press Ctrl-C to quit without "
+        "saving"
+    )
+    assert lines.get(timeout=60) == expected
+    assert "still busy with: the last save;" in lines.get(timeout=60)
+    signal.raise_signal(signal.SIGINT)
+    assert [exits.get(timeout=60) for _ in range(2)] == [1, 1] and lines.empty()
+
+
 def test_before_the_first_step_a_signal_ends_the_process_without_a_save(signals):
     lines = queue.Queue[str]()
     stop = StopRequest().install(lines.put)
