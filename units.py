@@ -1,4 +1,4 @@
-"""Sizes as people read them: binary units, as in the memory figures of jax and the planner."""
+"""Sizes and times as people read them."""
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -8,3 +8,9 @@ def format_bytes(num_bytes: float) -> str:
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.3g} PiB"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return the milliseconds with three digits, or without a fraction from 100 on."""
+    found = seconds * 1e3
+    return f"{found:,.0f}" if found >= 99.5 else f"{found:.3g}"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, RootModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 Section = TypeVar("Section", bound=BaseModel)
 
@@ -165,7 +165,11 @@ def _parse(text: str, where: str) -> Any:
     try:
         return YAML(typ="safe", pure=True).load(text)
     except YAMLError as error:
-        reason = re.sub(r"\s+", " ", str(error)).strip()
+        reason = str(error)
+        if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+            mark = error.problem_mark
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+        reason = re.sub(r"\s+", " ", reason).strip()
         raise ConfigError(f"{where} is not YAML: {reason}") from error
 
 

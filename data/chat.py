@@ -61,6 +61,8 @@ class ChosenTemplate(NamedTuple):
     key: str
     """Registered name, or digest of a Jinja template."""
     template: ChatTemplate
+    label: str
+    """What a person reads: the name, or where a Jinja template is from."""
 
 
 CHAT_TEMPLATES: Registry[PieceTemplate] = Registry("chat template")
@@ -82,7 +84,7 @@ def chatml(messages: Messages) -> Iterable[ChatPiece]:
         yield ChatPiece("\n", False)
 
 
-DEFAULT_TEMPLATE = ChosenTemplate("chatml", chatml)
+DEFAULT_TEMPLATE = ChosenTemplate("chatml", chatml, "chatml")
 """Template of chats if neither the configuration nor the tokenizer names another."""
 
 

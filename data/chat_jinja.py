@@ -58,15 +58,15 @@ def find_chat_template(name: str, tokenizer: Tokenizer) -> ChosenTemplate:
                 "template; give a folder whose tokenizer_config.json has one, or use chatml"
             )
         template = JinjaTemplate(settings.chat_template, settings.special_tokens, tokenizer.name)
-        return ChosenTemplate(template.digest, template)
+        return ChosenTemplate(template.digest, template, f"the chat template of {tokenizer.name}")
     if not name.endswith(".jinja"):
-        return ChosenTemplate(name, CHAT_TEMPLATES[name])
+        return ChosenTemplate(name, CHAT_TEMPLATES[name], name)
     try:
         source = Path(name).expanduser().read_text("utf-8")
     except OSError as error:
         raise DataError(f"data.chat_template={name}: {error.strerror}; give a file") from error
     template = JinjaTemplate(source, settings.special_tokens, name)
-    return ChosenTemplate(template.digest, template)
+    return ChosenTemplate(template.digest, template, name)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from absl import flags
 
 from data.batch import FIELDS, Fields, cut_row, empty_fields
 from data.batch_schedule import BatchSchedule, batch_number
+from data.chat_jinja import find_chat_template
 from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
 from data.files import DataError
@@ -75,6 +76,8 @@ class Dataset:
         evaluation = None
         if source.eval_files is not None:
             evaluation = self._open_store(name, cache, 0.0, is_evaluation=True)
+        has_chats = store.loss_mask is not None
+        template = find_chat_template(config.chat_template, self.tokenizer) if has_chats else None
         # A seed per source, so that other sources do not change its order.
         seed = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4]
         return Source(
@@ -86,6 +89,7 @@ class Dataset:
             config.row_length,
             config.rows_per_item,
             evaluation,
+            None if template is None else template.label,
         )
 
     def _open_store(

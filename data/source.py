@@ -27,6 +27,8 @@ class Source:
     evaluation: tuple[Store, PackedStore] | None = None
     """Store of `eval_files`, of which every row is held out; None: the held-out rows of `packed`.
     """
+    chat_template: str | None = None
+    """Label of the template of its conversations; None: it has none."""
 
     @cached_property
     def _order(self) -> grain.MapDataset:
@@ -95,6 +97,8 @@ class Source:
             line += f" ({count_of(self.num_eval // self.rows_per_item, 'pair')})"
         if left_out := self.num_pairs_left_out:
             line += f"; {count_of(left_out, 'pair')} left out: longer than data.sequence_length"
+        if self.chat_template is not None:
+            line += f"; conversations in {self.chat_template}"
         if self.evaluation is not None:
             line += f"; eval_files: {self.evaluation[0].summary()}"
         return line

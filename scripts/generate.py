@@ -114,7 +114,9 @@ def read_messages() -> Iterator[str]:
 def talk(session: Session, lines: Iterable[str]) -> int:
     """Answer every line with the conversation so far, and return the number of generated tokens."""
     run = session.run
-    template = find_chat_template(run.config.data.chat_template, run.tokenizer).template
+    chosen = find_chat_template(run.config.data.chat_template, run.tokenizer)
+    print(f"conversations in {chosen.label}; /reset begins a new one", file=sys.stderr)
+    template = chosen.template
     end_ids, end = find_answer_end(run.tokenizer, template)
     session.stop_ids += end_ids
     messages: list[tuple[str, str]] = []

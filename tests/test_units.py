@@ -1,8 +1,8 @@
-"""Sizes as commands and logs print them."""
+"""Sizes and times as commands and logs print them."""
 
 import pytest
 
-from units import format_bytes
+from units import format_bytes, milliseconds
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,10 @@ from units import format_bytes
 )
 def test_a_size_has_three_digits_and_a_binary_unit(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0004, "0.4"), (0.01234, "12.3"), (0.0996, "100"), (2.2944, "2,294")]
+)
+def test_milliseconds_keep_three_digits(seconds: float, text: str) -> None:
+    assert milliseconds(seconds) == text

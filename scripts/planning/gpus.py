@@ -21,6 +21,7 @@ from parallel.sharding.devices import CHIPS, gpu_share
 from planning.estimate import Estimate, Machine, estimate
 from planning.step import memory_classes
 from training.step import Program
+from units import milliseconds
 
 _GIB = 2**30
 _CLASSES = {"unassigned": "gradients, activations and temporaries"}
@@ -222,15 +223,15 @@ def render(plan: GpuPlan) -> Iterator[str]:
     what = "memory and times are" if plan.collectives is None else "times are"
     yield f"Here {what} formulas, wrong by up to a third; see docs/plan.md."
     speed = plan.tokens_per_second
-    step = f"step {guess.seconds * 1e3:,.0f} ms (estimated)"
+    step = f"step {milliseconds(guess.seconds)} ms (estimated)"
     yield f"{step}, {speed:,.0f} tokens/s, MFU {plan.mfu:.3f}"
     for name, size in guess.memory.items():
         yield f"  {name:<32}{size / _GIB:>8.2f} GiB"
     for name, seconds in guess.compute.items():
-        yield f"  {name:<32}{seconds * 1e3:>8.0f} ms"
+        yield f"  {name:<32}{milliseconds(seconds):>8} ms"
     for axis, seconds in guess.exposed.items():
-        whole = guess.communication[axis] * 1e3
-        yield f"  {f'exposed over {axis}':<32}{seconds * 1e3:>8.0f} ms of {whole:.0f} ms"
+        whole = milliseconds(guess.communication[axis])
+        yield f"  {f'exposed over {axis}':<32}{milliseconds(seconds):>8} ms of {whole} ms"
     for sent in plan.collectives or ():
         operands = f"{sent.bytes / _GIB:.2f} GiB of operands"
         yield f"  {f'{sent.kind} over {sent.axes}':<32}{sent.count:>8} x, {operands}"

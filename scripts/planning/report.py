@@ -12,6 +12,7 @@ from parallel.sharding.mesh import AXIS_NAMES
 from planning.gpus import GpuPlan
 from planning.search import Ranked
 from planning.step import StepPlan
+from units import milliseconds
 
 Plan = StepPlan | GpuPlan
 
@@ -76,7 +77,7 @@ def render(plan: StepPlan, *, tokens: float | None, price: float | None) -> Iter
     """
     prediction = plan.compiled.prediction
     yield (
-        f"step {prediction.total * 1e3:,.0f} ms (predicted), {plan.tokens_per_second:,.0f} "
+        f"step {milliseconds(prediction.total)} ms (predicted), {plan.tokens_per_second:,.0f} "
         f"tokens/s, MFU {plan.mfu:.3f}"
     )
     if tokens is not None:
@@ -173,7 +174,7 @@ def proposal(plan: StepPlan, advice: Ranked | None) -> str:
     words = [*advice.candidate.overrides]
     if advice.plan.topology != plan.topology:
         words.insert(0, f"--topology {advice.plan.topology}")
-    step = f"step {advice.seconds * 1e3:,.0f} ms"
+    step = f"step {milliseconds(advice.seconds)} ms"
     return f"try {' '.join(words)}\n  {verdict(advice.plan)}, {step}"
 
 
@@ -184,9 +185,9 @@ def search_table(found: Sequence[Ranked]) -> Iterator[str]:
         assert ranked.plan is not None
         prediction = ranked.plan.compiled.prediction
         yield (
-            f"  {describe(ranked.candidate.config):<54}{ranked.seconds * 1e3:>9,.0f}"
+            f"  {describe(ranked.candidate.config):<54}{milliseconds(ranked.seconds):>9}"
             f"{ranked.plan.mfu:>7.3f}{prediction.exposed / prediction.total:>9.1%}"
-            f"{(ranked.plan.bytes or 0) / _GIB:>8.1f}{ranked.estimate.seconds * 1e3:>10,.0f}"
+            f"{(ranked.plan.bytes or 0) / _GIB:>8.1f}{milliseconds(ranked.estimate.seconds):>10}"
         )
     if found:
         best = " ".join(found[0].candidate.overrides)

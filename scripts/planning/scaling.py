@@ -18,6 +18,7 @@ from parallel.planning.prediction import CollectiveTime
 from parallel.planning.slices import GENERATIONS, Topology, read_topology
 from planning.estimate import estimate, slice_machine
 from planning.step import StepPlan
+from units import milliseconds
 
 Mode = Literal["weak", "strong"]
 _HOP_LATENCY = 1e-6  # seconds per hop, as in parallel/planning/collective_cost.py
@@ -156,7 +157,7 @@ def table(points: Sequence[Point]) -> Iterator[str]:
     yield f"{names}{'tokens/s':>14}{'MFU':>8}"
     for p in sorted(points, key=lambda point: (point.mode != "weak", point.chips)):
         yield (
-            f"{p.chips:>8}{p.rows:>9}  {p.mode:<8}{p.seconds * 1e3:>10,.0f}"
+            f"{p.chips:>8}{p.rows:>9}  {p.mode:<8}{milliseconds(p.seconds):>10}"
             f"{p.exposed / p.seconds:>9.1%}{p.tokens_per_second:>14,.0f}{p.mfu:>8.3f}"
         )
     yield "on paper, from the compiled step (docs/plan.md); strong scaling ends at a row per device"

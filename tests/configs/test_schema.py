@@ -387,8 +387,8 @@ def test_a_folder_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("mesh: {tp: 1", "is not YAML: "),
-        ("mesh:\n\ttp: 1\n", "is not YAML: "),
+        ("mesh: {tp: 1", "is not YAML: line 1, column 13: expected ',' or '}', but got '<stream "),
+        ("mesh:\n\ttp: 1\n", "is not YAML: line 2, column 1: found character"),
         ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*found duplicate key "tp"'),
         ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*found duplicate key "mesh"'),
         ("- mesh\n", "holds no sections but a list; write, for example, 'mesh:"),

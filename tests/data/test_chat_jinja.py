@@ -157,13 +157,15 @@ def test_the_template_of_the_tokenizer_is_used_if_there_is_one(tmp_path):
     given = open_tokenizer(folder)
     chosen = find_chat_template("auto", given)
     assert chosen.template.source == HEADS and chosen.key == chosen.template.digest
+    assert chosen.label == f"the chat template of {folder}"
     assert (
         find_chat_template("auto", bare) == DEFAULT_TEMPLATE == find_chat_template("chatml", given)
     )
     with pytest.raises(DataError, match=r"data\.chat_template=tokenizer, but"):
         find_chat_template("tokenizer", bare)
     (tmp_path / "x.jinja").write_text(TAGS)
-    assert find_chat_template(str(tmp_path / "x.jinja"), bare).template.source == TAGS
+    chosen = find_chat_template(str(tmp_path / "x.jinja"), bare)
+    assert (chosen.template.source, chosen.label) == (TAGS, str(tmp_path / "x.jinja"))
     with pytest.raises(DataError, match=r"nowhere\.jinja: No such file"):
         find_chat_template("nowhere.jinja", bare)
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": CHATML}]

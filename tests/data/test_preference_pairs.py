@@ -145,7 +145,9 @@ def assert_is_pair(chosen, rejected) -> str:
 def test_every_epoch_visits_every_pair_once_in_two_rows_of_one_microbatch(folder, accumulation):
     rows = dataset(folder, global_batch_size={0: 8, 3: 4})
     source = rows.sources[0]
-    assert source.summary.endswith("; 2 pairs left out: longer than data.sequence_length")
+    assert source.summary.endswith(
+        "; 2 pairs left out: longer than data.sequence_length; conversations in chatml"
+    )
     found = []
     for batch in steps(rows, 0, 40, accumulation):
         every = rows_of(batch)
