@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import socket
 import subprocess
 import sys
