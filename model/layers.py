@@ -105,7 +105,8 @@ class TokenInfo:
     positions_BL: positions for rope. rotations: cosines and sines of rope, by type of layer.
     segment_ids_BL: document of every token; None: every token sees all earlier tokens of its row.
     index_L: index in the row of every token, None: natural order. dropout_key: None: no dropout.
-    valid_BL: False for padding; None: no padding.
+    valid_BL: False for padding; None: no padding. measured_BL: tokens of which the scale of
+    activations is measured; None: it is not measured.
     """
 
     positions_BL: jax.Array
@@ -114,6 +115,7 @@ class TokenInfo:
     index_L: jax.Array | None = None
     dropout_key: jax.Array | None = None
     valid_BL: jax.Array | None = None
+    measured_BL: jax.Array | None = None
 
 
 class Attention(nnx.Module):

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from model.activation_scale import Reports, local_squares, scale_name
 from model.attention.cached import Cache, LayerCache, write_index
 from model.attention.registry import OUTPUT_NAME, AttentionChoice
 from model.embedding import Embedding
@@ -24,7 +25,7 @@ from model.layers import Attention, GatedMLP, RMSNorm, TokenInfo
 from model.lora import add_adapters, store_frozen
 from model.loss_formula import CROSS_ENTROPY, LossSums, LossTerms
 from model.mla import LatentAttention
-from model.moe import MoE, MoEReport
+from model.moe import MoE
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
 from model.rotation import Rotation, layer_rotations
@@ -67,8 +68,9 @@ class Block(nnx.Module):
         mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
         cache: LayerCache | None = None,
         dropless: bool = False,
-    ) -> tuple[jax.Array, LayerCache | None, MoEReport | None]:
-        """Return (x_BLD, the cache with these tokens, the router statistics of a sparse block)."""
+    ) -> tuple[jax.Array, LayerCache | None, Reports]:
+        """Return (x_BLD, the cache with these tokens, reports of this layer)."""
+        reports: Reports = {}
         out_BLD, cache = self.attention(
             _normed(self.attention_norm, x_BLD),
             info,
@@ -80,14 +82,25 @@ class Block(nnx.Module):
         )
         if self.attention_post_norm is not None:
             out_BLD = self.attention_post_norm(checkpoint_name(out_BLD, OUTPUT_NAME))
+        reports |= self._scale("attention", out_BLD, info)
         x_BLD = checkpoint_name(self._stored(x_BLD + out_BLD), OUTPUT_NAME)
-        normed_BLD, report = _normed(self.mlp_norm, x_BLD), None
+        normed_BLD, name = _normed(self.mlp_norm, x_BLD), "mlp"
         if isinstance(self.mlp, MoE):
-            out_BLD, report = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
+            name = "experts"
+            out_BLD, reports[name] = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
         else:
             out_BLD = self.mlp(normed_BLD)
-        x_BLD = self._stored(x_BLD + _normed(self.mlp_post_norm, out_BLD))
-        return x_BLD, cache, report
+        out_BLD = _normed(self.mlp_post_norm, out_BLD)
+        x_BLD = self._stored(x_BLD + out_BLD)
+        reports |= self._scale(name, out_BLD, info) | self._scale("residual", x_BLD, info)
+        return x_BLD, cache, reports
+
+    def _scale(self, name: str, x_BLD: jax.Array, info: TokenInfo) -> Reports:
+        """Return the report of the scale of activations, if it is measured."""
+        if info.measured_BL is None:
+            return {}
+        squares = local_squares(x_BLD, info.measured_BL, self.tp.manager.mesh)
+        return {scale_name(name): squares}
 
     def _stored(self, x_BLD: jax.Array) -> jax.Array:
         """Return the residual stream in the memory layout of the plan."""
@@ -126,32 +139,36 @@ class Transformer(nnx.Module):
         index_L: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
         dropless: bool = False,
-    ) -> tuple[jax.Array, MoEReport | None]:
-        """Return hidden states after the final norm, and the reports of sparse layers `N ...`.
+        measure: bool = False,
+    ) -> tuple[jax.Array, Reports]:
+        """Return hidden states after the final norm, and reports of the layers that have them.
+
+        Reports are stacked over those N layers: `N ...`.
 
         tokens_BL: token ids. The hidden states x_BLD have the residual layout. positions_BL:
         position of every token in its document; not read if the plan attends across documents.
         segment_ids_BL: document of every token; negative: padding, which no expert receives.
         index_L: index in the row of every token (`ExecutionPlan.row_order`); None: natural order.
         dropout_key: key of this batch; None: no dropout. dropless: give experts room for all tokens
-        instead of their capacity, for losses that must not depend on drops.
+        instead of their capacity, for losses that must not depend on drops. measure: report the
+        scale of activations.
         """
         tokens_BL = self.tp.manager.constrain(tokens_BL, TokenSharding)
-        info = self._token_info(positions_BL, segment_ids_BL, index_L)
+        info = self._token_info(positions_BL, segment_ids_BL, index_L, measure=measure)
         definitions, stacks = self._layers()
 
         def body(x_BLD: jax.Array, layer: Any, number: jax.Array, kind: LayerKind) -> Any:
             block, key = nnx.merge(definitions[kind.is_sparse], layer), dropout_key
             if key is not None:
                 key = jax.random.fold_in(key, number)
-            x_BLD, _, report = block(
+            x_BLD, _, reports = block(
                 x_BLD,
                 dataclasses.replace(info, dropout_key=key),
                 kind=kind,
                 choice=self.plan.attention_of(kind.layer_type, tokens_BL.shape[1]),
                 dropless=dropless,
             )
-            return x_BLD, report
+            return x_BLD, reports
 
         policy = REMAT_POLICIES[self.config.remat]
         if policy is not None:
@@ -217,14 +234,19 @@ class Transformer(nnx.Module):
                 mode=mode,
                 cache=view,
             )
-            return (x_BLD, view.cache), None
+            return (x_BLD, view.cache), {}
 
         x_BLD = self.embed(tokens_BL, mode)
         (x_BLD, cache), _ = _scan_layers(body, (x_BLD, cache), stacks, self.config.segments)
         return self._final_norm(x_BLD), cache.advance(counts_B)
 
     def _token_info(
-        self, positions_BL: jax.Array, segment_ids_BL: jax.Array, index_L: jax.Array | None
+        self,
+        positions_BL: jax.Array,
+        segment_ids_BL: jax.Array,
+        index_L: jax.Array | None,
+        *,
+        measure: bool,
     ) -> TokenInfo:
         """Return what attention and experts need in training; arguments as of `__call__`."""
         constrain, across = self.tp.manager.constrain, self.plan.attend_across_documents
@@ -241,6 +263,7 @@ class Transformer(nnx.Module):
             segment_ids_BL=None if across else segment_ids_BL,
             index_L=index_L,
             valid_BL=segment_ids_BL >= 0 if True in self.config.sparse_layers else None,
+            measured_BL=segment_ids_BL >= 0 if measure else None,
         )
 
     def _rotations(self, positions_BL: jax.Array) -> Mapping[LayerType, Rotation]:
@@ -302,13 +325,13 @@ class Transformer(nnx.Module):
 def _scan_layers(
     body: Callable[..., Any], carry: Any, stacks: dict[bool, Any], segments: Sequence[Segment]
 ) -> tuple[Any, Any]:
-    """Apply body(carry, layer, number, kind) -> (carry, report) to every layer in order.
+    """Apply body(carry, layer, number, kind) -> (carry, reports) to every layer in order.
 
     stacks: the parameters of dense (False) and sparse (True) layers, stacked on dim 0. Each segment
     is one scan over the repeats of its pattern, so its pattern is compiled once. Returns the last
-    carry, and the reports of all layers stacked, or None if no layer has one.
+    carry, and every report by its name, stacked over the layers that have it.
     """
-    reports: list[Any] = []
+    reports: dict[str, list[Any]] = {}
     first, used = 0, dict.fromkeys(stacks, 0)
     for pattern, repeats in segments:
         numbers = jnp.arange(first, first + repeats * len(pattern))
@@ -324,7 +347,7 @@ def _scan_layers(
             kind = pattern[0]
             single = partial(_apply_layer, body, kind)
             carry, found = lax.scan(single, carry, (layers[kind.is_sparse], numbers))
-            reports += [found] if found is not None else []
+            _add(reports, found)
             continue
         layers = jax.tree.map(lambda y, n=repeats: y.reshape(n, -1, *y.shape[1:]), layers)
         step = partial(_apply_pattern, body, pattern)
@@ -334,10 +357,18 @@ def _scan_layers(
         else:
             carry, found = lax.scan(step, carry, inputs)
             found = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), found)
-        reports += [found] if found is not None else []
-    if not reports:
-        return carry, None
-    return carry, jax.tree.map(lambda *y: jnp.concatenate(y), *reports)
+        _add(reports, found)
+    return carry, _joined(jnp.concatenate, reports)
+
+
+def _add(reports: dict[str, list[Any]], found: Reports) -> None:
+    for name, report in found.items():
+        reports.setdefault(name, []).append(report)
+
+
+def _joined(join: Callable[..., jax.Array], reports: dict[str, list[Any]]) -> Reports:
+    """Return the reports of one name as one tree, whose arrays are joined."""
+    return {name: jax.tree.map(lambda *y: join(y), *parts) for name, parts in reports.items()}
 
 
 def _apply_layer(
@@ -352,14 +383,14 @@ def _apply_pattern(
 ) -> tuple[Any, Any]:
     """Apply the layers of one repeat of a pattern, one after another."""
     layers, numbers = inputs
-    reports, used = [], dict.fromkeys(layers, 0)
+    reports, used = dict[str, list[Any]](), dict.fromkeys(layers, 0)
     for place, kind in enumerate(pattern):
         index = used[kind.is_sparse]
         used[kind.is_sparse] += 1
         layer = jax.tree.map(lambda y, n=index: y[n], layers[kind.is_sparse])
-        carry, report = body(carry, layer, numbers[place], kind)
-        reports += [report] if report is not None else []
-    return carry, jax.tree.map(lambda *y: jnp.stack(y), *reports) if reports else None
+        carry, found = body(carry, layer, numbers[place], kind)
+        _add(reports, found)
+    return carry, _joined(jnp.stack, reports)
 
 
 def _stack(build: Callable[..., nnx.Module], count: int, *, rngs: nnx.Rngs) -> nnx.Module:

@@ -320,10 +320,11 @@ def is_sparse(c, layer):
     return c.moe.num_experts > 0 and after and (layer + 1) % c.moe.decoder_sparse_step == 0
 
 
-def forward(config, params, tokens, positions, segments):
+def forward(config, params, tokens, positions, segments, observe=lambda kind, y: None):
     """Return the logits `B L V` of `B L` tokens, and the routing of every sparse layer.
 
     A token attends to earlier tokens of its segment. Tokens of negative segments are padding.
+    observe: called with what every layer adds to the residual stream, and with that stream.
     """
     c = fields_of(config)
     table, routings, used = params["embed"]["table"], [], [0, 0]
@@ -335,14 +336,19 @@ def forward(config, params, tokens, positions, segments):
         used[sparse] += 1
         y = rms_norm(x, own["attention_norm"], c) if before else x
         y = attention(c, own["attention"], y, positions, segments, layer)
-        x = x + (rms_norm(y, own["attention_post_norm"], c) if after else y)
+        y = rms_norm(y, own["attention_post_norm"], c) if after else y
+        x = x + y
+        observe("attention", y)
         y = rms_norm(x, own["mlp_norm"], c) if before else x
         if sparse:
             y, routing = experts(c, own["mlp"], y, segments >= 0)
             routings.append(routing)
         else:
             y = gated_mlp(c, own["mlp"], y)
-        x = x + (rms_norm(y, own["mlp_post_norm"], c) if after else y)
+        y = rms_norm(y, own["mlp_post_norm"], c) if after else y
+        x = x + y
+        observe("experts" if sparse else "mlp", y)
+        observe("residual", x)
     kernel = table.T if c.tie_word_embeddings else params["head"]["kernel"]
     logits = rms_norm(x, params["norm"], c) @ kernel
     return capped(logits, c.final_logit_softcapping)[..., : c.vocab_size], routings

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from data.pipeline import Dataset, eval_batches
 from data.source import Source
+from model.activation_scale import activation_metrics
 from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput
@@ -62,16 +64,18 @@ class Evaluation:
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         """Return the metrics of the parameters, or of their moving average if there is one.
 
-        `eval_loss` in nats per token and `eval_bits_per_byte` of text over all sources, and
-        `eval/SOURCE/...` of each.
+        `eval_loss` in nats per token and `eval_bits_per_byte` of text over all sources,
+        `eval/SOURCE/...` of each, and `eval_activation/KIND`, the scale of activations.
         """
         metrics: dict[str, float] = {}
         totals, params = np.zeros(3), self.program.averaged(state)
+        scales: list[dict[str, jax.Array]] = []
         for source in self.dataset.sources:
             sums = [self.program.eval_step(params, batch) for batch in self._batches(source)]
-            nats, count = (sum(float(pair[n]) for pair in sums) for n in range(2))
+            nats, count = (sum(float(of_batch[n]) for of_batch in sums) for n in range(2))
             if not count:
                 continue
+            scales += [of_batch[2] for of_batch in sums]
             num_bytes = source.eval_bytes(len(sums) * self._batch_size)
             totals += nats, count, num_bytes
             metrics[f"eval/{source.name}/loss"] = nats / count
@@ -80,6 +84,7 @@ class Evaluation:
             nats, count, num_bytes = totals
             metrics["eval_loss"] = nats / count
             metrics["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
+            metrics |= activation_metrics(scales)
         return metrics
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:

@@ -64,10 +64,12 @@ class PreferenceProgram(Program):
         That of an answer is the sum over its tokens with loss_mask 1. The arguments are those of
         `loss_sum`. Communication: one all-gather of B floats over the devices that share the rows.
         """
-        model, hidden, batch, report = self._hidden(params, batch, dropout_key, dropless=dropless)
-        with jax.default_matmul_precision(self._precision):
+        model, hidden, batch, reports = self.hidden_states(
+            params, batch, dropout_key, dropless=dropless
+        )
+        with jax.default_matmul_precision(self.precision):
             losses_BL = model.token_losses(hidden, batch["targets"])
-        return _by_pair(-jnp.sum(losses_BL * batch["loss_mask"], axis=1)), report
+        return _by_pair(-jnp.sum(losses_BL * batch["loss_mask"], axis=1)), reports.get("experts")
 
     def _sums(
         self,

@@ -2,13 +2,17 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from data.batch import FIELDS
 from model.plan import make_plan
+from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import BATCH, LENGTH, TokenSharding
 from training.step import Batch, Program
 
@@ -75,6 +79,7 @@ class Scorer:
             tpu_forms=plan.tpu_forms,
         )
         self._program = dataclasses.replace(program, plan=plan)
+        self._score = jax.jit(partial(_score, self._program))
 
     def __call__(self, requests: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[Score]:
         """Return the score of every (context, continuation), as token ids.
@@ -90,7 +95,7 @@ class Scorer:
         for first in range(0, len(order), self._batch_size):
             chosen = order[first : first + self._batch_size]
             batch = self._batch([rows[n] for n in chosen])
-            losses_B, greedy_B = map(np.asarray, self._program.row_scores(self._params, batch))
+            losses_B, greedy_B = map(np.asarray, self._score(self._params, batch))
             for row, n in enumerate(chosen):
                 scores[n] = Score(-float(losses_B[row]), bool(greedy_B[row]))
             self._progress(len(chosen))
@@ -125,3 +130,19 @@ class Scorer:
             fields["loss_mask"][row, used - count : used] = 1
         sharding = self._program.tp.manager.sharding(TokenSharding.axes)
         return {name: jax.device_put(field, sharding) for name, field in fields.items()}
+
+
+def _score(program: Program, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return (cross-entropy, whether it is greedy) of every row of a batch (B, L), both (B,).
+
+    A row is greedy if each of its targets with a loss is the most likely token. Both results are on
+    every device.
+    """
+    with scheduling_groups(program.plan.groups_hops):
+        model, hidden, batch, _ = program.hidden_states(params, batch, None, dropless=True)
+    with jax.default_matmul_precision(program.precision):
+        losses_BL = model.token_losses(hidden, batch["targets"])
+        best_BL = model.most_likely(hidden)
+    losses_B = jnp.sum(losses_BL * batch["loss_mask"], axis=1)
+    greedy_B = jnp.all((best_BL == batch["targets"]) | (batch["loss_mask"] == 0), axis=1)
+    return jax.sharding.reshard(losses_B, P(None)), jax.sharding.reshard(greedy_B, P(None))

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from model.activation_scale import Reports, sums_by_kind
 from model.config import ModelConfig
 from model.int8_base import quantized_as
 from model.lora import adapters_of, drop_features, with_adapters
@@ -179,40 +180,30 @@ class Program:
             dropless: compute every assignment, beyond the expert capacity too.
             terms: terms of the objective beside the cross-entropy.
         """
-        model, hidden, batch, report = self._hidden(params, batch, dropout_key, dropless=dropless)
-        with jax.default_matmul_precision(self._precision):
-            return model.loss(hidden, batch["targets"], batch["loss_mask"], terms), report
+        model, hidden, batch, reports = self.hidden_states(
+            params, batch, dropout_key, dropless=dropless
+        )
+        with jax.default_matmul_precision(self.precision):
+            losses = model.loss(hidden, batch["targets"], batch["loss_mask"], terms)
+        return losses, reports.get("experts")
 
     def row_losses(self, params: Any, batch: Batch) -> jax.Array:
         """Return the cross-entropy of every row `B` of a microbatch, in nats, without dropout."""
-        model, hidden, batch, _ = self._hidden(params, batch, None, dropless=True)
-        with jax.default_matmul_precision(self._precision):
+        model, hidden, batch, _ = self.hidden_states(params, batch, None, dropless=True)
+        with jax.default_matmul_precision(self.precision):
             losses_BL = model.token_losses(hidden, batch["targets"])
         return jnp.sum(losses_BL * batch["loss_mask"], axis=1)
 
-    @cached_property
-    def row_scores(self) -> Any:
-        """Jitted `(params, batch (B, L)) -> (cross-entropies, greedy)`, both (B,), on every device.
-
-        greedy: whether every target of the row with a loss is the most likely token.
-        """
-
-        def score(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            with scheduling_groups(self.plan.groups_hops):
-                model, hidden, batch, _ = self._hidden(params, batch, None, dropless=True)
-            with jax.default_matmul_precision(self._precision):
-                losses_BL = model.token_losses(hidden, batch["targets"])
-                best_BL = model.most_likely(hidden)
-            losses_B = jnp.sum(losses_BL * batch["loss_mask"], axis=1)
-            greedy_B = jnp.all((best_BL == batch["targets"]) | (batch["loss_mask"] == 0), axis=1)
-            return jax.sharding.reshard(losses_B, P(None)), jax.sharding.reshard(greedy_B, P(None))
-
-        return jax.jit(score)
-
-    def _hidden(
-        self, params: Any, batch: Batch, dropout_key: jax.Array | None, *, dropless: bool
-    ) -> tuple[Transformer, jax.Array, Batch, MoEReport | None]:
-        """Return (model, hidden states of a microbatch, its fields in their order, MoE report)."""
+    def hidden_states(
+        self,
+        params: Any,
+        batch: Batch,
+        dropout_key: jax.Array | None,
+        *,
+        dropless: bool,
+        measure: bool = False,
+    ) -> tuple[Transformer, jax.Array, Batch, Reports]:
+        """Return (model, hidden states of a microbatch, its fields in their order, reports)."""
         if dropout_key is not None and self.plan.lora.dropout:
             key = jax.random.fold_in(dropout_key, 2**31)
             params = drop_features(params, key, self.plan.lora.dropout)
@@ -225,19 +216,20 @@ class Program:
                 name: field.at[:, order].get(out_sharding=spec) for name, field in batch.items()
             }
             index_L = jnp.asarray(order)
-        with jax.default_matmul_precision(self._precision):
-            hidden, report = model(
+        with jax.default_matmul_precision(self.precision):
+            hidden, reports = model(
                 batch["tokens"],
                 batch["positions"],
                 batch["segment_ids"],
                 index_L=index_L,
                 dropout_key=dropout_key if self.config.attention_dropout else None,
                 dropless=dropless,
+                measure=measure,
             )
-        return model, hidden, batch, report
+        return model, hidden, batch, reports
 
     @property
-    def _precision(self) -> str | None:
+    def precision(self) -> str | None:
         """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
         return "highest" if self.config.dtype == "float32" and self._platform != "cpu" else None
 
@@ -306,7 +298,7 @@ class Program:
                 return gradient_after(total, floats, self.tp.manager.mesh), output
 
             # Also around the derivative: custom derivative rules are traced after the forward.
-            with jax.default_matmul_precision(self._precision):
+            with jax.default_matmul_precision(self.precision):
                 (_, output), grads = jax.value_and_grad(ordered, has_aux=True)(trained)
             return output, observe(grads, part), grads
 
@@ -388,13 +380,17 @@ class Program:
 
     @cached_property
     def eval_step(self) -> Any:
-        """Jitted `(params, batch) -> (summed loss, tokens)`."""
+        """Jitted `(params, batch) -> (summed loss, tokens, scales)`; see `activation_metrics`."""
 
-        def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        def step(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
             part = {name: field[0] for name, field in batch.items()}
             with scheduling_groups(self.plan.groups_hops):
-                sums, _ = self.loss_sum(params, part, dropless=True)
-            mask = self.after(part["loss_mask"], sums.cross_entropy)
-            return sums.cross_entropy, jnp.sum(mask)
+                model, hidden, part, reports = self.hidden_states(
+                    params, part, None, dropless=True, measure=True
+                )
+                with jax.default_matmul_precision(self.precision):
+                    loss = model.loss(hidden, part["targets"], part["loss_mask"]).cross_entropy
+            mask, reports = self.after((part["loss_mask"], reports), loss)
+            return loss, jnp.sum(mask), sums_by_kind(reports)
 
         return jax.jit(step)

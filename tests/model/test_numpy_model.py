@@ -309,8 +309,9 @@ def run(case: str | int) -> Run:
     def compute(params):
         model = nnx.merge(definition, params)
         tokens = (data[name] for name in ("tokens", "positions", "segment_ids"))
-        x, report = model(*tokens, dropless=True)
+        x, reports = model(*tokens, dropless=True)
         loss = model.loss(x, data["targets"], data["loss_mask"]).objective
+        report = reports.get("experts")
         auxiliary = 0.0 if report is None else auxiliary_loss(report, config)
         return loss + auxiliary, (model.logits(x)[..., : config.vocab_size], loss, auxiliary)
 

@@ -35,6 +35,7 @@ def test_a_run_evaluates_its_validation_file_and_resumes_bit_equal(validated, tm
     (first, *_) = found = eval_lines(tmp_path / "whole")
     assert len(found) == 2 and first["eval/text/loss"] == first["eval_loss"]
     # A byte has one target, so the rates differ by the unit alone.
+    assert {*first} > {f"eval_activation/{kind}" for kind in ("attention", "mlp", "residual")}
     assert first["eval_bits_per_byte"] == pytest.approx(first["eval_loss"] / math.log(2))
     assert run(*validated, "training.steps=3") == 0
     assert run(*validated) == 0

@@ -172,8 +172,8 @@ def faulty(name: str, scale: Callable[[], jax.Array]) -> Program:
     """Return a program whose hidden states every device multiplies by its `scale()`."""
 
     class Faulty(Program):
-        def _hidden(self, *args, **options):
-            model, hidden, *rest = super()._hidden(*args, **options)
+        def hidden_states(self, *args, **options):
+            model, hidden, *rest = super().hidden_states(*args, **options)
             spec = jax.typeof(hidden).sharding.spec
             island = jax.shard_map(
                 lambda x: x * scale(), in_specs=spec, out_specs=spec, check_vma=False

@@ -150,7 +150,7 @@ def test_terms_of_the_objective_are_in_the_gradients_and_not_in_the_loss(fields)
 
     def logits_of(params, batch):
         part = {name: field[0] for name, field in batch.items()}
-        model, hidden, *_ = program._hidden(params, part, None, dropless=True)
+        model, hidden, *_ = program.hidden_states(params, part, None, dropless=True)
         return model.logits(hidden)
 
     with jax.set_mesh(program.tp.mesh):
@@ -158,7 +158,7 @@ def test_terms_of_the_objective_are_in_the_gradients_and_not_in_the_loss(fields)
         params = fresh_on(GRID).params
         means, _, grads = step(params, placed(program, fields))
         parts_means, _, parts_grads = step(params, placed(program, fields, 4))
-        total, tokens = program.eval_step(params, placed(program, fields))
+        total, tokens, _ = program.eval_step(params, placed(program, fields))
         logits = jax.jit(logits_of)(params, placed(program, fields))
     logits = np.asarray(logits, np.float64)[..., : program.config.vocab_size]
     log_sums, mask = np.log(np.sum(np.exp(logits), axis=-1)), fields["loss_mask"]
@@ -209,7 +209,7 @@ def test_the_loss_is_the_mean_over_unmasked_tokens(fields):
     program, params = program_on(GRID), fresh_on(GRID).params
     with jax.set_mesh(program.tp.mesh):
         batch = placed(program, fields)
-        total, count = program.eval_step(params, batch)
+        total, count, _ = program.eval_step(params, batch)
     loss, _ = gradients(fields)
     assert count == fields["loss_mask"].sum()
     assert loss == pytest.approx(float(total) / float(count), rel=1e-6)
@@ -360,7 +360,7 @@ def test_the_moving_average_of_bfloat16_parameters_is_float32(fields):
         assert {x.dtype.name for x in jax.tree.leaves(abstract.params)} == {"bfloat16"}
         assert {x.dtype.name for x in jax.tree.leaves(abstract.ema)} == {"float32"}
         average = init_ema(fresh_on(ONE_DEVICE).params)
-        total, count = program.eval_step(average, placed(program, fields))
+        total, count, _ = program.eval_step(average, placed(program, fields))
     assert float(total / count) == pytest.approx(gradients(fields, mesh=ONE_DEVICE)[0], rel=0.1)
 
 

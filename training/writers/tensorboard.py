@@ -36,6 +36,7 @@ _CHARTS: dict[str, dict[str, list[str]]] = {
     "eval": {
         "loss": ["^eval/(.*/)?loss$"],
         "bits per byte": ["^eval/(.*/)?bits_per_byte$"],
+        "scale of activations": ["^eval/activation/"],
     },
     "perf": {
         "tokens per second": ["^perf/tokens_per_second$"],
