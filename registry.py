@@ -1,5 +1,6 @@
 """Registry of named extension points, such as optimizers; every package may import it."""
 
+import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -26,7 +27,9 @@ class Registry(dict[str, Entry]):
         super().__setitem__(name, entry)
 
     def __missing__(self, name: str) -> Entry:
-        raise ValueError(f"unknown {self.kind} {name!r}; use one of {', '.join(self)}")
+        near = difflib.get_close_matches(name, self, n=1, cutoff=0.7)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown {self.kind} {name!r}; use one of {', '.join(self)}{hint}")
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
         """Return a decorator that adds what it decorates."""

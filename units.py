@@ -10,7 +10,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.3g} PiB"
 
 
+def three_digits(value: float) -> str:
+    """Return a number with three digits, or without a fraction from 100 on."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
 def milliseconds(seconds: float) -> str:
-    """Return the milliseconds with three digits, or without a fraction from 100 on."""
-    found = seconds * 1e3
-    return f"{found:,.0f}" if found >= 99.5 else f"{found:.3g}"
+    """Return seconds as milliseconds, with `three_digits`."""
+    return three_digits(seconds * 1e3)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, RootModel, ValidationError
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 Section = TypeVar("Section", bound=BaseModel)
@@ -168,9 +169,21 @@ def _parse(text: str, where: str) -> Any:
         reason = str(error)
         if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
             mark = error.problem_mark
-            reason = f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: {_yaml_problem(error)}"
         reason = re.sub(r"\s+", " ", reason).strip()
         raise ConfigError(f"{where} is not YAML: {reason}") from error
+
+
+def _yaml_problem(error: MarkedYAMLError) -> str:
+    """Return what is wrong with a YAML text, with a hint for the most frequent mistakes."""
+    problem = str(error.problem)
+    if isinstance(error, DuplicateKeyError):
+        return re.sub(r'found duplicate key ("\S+").*', r"the key \1 is given twice", problem)
+    if "'\\t'" in problem:
+        return f"{problem}; indent with spaces"
+    if "block end" in problem:
+        return f"{problem}; check the indentation"
+    return problem
 
 
 def section_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:

@@ -6,7 +6,7 @@ The same text is printed by `train.py --help-config` and kept in docs/configurat
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -59,12 +59,19 @@ def sections(
 
 
 def find_sections(name: str | None) -> list[Section]:
-    """Return the sections with this name or below it; all for None. Raises: ConfigError."""
+    """Return the sections with this name or below it, all for None, or the one key of this name.
+
+    Raises: ConfigError.
+    """
     every = list(sections())
     found = [s for s in every if name is None or f"{s.name}.".startswith(f"{name}.")]
+    if not found and name is not None:
+        above, _, last = name.rpartition(".")
+        keys = [(s, tuple(k for k in s.keys if k.name == last)) for s in every if s.name == above]
+        found = [replace(s, keys=of_name) for s, of_name in keys if of_name]
     if not found:
         names = ", ".join(dict.fromkeys(s.name.partition(".")[0] for s in every if s.name))
-        raise ConfigError(f"--help-config {name}: unknown section; sections: {names}")
+        raise ConfigError(f"--help-config {name}: unknown section or key; sections: {names}")
     return found
 
 

@@ -343,23 +343,27 @@ def _check_data(config: Config) -> None:
     mesh, data = config.mesh, config.data
     micro = config.training.gradient_accumulation
     for size in data.batch_sizes:
-        _divides("data.global_batch_size", size, "training.gradient_accumulation", micro)
+        _divides(
+            "data.global_batch_size",
+            size,
+            "training.gradient_accumulation",
+            micro,
+            f"data.global_batch_size={_multiples(size, micro)}",
+        )
         if size // micro % data.rows_per_item:
             raise ConfigError(
                 f"data.global_batch_size / training.gradient_accumulation={size // micro} is odd, "
                 "but with data.packing=pairs every pair is two rows of a microbatch; make it even"
             )
-        _divides(
-            "data.global_batch_size / training.gradient_accumulation",
-            size // micro,
-            "mesh.dp * mesh.fsdp * mesh.ep",
-            mesh.dp * mesh.fsdp * mesh.ep,
-        )
+        devices, axes = mesh.dp * mesh.fsdp * mesh.ep, "mesh.dp * mesh.fsdp * mesh.ep"
+        if micro > 1:
+            axes = f"training.gradient_accumulation * {axes}"
+        _is_multiple("data.global_batch_size", size, axes, micro * devices)
     split_over_tp = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == ROWS
     axes = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
     for length in values_by_step(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
-        _divides("data.sequence_length", length, axes, parts)
+        _is_multiple("data.sequence_length", length, axes, parts)
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
@@ -427,6 +431,21 @@ def _check_experts(config: Config) -> None:
             f"model.moe.router={moe.router} depends on later tokens and cannot generate text; set "
             "training.sample_tokens=0, or use another router"
         )
+
+
+def _is_multiple(name: str, value: int, parts_name: str, parts: int) -> None:
+    """Check a size that is easier to change than the number of its parts."""
+    if value % parts:
+        raise ConfigError(
+            f"{name}={value} is not divisible by {parts_name}={parts}; use "
+            f"{name}={_multiples(value, parts)}, or another mesh"
+        )
+
+
+def _multiples(value: int, parts: int) -> str:
+    """Return the multiples of a number next to a value: `8 or 16`."""
+    below = value // parts * parts
+    return f"{below} or {below + parts}" if below else f"{parts}"
 
 
 def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:

@@ -158,8 +158,8 @@ class DataConfig(
         for step, shares in self.shares.items():
             if not shares:
                 raise ValueError(
-                    f"data.sources: every weight is 0 from step {step} on; give at least one of "
-                    f"{', '.join(self.sources)} a weight above 0"
+                    f"data.sources: every weight is 0 from step {step} on; give at least "
+                    f"one of these a weight above 0: {', '.join(self.sources)}"
                 )
         return self
 

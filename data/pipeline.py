@@ -141,7 +141,8 @@ class Dataset:
 
     def warnings(self) -> list[str]:
         """Return a line for everything about the data that a user should know before training."""
-        return [*self._unread_files, *self.unchecked_stores(), *self.repetitions()]
+        cut = [line for source in self.sources if (line := source.cut_conversations())]
+        return [*self._unread_files, *self.unchecked_stores(), *cut, *self.repetitions()]
 
     def repetitions(self) -> list[str]:
         """Return a line for every source with fewer rows than one batch takes from it."""

@@ -103,6 +103,16 @@ class Source:
             line += f"; eval_files: {self.evaluation[0].summary()}"
         return line
 
+    def cut_conversations(self) -> str | None:
+        """Return a line about conversations of which a row has only a part; None: all are whole."""
+        count = self.packed.info.cut_documents
+        if self.chat_template is None or not count:
+            return None
+        return (
+            f"data {self.name}: {count:,} of {self.store.info.num_documents:,} conversations cut at "
+            "the end of a row; use data.packing=best_fit, or raise data.sequence_length"
+        )
+
     @property
     def num_pairs_left_out(self) -> int:
         """Number of preference pairs that are too long for rows."""

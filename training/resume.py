@@ -173,9 +173,10 @@ class Resumer:
                 )
         order = self.dataset.order(batch_number(step, record["skipped"]))
         if record["order"] != order:
+            change = explain_change(record["order"], order)
             raise ValueError(
-                f"checkpoint {step} was trained on other data: "
-                f"{explain_change(record['order'], order)}; restore it, or give another run.dir"
+                f"checkpoint {step} was trained on other data: {change}; restore that data, or "
+                "give another run.dir"
             )
 
     def _set_aside(self, step: int, error: CheckpointError) -> None:

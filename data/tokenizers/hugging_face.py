@@ -237,8 +237,9 @@ def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
         value = json.loads(content)
     except OSError as error:
         download = download_remedy(str(name), "--include 'tokenizer*' ")
+        where = "" if str(path) == name else f" {path}:"
         raise DataError(
-            f"data.tokenizer={name}: {path}: {error.strerror}; {_remedy()}{download}"
+            f"data.tokenizer={name}:{where} {error.strerror}; {_remedy()}{download}"
         ) from error
     except ValueError as error:
         raise DataError(_not_a_tokenizer(path, error)) from error

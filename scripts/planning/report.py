@@ -12,7 +12,7 @@ from parallel.sharding.mesh import AXIS_NAMES
 from planning.gpus import GpuPlan
 from planning.search import Ranked
 from planning.step import StepPlan
-from units import milliseconds
+from units import format_bytes, milliseconds, three_digits
 
 Plan = StepPlan | GpuPlan
 
@@ -57,8 +57,10 @@ def verdict(plan: StepPlan) -> str:
     if plan.fits:
         assert needed is not None
         share = needed / plan.chip.hbm_bytes
-        return f"fits on {where}: {needed / _GIB:.1f} of {available:.2f} GiB per chip ({share:.0%})"
-    much = "more" if needed is None else f"{needed / _GIB:.1f} GiB per chip, more"
+        return (
+            f"fits on {where}: {format_bytes(needed)} of {available:.2f} GiB per chip ({share:.0%})"
+        )
+    much = "more" if needed is None else f"{format_bytes(needed)} per chip, more"
     return f"does not fit on {where}: it needs {much} than the {available:.2f} GiB of a chip"
 
 
@@ -101,29 +103,30 @@ def run_cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]
 def cost_line(plan: Plan, tokens: float, price: float | None) -> str:
     """Return the days, chip-hours and cost of a run as a line."""
     found = run_cost(plan, tokens, price)
-    cost = "" if price is None else f", {found['cost']:,.0f} at {price:g} per chip-hour"
+    cost = "" if price is None else f", {three_digits(found['cost'])} at {price:g} per chip-hour"
     return (
-        f"{tokens:,.0f} tokens take {found['days']:,.1f} days, {found['chip_hours']:,.0f} "
-        f"chip-hours{cost}"
+        f"{tokens:,.0f} tokens take {three_digits(found['days'])} days, "
+        f"{three_digits(found['chip_hours'])} chip-hours{cost}"
     )
 
 
 def memory_table(memory: MemoryUse) -> Iterator[str]:
     """Yield the memory of one chip by class, and its largest temporary buffers."""
-    yield f"{'memory per chip at its peak':<34}{'GiB':>8}{'share':>8}"
+    unit, name = (_GIB, "GiB") if memory.total >= _GIB else (2**20, "MiB")
+    yield f"{'memory per chip at its peak':<34}{name:>8}{'share':>8}"
     for name, size in memory.classes.items():
-        yield f"  {name:<32}{size / _GIB:>8.2f}{size / memory.total:>8.1%}"
-    yield f"  {'total':<32}{memory.total / _GIB:>8.2f}"
+        yield f"  {name:<32}{size / unit:>8.2f}{size / memory.total:>8.1%}"
+    yield f"  {'total':<32}{memory.total / unit:>8.2f}"
     if memory.assigned is not None:
         yield (
-            f"  {'held against the chip':<32}{memory.assigned / _GIB:>8.2f}  "
+            f"  {'held against the chip':<32}{memory.assigned / unit:>8.2f}  "
             "(without the program and what is unassigned)"
         )
     yield "largest buffers"
     for buffer in memory.largest[:5]:
         times = f"{buffer.count} x " if buffer.count > 1 else ""
         direction = "backward" if buffer.is_backward else "forward"
-        whole = f"{buffer.count * buffer.bytes / _GIB:.2f} GiB"
+        whole = format_bytes(buffer.count * buffer.bytes)
         yield f"  {whole:>9}  {buffer.kind}: {times}{buffer.shape} of {buffer.scope}, {direction}"
 
 

@@ -44,6 +44,7 @@ def test_defaults_are_written_as_yaml() -> None:
     [
         (["--help-config", "mesh"], "  mesh.fsdp: int = 1\n      Fully sharded data parallel"),
         (["--help-config", "training"], "  training.guard.on_spike: off | warn"),
+        (["--help-config", "optimizer.name"], "  optimizer.name: str = adamw\n"),
         (["--help-config"], "  plugins: list of str = []"),
     ],
 )
@@ -58,7 +59,9 @@ def test_an_unknown_section_is_refused_on_one_line(capsys) -> None:
         train.main(["--help-config", "modle"])
     error = capsys.readouterr().err
     assert end.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("error: --help-config modle: unknown section; sections: run, model, ")
+    assert error.startswith(
+        "error: --help-config modle: unknown section or key; sections: run, model, "
+    )
 
 
 if __name__ == "__main__":

@@ -121,7 +121,10 @@ REFUSALS = {
     "optimizer.learning_rate=.nan": "optimizer.learning_rate=nan: input should be",
     "optimizer.learning_rate=.inf": "optimizer.learning_rate=inf: input should be",
     "optimizer.schedule=cosin": "optimizer.schedule: unknown schedule 'cosin'; use one of ",
-    "optimizer.name=adamww": "optimizer.name: unknown optimizer 'adamww'; use one of adafactor",
+    "optimizer.name=adamww": (
+        "optimizer.name: unknown optimizer 'adamww'; use one of adafactor, adamw, lion, muon, "
+        "schedule_free_adamw, sgd; did you mean adamw?"
+    ),
     "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
     # The user names sources; values may change at given steps.
     "data.sources.code.wieght=2": (
@@ -178,14 +181,21 @@ REFUSALS = {
     "model.vocab_size=265": "model.vocab_size=265 is not divisible by mesh.tp=8; use mesh.tp=",
     "model.vocab_size=256": "model.vocab_size=256 is smaller than the tokenizer's 257 ids; set it",
     "mesh.fsdp=3": "model.hidden_size=256 is not divisible by mesh.fsdp * mesh.sp=3",
-    "data.sequence_length=100": "data.sequence_length=100 is not divisible by mesh.sp * mesh.tp=8",
+    "data.sequence_length=100": (
+        "data.sequence_length=100 is not divisible by mesh.sp * mesh.tp=8; use "
+        "data.sequence_length=96 or 104, or another mesh"
+    ),
+    "data.global_batch_size=12 training.gradient_accumulation=4 mesh.tp=1 mesh.fsdp=8": (
+        "data.global_batch_size=12 is not divisible by training.gradient_accumulation * mesh.dp * "
+        "mesh.fsdp * mesh.ep=32; use data.global_batch_size=32, or another mesh"
+    ),
     "training.gradient_accumulation=3": (
         "data.global_batch_size=16 is not divisible by training.gradient_accumulation=3; "
-        "use training.gradient_accumulation=2 or 4"
+        "use training.gradient_accumulation=2 or 4, or data.global_batch_size=15 or 18"
     ),
     "mesh.dp=3": (
-        "data.global_batch_size / training.gradient_accumulation=16 is not divisible by "
-        "mesh.dp * mesh.fsdp * mesh.ep=3; use mesh.dp * mesh.fsdp * mesh.ep=2 or 4"
+        "data.global_batch_size=16 is not divisible by mesh.dp * mesh.fsdp * mesh.ep=3; "
+        "use data.global_batch_size=15 or 18, or another mesh"
     ),
     "parallel.overlap_experts=ring": "parallel.overlap_experts=ring applies to experts only",
     "model.moe.num_experts_per_tok=4": (
@@ -388,9 +398,13 @@ def test_a_folder_is_refused(tmp_path):
     ("text", "rule"),
     [
         ("mesh: {tp: 1", "is not YAML: line 1, column 13: expected ',' or '}', but got '<stream "),
-        ("mesh:\n\ttp: 1\n", "is not YAML: line 2, column 1: found character"),
-        ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*found duplicate key "tp"'),
-        ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*found duplicate key "mesh"'),
+        ("mesh:\n\ttp: 1\n", "is not YAML: line 2, column 1: found .*; indent with spaces$"),
+        ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*the key "tp" is given twice$'),
+        ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*the key "mesh" is given twice$'),
+        (
+            "mesh:\n  tp: 1\n dp: 2\n",
+            "is not YAML: line 3, column 2: .*; check the indentation$",
+        ),
         ("- mesh\n", "holds no sections but a list; write, for example, 'mesh:"),
         ("just words\n", "holds no sections but a str; write, for example, 'mesh:"),
     ],

@@ -188,3 +188,19 @@ def test_a_tokenizer_is_not_trained_on_validation_files(folder):
     )
     ensure_tokenizer(config, 280, lambda line: None)
     assert len(open_tokenizer(str(path)).encode("zqzq")) == 4, "no merge of these letters"
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit"])
+def test_conversations_that_are_cut_are_counted_in_a_warning(tmp_path, packing):
+    talks = [[("user", "hi"), ("assistant", "a" * length)] for length in (4, 200, 5, 300)]
+    lines = [{"text": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"eval_files": None, "eval_fraction": 0, "packing": packing}
+    (line,) = open_data(tmp_path, sequence_length=128, **given).warnings()
+    assert line == (
+        f"data text: {2 if packing == 'best_fit' else 3} of 4 conversations cut at the end of a "
+        "row; use data.packing=best_fit, or raise data.sequence_length"
+    )
+    long_rows = open_data(tmp_path, sequence_length=512, global_batch_size=1, **given)
+    assert len(long_rows.warnings()) == (packing == "split")

@@ -337,7 +337,7 @@ REFUSALS = {
     ),
     "no file": (
         lambda _: open_tokenizer("nowhere/tokenizer.json"),
-        "data.tokenizer=nowhere/tokenizer.json: nowhere/tokenizer.json: No such file or directory; "
+        "data.tokenizer=nowhere/tokenizer.json: No such file or directory; "
         "give the path of such a file, or one of the registered names: bytes",
     ),
     "a name of the hub": (

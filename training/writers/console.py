@@ -43,6 +43,7 @@ class ConsoleWriter(MetricsWriter):
                 TextColumn("{task.fields[rates]}"),
                 TimeRemainingColumn(),
                 console=context.console,
+                transient=True,
             )
             self._task = self.progress.add_task("starting", total=context.steps, rates="")
 
