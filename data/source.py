@@ -108,9 +108,10 @@ class Source:
         count = self.packed.info.cut_documents
         if self.chat_template is None or not count:
             return None
+        total = self.store.info.num_documents
         return (
-            f"data {self.name}: {count:,} of {self.store.info.num_documents:,} conversations cut at "
-            "the end of a row; use data.packing=best_fit, or raise data.sequence_length"
+            f"data {self.name}: {count:,} of {total:,} conversations cut at the end of a row; use "
+            "data.packing=best_fit, or raise data.sequence_length"
         )
 
     @property

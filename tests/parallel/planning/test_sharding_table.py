@@ -133,7 +133,7 @@ def test_axes_of_the_same_size_share_the_excess():
         (
             ax.Replicated,
             (5,),
-            dict.fromkeys(MESH_AXES, "one of its dims has no semantic axis (Replicated)"),
+            dict.fromkeys(MESH_AXES, "kept whole by the rule Replicated"),
         ),
         (None, (5,), dict.fromkeys(MESH_AXES, "no semantic axes")),
         (None, (), dict.fromkeys(MESH_AXES, "scalar")),
@@ -260,7 +260,7 @@ def test_the_text_lists_every_tensor_and_the_excess_by_reason():
     assert sum(costs(rows).values()) == 304
     assert summary(rows) == (
         "512 bytes per device, 304 bytes of it replicated (192 bytes over dp=2: data parallelism; "
-        "38 bytes over fsdp=2: one of its dims has no semantic axis (Replicated))"
+        "38 bytes over fsdp=2: kept whole by the rule Replicated)"
     )
     assert len({line.index("per device") for line in lines if "semantic axes" in line}) == 1
 
