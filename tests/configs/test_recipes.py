@@ -89,9 +89,7 @@ def plan(path, topology: str, *overrides: str) -> dict:
 
 # A compilation takes one to three minutes. Both kinds of slices, dense and sparse models, adapters
 # and accumulated gradients are in the slow stage, the others in the sweep before a release.
-SAMPLE = {
-    "tp8", "moe_ep8", "bpe_400m", "llama3_8b_pretrain", "qwen3_0_6b_lora", "mixtral_8x7b_lora"
-}  # fmt: skip
+SAMPLE = {"tp8", "moe_ep8", "bpe_400m", "llama3_8b_pretrain", "qwen3_0_6b_lora"}
 
 
 @needs_libtpu

@@ -8,19 +8,29 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.slow
+# Arguments, the ratios in the result, and the stage.
+BENCHMARKS = {
+    "step": (["step"], lambda result: [result["ratio"]], "slow"),
+    "moe-step": (["moe-step"], lambda result: [result["ratio"]], "sweep"),
+    "attention": (
+        ["attention", "--lengths", "128"],
+        lambda result: [result["rows"][0]["ratio"]],
+        "slow",
+    ),
+    "decode": (
+        ["decode", "--batches", "1", "--prompt", "8", "--new", "8"],
+        lambda result: [*result["batches"]["1"]["ratio_to_plain"].values()],
+        "slow",
+    ),
+}
+
+
 @pytest.mark.parametrize(
     ("arguments", "ratios"),
     [
-        (["step"], lambda result: [result["ratio"]]),
-        (["moe-step"], lambda result: [result["ratio"]]),
-        (["attention", "--lengths", "128"], lambda result: [result["rows"][0]["ratio"]]),
-        (
-            ["decode", "--batches", "1", "--prompt", "8", "--new", "8"],
-            lambda result: [*result["batches"]["1"]["ratio_to_plain"].values()],
-        ),
+        pytest.param(arguments, ratios, id=name, marks=getattr(pytest.mark, stage))
+        for name, (arguments, ratios, stage) in BENCHMARKS.items()
     ],
-    ids=["step", "moe-step", "attention", "decode"],
 )
 def test_a_benchmark_measures_ratios(arguments, ratios) -> None:
     done = subprocess.run(

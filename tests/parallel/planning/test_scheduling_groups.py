@@ -8,12 +8,9 @@ import sys
 import pytest
 from conftest import ROOT
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"'
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"'
+)
 SMALL = (
     "mesh.tp=8 parallel.overlap=hypercube model.dtype=bfloat16 model.hidden_size=1024 "
     "model.intermediate_size=2048 model.num_attention_heads=8 model.num_key_value_heads=8 "
@@ -27,10 +24,12 @@ LATENT = (
 # Overrides, and whether there are groups: not with adapters, nor where features travel.
 STEPS = [
     (["model.remat=full", WINDOWS, "model.sliding_window=256"], True),
-    (["model.remat=none", "mesh.tp=4", "mesh.sp=2", "training.gradient_accumulation=2"], True),
-    ([LATENT], True),
     (["model.moe.num_experts=8", "model.moe.moe_intermediate_size=1024"], True),
     (["lora.rank=8"], False),
+]
+MORE_STEPS = [
+    (["model.remat=none", "mesh.tp=4", "mesh.sp=2", "training.gradient_accumulation=2"], True),
+    ([LATENT], True),
     (["parallel.residual=hidden"], False),
 ]
 SCRIPT = """
@@ -54,10 +53,17 @@ for overrides in json.loads(sys.argv[1]):
 """
 
 
-def test_steps_with_groups_compile() -> None:
-    overrides = json.dumps([[*SMALL, *changes] for changes, _ in STEPS])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(STEPS, id="some", marks=pytest.mark.slow),
+        pytest.param(MORE_STEPS, id="rest", marks=pytest.mark.sweep),
+    ],
+)
+def test_steps_with_groups_compile(steps) -> None:
+    overrides = json.dumps([[*SMALL, *changes] for changes, _ in steps])
     command = [sys.executable, "-c", SCRIPT, overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-2000:]
     counts = [int(line) for line in done.stdout.splitlines()]
-    assert [count > 0 for count in counts] == [has_groups for _, has_groups in STEPS]
+    assert [count > 0 for count in counts] == [has_groups for _, has_groups in steps]
