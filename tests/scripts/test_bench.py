@@ -7,7 +7,6 @@ import sys
 import pytest
 from conftest import ROOT
 
-
 # Arguments, the ratios in the result, and the stage.
 BENCHMARKS = {
     "step": (["step"], lambda result: [result["ratio"]], "slow"),
