@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from model.activation_scale import Reports, local_squares, scale_name
 from model.attention.cached import Cache, LayerCache, write_index
@@ -356,9 +357,15 @@ def _scan_layers(
             carry, found = step(carry, jax.tree.map(lambda y: y[0], inputs))
         else:
             carry, found = lax.scan(step, carry, inputs)
-            found = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), found)
+            found = jax.tree.map(_merge_leading, found)
         _add(reports, found)
     return carry, _joined(jnp.concatenate, reports)
+
+
+def _merge_leading(y: jax.Array) -> jax.Array:
+    """Merge the first two dims, which are not split over devices."""
+    spec = jax.typeof(y).sharding.spec
+    return y.reshape(-1, *y.shape[2:], out_sharding=P(None, *spec[2:]))
 
 
 def _add(reports: dict[str, list[Any]], found: Reports) -> None:

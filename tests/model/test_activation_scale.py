@@ -23,7 +23,11 @@ MIXED = {
     "sliding_window": 5,
     "moe": {**EXPERTS, "first_k_dense_replace": 2},
 }
-CASES = {"dense": {}, "sparse": {"moe": EXPERTS}, "mixed": MIXED}
+ALTERNATING = {
+    "num_hidden_layers": 5,
+    "moe": {**EXPERTS, "first_k_dense_replace": 1, "decoder_sparse_step": 2},
+}
+CASES = {"dense": {}, "sparse": {"moe": EXPERTS}, "mixed": MIXED, "alternating": ALTERNATING}
 WHOLE = MeshConfig(dp=2, tp=2, sp=2)
 SPLIT = MeshConfig(fsdp=2, tp=2)
 
@@ -60,7 +64,7 @@ def measured(fields, mesh: MeshConfig, residual: str = "sequence"):
 def test_the_scale_of_activations_equals_numpy(case, mesh):
     found, wanted = measured(CASES[case], mesh)
     assert found == pytest.approx(wanted, rel=1e-5)
-    assert len(found) == (4 if case == "mixed" else 3)
+    assert len(found) == (4 if case in ("mixed", "alternating") else 3)
 
 
 @pytest.mark.parametrize("residual", RESIDUAL_LAYOUTS)
