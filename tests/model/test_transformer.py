@@ -266,9 +266,15 @@ def test_layers_run_in_order_with_their_own_numbers_and_parameters(letters) -> N
     stacks = {sparse: jnp.arange(count) for sparse, count in counts.items() if count}
 
     def body(place, parameter, number, kind):
-        return place + 1, jnp.stack([place, number, parameter, jnp.int32(kind.is_sparse)])
+        seen = jnp.stack([place, number, parameter, jnp.int32(kind.is_sparse)])
+        return place + 1, {"all": seen, f"sparse {kind.is_sparse}": number}
 
-    place, found = _scan_layers(body, jnp.int32(0), stacks, divide_layers(kinds))
+    place, reports = _scan_layers(body, jnp.int32(0), stacks, divide_layers(kinds))
+    found = reports.pop("all")
+    assert len(reports) == len(stacks)
+    for sparse in stacks:
+        of_kind = [n for n, kind in enumerate(kinds) if kind.is_sparse == sparse]
+        assert [*reports[f"sparse {sparse}"]] == of_kind
     used = {False: 0, True: 0}
     for number, kind in enumerate(kinds):
         parameter, used[kind.is_sparse] = used[kind.is_sparse], used[kind.is_sparse] + 1

@@ -79,6 +79,8 @@ def test_a_run_writes_it_and_trains_as_before(undisturbed, tmp_path):
     plain = (*NOISE[1:], f"run.dir={tmp_path}/plain")
     assert run(config, *plain) == 0 and run(config, *NOISE) == 0
     lines, others = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "plain"))
-    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    # The observed gradients are summed by another program, in another order on some CPUs.
+    losses = [line["loss"] for line in lines]
+    assert losses == pytest.approx([line["loss"] for line in others], rel=2**-21)
     assert all(line["noise_trace"] > 0 for line in lines)
     assert "noise_scale" in lines[-1] and not any("noise_trace" in line for line in others)
