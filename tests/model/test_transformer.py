@@ -269,7 +269,8 @@ def test_layers_run_in_order_with_their_own_numbers_and_parameters(letters) -> N
         seen = jnp.stack([place, number, parameter, jnp.int32(kind.is_sparse)])
         return place + 1, {"all": seen, f"sparse {kind.is_sparse}": number}
 
-    place, reports = _scan_layers(body, jnp.int32(0), stacks, divide_layers(kinds))
+    with jax.set_mesh(tensor_parallel(ONE_DEVICE).mesh):
+        place, reports = _scan_layers(body, jnp.int32(0), stacks, divide_layers(kinds))
     found = reports.pop("all")
     assert len(reports) == len(stacks)
     for sparse in stacks:
