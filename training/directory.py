@@ -35,7 +35,9 @@ def locked_run(
 ) -> Iterator[None]:
     """Create the run directory and hold its lock for the context.
 
-    With several processes, wait for the lock: a file server keeps that of a lost host for a while.
+    With one process, a directory that is created here for a run that is then refused is removed
+    again, unless a file in it has content. With several processes, wait for the lock: a file server
+    keeps that of a lost host for a while.
 
     Args:
         directory: run directory.
@@ -46,6 +48,7 @@ def locked_run(
         ValueError: the directory cannot be written, has too little space, or is in use.
         ProcessGroupError: it was in use for `cluster.start_timeout`.
     """
+    is_new = (group is None or group.num_processes == 1) and not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "w")
@@ -66,14 +69,29 @@ def locked_run(
                 if time.monotonic() > deadline:
                     raise ProcessGroupError(f"{in_use}, for {wait} s; stop that process")
                 time.sleep(1.0)
-        free = shutil.disk_usage(directory).free
-        if free < required_bytes:
-            raise ValueError(
-                f"run.dir={str(directory)!r} has {format_bytes(free)} free, but its checkpoints "
-                f"need {format_bytes(required_bytes)}; free some space, lower checkpoint.keep, "
-                "or give another run.dir"
-            )
-        yield
+        try:
+            _check_space(directory, required_bytes)
+            yield
+        except ValueError:
+            if is_new and not _has_content(directory):
+                shutil.rmtree(directory)
+            raise
+
+
+def _check_space(directory: Path, required_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < required_bytes:
+        raise ValueError(
+            f"run.dir={str(directory)!r} has {format_bytes(free)} free, but its checkpoints "
+            f"need {format_bytes(required_bytes)}; free some space, lower checkpoint.keep, "
+            "or give another run.dir"
+        )
+
+
+def _has_content(directory: Path) -> bool:
+    """Return whether a file has content, other than the hidden ones of this module."""
+    files = (path for path in directory.rglob("[!.]*") if not path.is_dir())
+    return any(path.lstat().st_size for path in files)
 
 
 def _lock(file: IO[str]) -> bool:

@@ -160,6 +160,22 @@ def test_too_little_disk_space_is_refused(tmp_path, monkeypatch):
             pytest.fail("no room")
 
 
+def test_the_directory_of_a_refused_run_is_removed_if_it_is_new_and_has_no_content(tmp_path):
+    def refuse(name: str, content: str) -> None:
+        with pytest.raises(ValueError, match="refused"), locked_run(tmp_path / name, 0):
+            (tmp_path / name / "checkpoints").mkdir(exist_ok=True)
+            (tmp_path / name / "log.txt").write_text(content)
+            (tmp_path / name / ".shared").write_text("a marker")
+            raise ValueError("refused")
+
+    refuse("new", "")
+    refuse("deep/new", "a line")
+    (tmp_path / "old").mkdir()
+    refuse("old", "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "old"]
+    assert (tmp_path / "deep" / "new" / "log.txt").read_text() == "a line"
+
+
 def test_old_runs_are_numbered_and_complete(tmp_path):
     directory = tmp_path / "run"
     assert move_aside(directory) is None
