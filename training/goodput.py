@@ -1,16 +1,21 @@
 """Goodput: every second of wall time has one label, and `step` is the useful one.
 
 The ledger adds up all processes of a run in time. The time between the end of one process and the
-start of the next is not counted. It measures one host, without files or threads.
+start of the next is not counted. It measures one host, without threads.
 """
 
 import contextlib
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from safe_files import replace_file
+from training.logs import log
+
+_FILE = "goodput.json"
 # start_up: from the start of a process to its first compile or step. checkpoint: training blocked
 # by a save. evaluation: samples included. lost: steps that are trained again or were skipped.
 LABELS = ("start_up", "compile", "step", "data_wait", "checkpoint", "evaluation", "lost", "other")
@@ -96,6 +101,21 @@ class Goodput:
         """Seconds by label up to now; JSON values."""
         self._switch(self._label)
         return dict(self._seconds)
+
+    def save(self, directory: Path) -> None:
+        """Write the seconds to `goodput.json` of a run directory, for the next process."""
+        try:
+            replace_file(directory / _FILE, json.dumps(self.seconds) + "\n")
+        except OSError as error:
+            log.warning("%s was not written: %s", directory / _FILE, error.strerror)
+
+    @staticmethod
+    def saved_in(directory: Path) -> dict[str, float]:
+        """Return the seconds that the last process saved when it ended; empty without a file."""
+        try:
+            return dict(json.loads((directory / _FILE).read_text()))
+        except FileNotFoundError:
+            return {}
 
     @property
     def share(self) -> float:

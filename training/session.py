@@ -119,7 +119,7 @@ def open_run(
         if step := start[0].step:
             log_config_changes(checkpoints.record(step), resolved)
         context = _writer_context(settings, directory, terminal, program)
-        yield build_trainer(
+        trainer = build_trainer(
             program,
             settings,
             resumer,
@@ -129,6 +129,9 @@ def open_run(
             run_id=run_id,
             writers=_open_writers(config, context, group),
         )
+        yield trainer
+        if group.is_primary:
+            trainer.goodput.save(directory)
 
 
 def _describe_run(
@@ -185,8 +188,9 @@ def _files_of_process(directory: Path, group: ProcessGroup) -> tuple[Path, Path]
 
 def _spent_before(directory: Path, resume_point: ResumePoint) -> dict[str, float]:
     """Return the seconds by label of earlier processes of the run."""
-    # The last process may have logged seconds after its last checkpoint.
-    ledgers = last_goodput(directory / "metrics.jsonl"), resume_point.goodput
+    # A process that was killed may have logged seconds after its last checkpoint.
+    logged = last_goodput(directory / "metrics.jsonl")
+    ledgers = Goodput.saved_in(directory), logged, resume_point.goodput
     return max(ledgers, key=lambda seconds: sum(seconds.values()))
 
 

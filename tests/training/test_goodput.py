@@ -200,3 +200,19 @@ def test_a_label_costs_less_than_five_microseconds():
             pass
 
     assert min(timeit.repeat(spend, number=200, repeat=50)) / 200 < 5e-6
+
+
+def test_the_next_process_continues_the_saved_seconds(tmp_path):
+    assert Goodput.saved_in(tmp_path) == {}
+    goodput, clock = ledger()
+    one_process(goodput, clock)
+    goodput.save(tmp_path)
+    resumed, _ = ledger(Goodput.saved_in(tmp_path))
+    assert resumed.seconds == goodput.seconds and sum(resumed.seconds.values()) == clock.now
+
+
+def test_seconds_that_cannot_be_written_are_a_warning(tmp_path, caplog):
+    (tmp_path / "goodput.json").mkdir()
+    with caplog.at_level("WARNING", "torus"):
+        Goodput().save(tmp_path)
+    assert "goodput.json was not written: " in caplog.text

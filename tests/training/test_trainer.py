@@ -321,3 +321,14 @@ def test_a_run_with_one_process_ends_when_it_makes_no_progress(tmp_path, monkeyp
     assert code == 76 and reason.startswith("no progress for 0.5 s (cluster.stall_timeout): ")
     assert "step 3 for" in reason
     assert "in run_and_hang\n" in (tmp_path / "run" / "stacks.txt").read_text()
+
+
+def test_the_next_process_counts_the_time_of_the_last_save_too(tmp_path):
+    config = write_config(tmp_path)
+    ledgers = []
+    for steps in (3, 6):
+        assert run(config, f"training.steps={steps}") == 0
+        ledgers.append(json.loads((tmp_path / "run" / "goodput.json").read_text()))
+        (*_, last) = read_lines(tmp_path / "run" / "metrics.jsonl")
+        assert ledgers[-1]["checkpoint"] > last.get("goodput/checkpoint", 0.0)
+    assert all(ledgers[1][label] >= seconds for label, seconds in ledgers[0].items())
