@@ -175,7 +175,7 @@ class JinjaTemplate(ConversationTemplate):
             for part, what in ((before, "before its answer"), (after, "with its answer")):
                 if not whole.startswith(part) or not after.startswith(before):
                     raise ConversationError(
-                        f"chat template of {self.name}: the conversation up to message {index}, "
+                        f"chat template of {self.name}: the conversation up to messages[{index}], "
                         f"{what}, is not a prefix of the whole conversation when rendered, so the "
                         f"assistant tokens cannot be located; {_REMEDY}"
                     )

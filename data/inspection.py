@@ -166,7 +166,7 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
         ("cut documents", f"{packed.cut_documents:,}"),
         *([("pairs left out", f"{left_out:,}")] if left_out else []),
         *(
-            (f"skipped: {kind}", f"{skip.count:,} (first: {skip.examples[0]})")
+            (f"skipped: {kind}", f"{skip.count:,}{skip.example(kind)}")
             for kind, skip in info.skipped.items()
         ),
         (f"weight at step {step}", f"{weight:g} ({weight / sum(weights.values()):.1%} of rows)"),

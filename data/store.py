@@ -44,6 +44,10 @@ class Skipped(BaseModel, frozen=True, extra="forbid"):
     count: PositiveInt
     examples: tuple[str, ...]
 
+    def example(self, kind: str) -> str:
+        """Return the first document in parentheses, or "" for empty ones, which lose nothing."""
+        return "" if kind == "empty" else f" (first: {self.examples[0]})"
+
 
 class InputFile(BaseModel, frozen=True, extra="forbid"):
     """An input file."""
@@ -227,8 +231,7 @@ class Store:
             else f"{num_bytes:,} bytes of text in the loss"
         )
         skipped = [
-            f"{skip.count:,} {kind} (first: {skip.examples[0]})"
-            for kind, skip in info.skipped.items()
+            f"{skip.count:,} {kind}{skip.example(kind)}" for kind, skip in info.skipped.items()
         ]
         return f"{line}; skipped: {', '.join(skipped)}" if skipped else line
 

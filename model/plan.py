@@ -218,8 +218,10 @@ class ExecutionPlan:
         model, n = self.model, self.tp.manager.mesh.shape[self.tp.axis_name]
         chunk = tokens_per_chunk(model, self.tp.manager)
         why = "the default on this device" if model.loss_chunk is None else "as configured"
-        size = 4 * chunk * model.padded_vocab_size // n
-        return f"loss in chunks of {chunk:,} tokens, at most {size:,} bytes of logits: {why}"
+        size = 4 * model.padded_vocab_size // n
+        return (
+            f"loss in chunks of at most {chunk:,} tokens, each with {size:,} bytes of logits: {why}"
+        )
 
     def _embedding_line(self) -> str:
         """Describe how the embedding is split over tp, and its communication per token."""

@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> None:
             console.print(f"{name:>26} {value}")
         for line in histogram_lines(length_histogram(document_lengths(source))):
             console.print(line)
+    for line in dataset.warnings():
+        console.print(f"\nwarning: {line}")
     if args.plot is not None:
         plot_lengths(chosen, args.plot)
         console.print(f"\n{args.plot} written")

@@ -79,9 +79,9 @@ class Document:
 class DocumentError:
     """Document, or rest of a file, that cannot be read, and the reason.
 
-    kind: invalid UTF-8, invalid JSON, missing field, wrong type, empty, too long, not a pair, no
-        fields, chat template, truncated file or corrupt file. The last two, and a missing field of
-        a table, end the range.
+    kind: invalid UTF-8, invalid JSON, missing field, wrong type, invalid message, empty, too long,
+        not a pair, no fields, chat template, truncated file or corrupt file. The last two, and a
+        missing field of a table, end the range.
     suggested_field: field that may hold the text, when the configured one is missing.
     """
 
@@ -297,18 +297,18 @@ def _to_messages(
     messages = []
     for index, value in enumerate(values):
         if not isinstance(value, dict):
-            detail = f"message {index} is {type_name(value)}, not role and content"
-            return DocumentError(file_range, number, "wrong type", detail)
+            detail = f"messages[{index}] is {type_name(value)}, not role and content"
+            return DocumentError(file_range, number, "invalid message", detail)
         is_sharegpt = "from" in value and value.get("role") is None  # tables fill in null
         texts = []
         for key in ("from", "value") if is_sharegpt else ("role", "content"):
             if key not in value:
-                detail = f"message {index} has {_no_field(key, value)}"
-                return DocumentError(file_range, number, "missing field", detail)
+                detail = f"messages[{index}] has {_no_field(key, value)}"
+                return DocumentError(file_range, number, "invalid message", detail)
             text = _joined_parts(value[key]) if key == "content" else value[key]
             if not isinstance(text, str):
-                detail = f"{key} of message {index} is {type_name(text)}, not text"
-                return DocumentError(file_range, number, "wrong type", detail)
+                detail = f"{key} of messages[{index}] is {type_name(text)}, not text"
+                return DocumentError(file_range, number, "invalid message", detail)
             texts.append(text)
         role, content = texts
         messages.append((_SHAREGPT_ROLES.get(role, role) if is_sharegpt else role, content))

@@ -94,9 +94,7 @@ def test_content_cannot_forge_a_control_token(tokenizer, source):
 
 
 def test_a_template_whose_prefixes_do_not_agree_is_refused_with_the_reason(tokenizer):
-    with pytest.raises(
-        ChatTemplateError, match="up to message 1, with its answer, is not a prefix"
-    ):
+    with pytest.raises(ChatTemplateError, match=r"up to messages\[1\], with its answer, is not a"):
         encode_chat(tokenizer, TALK[:2], jinja(THINKING))
     reversed_ = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(ChatTemplateError, match=r"use a template with \{% generation %\} tags"):

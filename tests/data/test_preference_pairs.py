@@ -75,7 +75,10 @@ def test_pairs_of_a_table_are_those_of_json_lines(tmp_path, form):
         ({"prompt": "q", "chosen": "a", "rejected": None}, "rejected is null, neither text nor a "),
         ({"chosen": TURN + YES, "rejected": TURN}, "the last message of rejected is not the assi"),
         ({"chosen": YES, "rejected": NO}, "chosen begins with the assistant's message, and there "),
-        ({"chosen": [{"role": "a"}], "rejected": TURN}, "chosen: message 0 has no field 'content'"),
+        (
+            {"chosen": [{"role": "a"}], "rejected": TURN},
+            "chosen: messages[0] has no field 'con",
+        ),
     ],
 )
 def test_what_is_no_pair_is_refused_with_its_line(tmp_path, record, detail):

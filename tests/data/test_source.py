@@ -204,3 +204,13 @@ def test_conversations_that_are_cut_are_counted_in_a_warning(tmp_path, packing):
     )
     long_rows = open_data(tmp_path, sequence_length=512, global_batch_size=1, **given)
     assert len(long_rows.warnings()) == (packing == "split")
+
+
+def test_the_remedy_for_an_invalid_message_is_not_another_field(tmp_path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}')
+    with pytest.raises(DataError) as error:
+        Dataset(DataConfig(files=str(path), cache_dir=str(tmp_path / "cache")))
+    detail = "invalid message: messages[1] has no field 'content'; the fields are role"
+    remedy = "correct the file, or use data.on_error=skip"
+    assert str(error.value) == f"{path}:1: {detail}; {remedy}"

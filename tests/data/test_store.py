@@ -95,7 +95,7 @@ def test_a_store_holds_what_was_appended(stored) -> None:
     assert stored.info.skipped["empty"].count == 4
     assert len(stored.info.skipped["empty"].examples) == 4
     size = "5 documents, 14 tokens, 9 bytes of text in the loss"
-    assert stored.summary() == f"{size}; skipped: 4 empty (first: a.txt: nothing)"
+    assert stored.summary() == f"{size}; skipped: 4 empty"
     stored.verify()
 
 

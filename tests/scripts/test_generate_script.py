@@ -61,7 +61,9 @@ def test_samples_are_logged_during_training_and_equal_the_script(folder, capsys)
     assert middle < end and log.count("sample") == 2
     # The script continues from the last checkpoint like the last sample.
     text = stdout_of(capsys, folder)
-    assert script.main(["--run", str(folder / "run"), "--prompt", "def ", "--cache", "paged"]) == 0
+    assert "attention" not in capsys.readouterr().err
+    paged = ["--prompt", "def ", "--cache", "paged", "--explain"]
+    assert script.main(["--run", str(folder / "run"), *paged]) == 0
     notes = capsys.readouterr().err
     assert "attention vanilla for sliding_attention, prefill: native backend" in notes
     assert "attention ragged_page_attention_v2 for full_attention, autoregressive" in notes
@@ -125,7 +127,7 @@ def chat_with(capsys, monkeypatch, folder: Path, lines: str) -> tuple[list[str],
     capsys.readouterr()
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     common = ["--run", str(folder / "run"), "--max-new-tokens", "8", "--temperature", "0"]
-    assert script.main([*common, "--chat"]) == 0
+    assert script.main([*common, "--chat", "--explain"]) == 0
     out, error = capsys.readouterr()
     return out.split("\n")[:-1], error.splitlines()
 

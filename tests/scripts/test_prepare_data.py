@@ -80,7 +80,7 @@ def test_the_script_trains_a_tokenizer_and_prepares_what_training_opens(folder) 
         rf"{folder}/cache/code-\w{{16}}",
         code,
     )
-    assert "; skipped: 1 empty (first: " in prose
+    assert "; skipped: 1 empty; " in prose
     # What train.py does with the same configuration.
     data = script.load_data_config(str(folder / "config.yaml"), [])
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
