@@ -220,7 +220,7 @@ class ExecutionPlan:
         why = "the default on this device" if model.loss_chunk is None else "as configured"
         size = 4 * model.padded_vocab_size // n
         return (
-            f"loss in chunks of at most {chunk:,} tokens, each with {size:,} bytes of logits: {why}"
+            f"loss in chunks of at most {chunk:,} tokens, {size:,} bytes of logits per token: {why}"
         )
 
     def _embedding_line(self) -> str:
