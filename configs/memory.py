@@ -85,7 +85,7 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     optimizer, kernels = OPTIMIZERS[config.optimizer.name], shape.layer + shape.experts
     others = shape.embedding + shape.head
     moments = optimizer.matrix_moments * kernels + optimizer.moments * others
-    moment_bytes = 2 if config.optimizer.moments_dtype == "bfloat16" else size
+    moment_bytes = {"bfloat16": 2, "int8": 1}.get(config.optimizer.moments_dtype or "", size)
     layers, (stream, attention, products) = model.num_hidden_layers, kept_per_token(config)
     kept = {
         "full": stream,

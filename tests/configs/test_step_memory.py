@@ -37,7 +37,7 @@ def test_estimates_are_near_compiled_steps(overrides: list[str], gib: float) -> 
     assert sum(step_memory(llama(*overrides), V5P).values()) / GIB == pytest.approx(gib, rel=0.06)
 
 
-@pytest.mark.parametrize("moments", ["null", "bfloat16"])
+@pytest.mark.parametrize("moments", ["null", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     "name", ["adamw", "muon", "lion", "adafactor", "sgd", "schedule_free_adamw"]
 )

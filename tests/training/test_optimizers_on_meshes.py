@@ -127,9 +127,11 @@ def test_groups_apply_to_the_parameters_of_their_layers_alone(lora):
 @pytest.mark.parametrize(
     "mesh", ["dp2-fsdp2-tp2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tp8", "fsdp8"))]
 )
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_moments_in_bfloat16_are_rounded_alike_on_every_mesh(name, mesh):
-    keys = ["optimizer.moments_dtype=bfloat16"]
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("adamw", "int8")]
+)
+def test_moments_are_rounded_alike_on_every_mesh(name, dtype, mesh):
+    keys = [f"optimizer.moments_dtype={dtype}"]
     found = three_updates(program_of(name, MESHES[mesh], *keys))
     wanted = three_updates(program_of(name, None, *keys))
     rounded = equal = 0
@@ -179,6 +181,7 @@ def test_moments_are_as_registered_and_in_shards_as_their_parameters(name):
     [
         ("muon", "null"),
         ("adamw", "bfloat16"),
+        ("adamw", "int8"),
         ("schedule_free_adamw", "null"),
         *(pytest.param(x, "null", marks=pytest.mark.slow) for x in ("adafactor", "lion", "sgd")),
     ],

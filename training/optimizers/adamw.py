@@ -11,7 +11,13 @@ from training.optimizers.parameters import decay_weights
 from training.optimizers.registry import keep_if_bad, register, tree_where
 
 
-@register("adamw", obeys_is_good=True, decays_by_group=True, width_powers=(1, 1))
+@register(
+    "adamw",
+    obeys_is_good=True,
+    never_negative=("nu",),
+    decays_by_group=True,
+    width_powers=(1, 1),
+)
 def adamw(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformationExtraArgs:

@@ -61,9 +61,9 @@ class OptimizerConfig(
     groups: dict[ParameterKind, GroupConfig] = {}
     """Learning rate and weight decay by kind of layer (embedding, attention, mlp, experts, norms,
     head), such as {embedding: {learning_rate: 0.1, weight_decay: 0}}."""
-    moments_dtype: Literal["bfloat16"] | None = None
-    """Type of the moments in memory; null: that of the parameters. bfloat16 halves float32 moments;
-    they are rounded stochastically."""
+    moments_dtype: Literal["bfloat16", "int8"] | None = None
+    """Type of the moments in memory; null: that of the parameters. bfloat16 halves float32 moments,
+    and int8, logarithms with one scale per row, quarters them; they are rounded stochastically."""
     clip_norm: PositiveFloat | None = 1.0
     """Maximum global gradient norm; null: no clipping."""
     ema_decay: Fraction | None = None

@@ -29,7 +29,14 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-@register("muon", obeys_is_good=True, matrix_moments=1, decays_by_group=True, width_powers=(0.5, 1))
+@register(
+    "muon",
+    obeys_is_good=True,
+    matrix_moments=1,
+    never_negative=("nu",),
+    decays_by_group=True,
+    width_powers=(0.5, 1),
+)
 def muon(
     config: OptimizerConfig,
     schedule: optax.Schedule,

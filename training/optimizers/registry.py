@@ -22,9 +22,9 @@ import optax
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from registry import Registry
-from training.optimizers.bfloat16_moments import with_bfloat16_moments
 from training.optimizers.config import OptimizerConfig
 from training.optimizers.parameters import scale_groups, width_rates
+from training.optimizers.rounded_moments import with_rounded_moments
 
 Factory = Callable[..., optax.GradientTransformation]
 GradientPoint = Callable[[Any, Any], Any]
@@ -37,6 +37,7 @@ class _Entry:
     obeys_is_good: bool
     moments: int
     matrix_moments: int
+    never_negative: tuple[str, ...]
     decays_by_group: bool
     point: Callable[[OptimizerConfig, Any, Any], Any] | None
     width_powers: tuple[float, float] | None
@@ -46,12 +47,13 @@ class _Entry:
 OPTIMIZERS: Registry[_Entry] = Registry("optimizer")
 
 
-def register(
+def register(  # noqa: PLR0913  # a declaration whose arguments are named
     name: str,
     *,
     obeys_is_good: bool = False,
     moments: int = 2,
     matrix_moments: int | None = None,
+    never_negative: tuple[str, ...] = (),
     decays_by_group: bool = False,
     point: Callable[[OptimizerConfig, Any, Any], Any] | None = None,
     width_powers: tuple[float, float] | None = None,
@@ -65,6 +67,8 @@ def register(
             false. Otherwise its state is selected afterwards, which may need a second copy of it.
         moments: arrays of the size of a parameter in its state, for estimates of memory.
         matrix_moments: the same for the kernels of layers, if they have another number.
+        never_negative: fields of its state that hold no negative value, such as `nu` of optax's
+            AdamW. In 8 bits they have the range that divisors need.
         decays_by_group: weight decay is that of `decay_weights`, which follows `optimizer.groups`.
         point: (config, parameters, state of the optimizer) -> parameters at which the gradients are
             computed, if these are others. Such an optimizer applies `scale_groups` by itself.
@@ -82,6 +86,7 @@ def register(
             obeys_is_good,
             moments,
             moments if matrix_moments is None else matrix_moments,
+            never_negative,
             decays_by_group,
             point,
             width_powers,
@@ -155,8 +160,8 @@ def make_optimizer(
     no_clip = config.clip_norm is None
     clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
     optimizer = optimizer if entry.obeys_is_good else keep_if_bad(optimizer)
-    if config.moments_dtype == "bfloat16":
-        optimizer = with_bfloat16_moments(optimizer)
+    if config.moments_dtype is not None:
+        optimizer = with_rounded_moments(optimizer, config.moments_dtype, entry.never_negative)
     if base_width_share != 1 and entry.width_powers is not None:
         optimizer = _with_width(base_width_share, entry.width_powers, optimizer)
     if config.groups and entry.point is None:
