@@ -226,7 +226,10 @@ def main(argv: list[str] | None = None) -> int:
         "--weights", choices=["int8"], help="quantize the kernels of the layers after loading"
     )
     parser.add_argument(
-        "--cache", choices=get_args(CacheKind), default="dense", help="key-value cache"
+        "--cache",
+        choices=get_args(CacheKind),
+        default="dense",
+        help="key-value cache; int8 rounds keys and values",
     )
     parser.add_argument("--page-size", type=int, default=16, help="slots per page (--cache paged)")
     parser.add_argument(

@@ -101,7 +101,7 @@ class DenseCache(_SlotCounter):
         shape = (batch, length, config.num_cache_heads, config.cache_size)
         tp.manager.resolve(_kv_axes(config, tp), MODE_DECODE, shape, "rows of the cache")
         specs: Any = cls.specs(config, tp)
-        stack, dtype = (config.num_hidden_layers, *shape), jnp.dtype(config.dtype)
+        stack, dtype = (config.num_hidden_layers, *shape), cls._dtype_of(config)
         # Two arrays: one array in both fields could not be donated.
         k_NBTKh = jnp.zeros(stack, dtype, out_sharding=specs.k_NBTKh)
         v_NBTKh = None
@@ -112,6 +112,11 @@ class DenseCache(_SlotCounter):
         return replace(
             specs, k_NBTKh=k_NBTKh, v_NBTKh=v_NBTKh, index_BT=index_BT, lengths_B=lengths_B
         )
+
+    @classmethod
+    def _dtype_of(cls, config: ModelConfig) -> Any:
+        """Return the type in which keys and values are stored."""
+        return jnp.dtype(config.dtype)
 
     @property
     def capacity(self) -> int:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.attention.cached import Cache
 from model.generation.cache import DenseCache, PagedCache
+from model.generation.int8_cache import Int8Cache
 from model.generation.sampling import SamplingConfig, row_keys, sample_tokens
 from model.plan import ExecutionPlan
 from model.transformer import Transformer
@@ -34,7 +35,7 @@ from parallel.sharding.axes import (
     TokenSharding,
 )
 
-CacheKind = Literal["dense", "paged"]
+CacheKind = Literal["dense", "int8", "paged"]
 _MIN_BUCKET = 64
 _GREEDY = SamplingConfig()
 
@@ -54,7 +55,8 @@ def bucket_length(length: int, multiple: int) -> int:
 class Generator:
     """A model with its cache and sampling settings; all calls share the compiled functions.
 
-    definition: the model without parameters, from `nnx.graphdef`. page_size: slots of a page of a
+    definition: the model without parameters, from `nnx.graphdef`. cache: dense has keys and values
+    in the model's dtype, int8 the same rounded, paged in pages. page_size: slots of a page of a
     paged cache. seed: decides all draws, together with the row number and the position.
     num_tokens: only ids below this are drawn, as other rows of the vocabulary are no tokens; None:
     all of `model.vocab_size`.
@@ -185,8 +187,9 @@ class Generator:
                 page_size=self.page_size,
                 min_pages=-(-_MIN_BUCKET // self.page_size),
             )
+        kind = Int8Cache if self.cache == "int8" else DenseCache
         slots = self._bucket(lengths.max())
-        return DenseCache.empty(self.plan.model, self.plan.tp, batch=counts.size, length=slots)
+        return kind.empty(self.plan.model, self.plan.tp, batch=counts.size, length=slots)
 
     def _put(
         self, array: np.ndarray, axes: Any, mode: RUNTIME_MODE_TYPES = MODE_DECODE

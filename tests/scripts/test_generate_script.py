@@ -76,6 +76,7 @@ def test_samples_are_logged_during_training_and_equal_the_script(folder, capsys)
         ("mesh.dp=1", "mesh.tp=1"),
         ("mesh.dp=1", "mesh.sp=2"),
         ("--cache", "paged", "--page-size", "4"),
+        ("--cache", "int8"),
         ("--step", "4"),
     ],
     ids=str,

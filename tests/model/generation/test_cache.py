@@ -14,6 +14,7 @@ from model.attention.mask import UNUSED, AttentionSpec
 from model.attention.paged import PagedInputs, any_queries_each
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
+from model.generation.int8_cache import Int8Cache
 from parallel.sharding.axes import MODE_DECODE, AttnKVSharding
 from parallel.sharding.mesh import MeshConfig
 
@@ -111,6 +112,36 @@ def test_dense_writes_equal_numpy_on_every_mesh(name, kv_heads) -> None:
     slot_T = np.arange(SLOTS)
     index = np.where(slot_T < TOTALS[:, None], slot_T, UNUSED)
     np.testing.assert_array_equal(written.index_BT, index)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+@pytest.mark.parametrize("name", DENSE_MESHES)
+def test_int8_writes_equal_numpy_on_every_mesh(name, kv_heads) -> None:
+    tp = tensor_parallel(DENSE_MESHES[name])
+    with jax.set_mesh(tp.mesh):
+        cache = Int8Cache.empty(config(kv_heads), tp, batch=ROWS, length=SLOTS)
+        written = write_steps(cache, tp, kv_heads)
+        specs = Int8Cache.specs(config(kv_heads), tp)
+        read = jax.shard_map(
+            lambda cache, layer: cache.read_layer(layer),
+            in_specs=(specs, P()),
+            out_specs=(P(*specs.k_NBTKh[1:]),) * 2,
+        )
+        got = [jax.jit(read)(written, jnp.int32(layer)) for layer in range(LAYERS)]
+    rows = expected_rows(kv_heads)
+    scales = np.abs(rows).max(-1) / np.float32(127)
+    codes = np.rint(rows / np.where(scales > 0, scales, 1)[..., None])
+    for which, (found, stored) in enumerate(
+        [(written.k_NBTKh, written.k_scales_NBTK), (written.v_NBTKh, written.v_scales_NBTK)]
+    ):
+        assert found.dtype == jnp.int8 and P(*found.sharding.spec[:-1]) == stored.sharding.spec
+        np.testing.assert_array_equal(found, codes[:, which])
+        np.testing.assert_allclose(stored, scales[:, which], rtol=2**-22)
+        for layer in range(LAYERS):
+            values = got[layer][which]
+            assert values.dtype == jnp.float32
+            np.testing.assert_allclose(values, rows[layer, which], atol=scales.max() / 2 * 1.001)
+    np.testing.assert_array_equal(written.lengths_B, TOTALS)
 
 
 @pytest.mark.parametrize("kv_heads", [8, 1])
