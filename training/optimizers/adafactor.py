@@ -11,7 +11,13 @@ from training.optimizers.parameters import decay_weights, decays
 from training.optimizers.registry import register
 
 
-@register("adafactor", moments=0, never_negative=("v_row", "v_col", "v"), decays_by_group=True)
+@register(
+    "adafactor",
+    moments=0,
+    never_negative=("v_row", "v_col", "v"),
+    decays_by_group=True,
+    width_powers=(1, 1),
+)
 def adafactor(
     config: OptimizerConfig,
     schedule: optax.Schedule,
