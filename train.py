@@ -90,6 +90,7 @@ def open_session(
         *([f"devices: {notice}"] if notice else []),
         *program.plan.describe(),
         *program.describe_objective(),
+        config.optimizer.describe(config.model.param_dtype),
         *(source.summary for source in dataset.sources),
         *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
         *describe_parameters(program, table),
@@ -131,7 +132,11 @@ def print_plan(config: Config) -> None:
     """
     devices, notice = open_devices(config)
     program = build_program(config, devices)
-    lines = [*program.plan.describe(), *program.describe_objective()]
+    lines = [
+        *program.plan.describe(),
+        *program.describe_objective(),
+        config.optimizer.describe(config.model.param_dtype),
+    ]
     print(*aligned([*([f"devices: {notice}"] if notice else []), *lines]), sep="\n")
 
 
@@ -170,7 +175,7 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
 def train(config: Config, args: argparse.Namespace) -> int:
     """Run one process of a training run, and return its exit code."""
     group = ProcessGroup()
-    stop = StopRequest().install(_answer, lambda: group.phase)
+    stop = StopRequest().install(_answer, lambda: group.phase if group.is_connected else None)
     try:
         with contextlib.ExitStack() as stack:
             try:

@@ -178,9 +178,14 @@ def _yaml_problem(error: MarkedYAMLError) -> str:
     """Return what is wrong with a YAML text, with a hint for the most frequent mistakes."""
     problem = str(error.problem)
     if isinstance(error, DuplicateKeyError):
-        return re.sub(r'found duplicate key ("\S+").*', r"the key \1 is given twice", problem)
+        return re.sub(
+            r'found duplicate key (".+?") with value.*', r"the key \1 is given twice", problem
+        )
     if "'\\t'" in problem:
         return f"{problem}; indent with spaces"
+    if ("stream end" in problem or "end of stream" in problem) and error.context_mark is not None:
+        begin = error.context_mark.line + 1
+        return f"{problem}; check the bracket or quote that opens in line {begin}"
     if "block end" in problem:
         return f"{problem}; check the indentation"
     return problem

@@ -57,7 +57,7 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     overlap_head: OverlapChoice | None = None
     """Overlap method of the output head and its loss; null: as overlap."""
     overlap_experts: OverlapChoice | None = None
-    """Overlap method of the experts' projections, except split and hypercube; null: as overlap."""
+    """Overlap method of the experts' projections, not split or hypercube; null: as overlap."""
     overlap_fsdp: OverlapChoice | None = None
     """How kernels of linears are gathered over fsdp and sp, and how their gradients are summed,
     where tp is 1; auto: chosen by width and chip; null: as overlap. Experts, head, and linears
@@ -341,29 +341,31 @@ def _require(key: str, look_up: Callable[[], object]) -> None:
 def _check_data(config: Config) -> None:
     """Check the rules of rows and batches, for every phase of their schedules."""
     mesh, data = config.mesh, config.data
-    micro = config.training.gradient_accumulation
+    micro, devices = config.training.gradient_accumulation, mesh.dp * mesh.fsdp * mesh.ep
+    unit = micro * math.lcm(devices, data.rows_per_item)
     for size in data.batch_sizes:
         _divides(
             "data.global_batch_size",
             size,
             "training.gradient_accumulation",
             micro,
-            f"data.global_batch_size={_multiples(size, micro)}",
+            f"data.global_batch_size={_multiples(size, unit)}",
         )
         if size // micro % data.rows_per_item:
             raise ConfigError(
                 f"data.global_batch_size / training.gradient_accumulation={size // micro} is odd, "
-                "but with data.packing=pairs every pair is two rows of a microbatch; make it even"
+                "but with data.packing=pairs every pair is two rows of a microbatch; use "
+                f"data.global_batch_size={_multiples(size, unit)}"
             )
-        devices, axes = mesh.dp * mesh.fsdp * mesh.ep, "mesh.dp * mesh.fsdp * mesh.ep"
+        axes = "mesh.dp * mesh.fsdp * mesh.ep"
         if micro > 1:
             axes = f"training.gradient_accumulation * {axes}"
-        _is_multiple("data.global_batch_size", size, axes, micro * devices)
+        _check_multiple("data.global_batch_size", size, axes, micro * devices, unit)
     split_over_tp = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == ROWS
     axes = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
     for length in values_by_step(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
-        _is_multiple("data.sequence_length", length, axes, parts)
+        _check_multiple("data.sequence_length", length, axes, parts, parts)
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
@@ -433,17 +435,17 @@ def _check_experts(config: Config) -> None:
         )
 
 
-def _is_multiple(name: str, value: int, parts_name: str, parts: int) -> None:
-    """Check a size that is easier to change than the number of its parts."""
+def _check_multiple(name: str, value: int, parts_name: str, parts: int, unit: int) -> None:
+    """Raise a ConfigError that proposes multiples of `unit` if the parts do not divide a value."""
     if value % parts:
         raise ConfigError(
             f"{name}={value} is not divisible by {parts_name}={parts}; use "
-            f"{name}={_multiples(value, parts)}, or another mesh"
+            f"{name}={_multiples(value, unit)}, or another mesh"
         )
 
 
 def _multiples(value: int, parts: int) -> str:
-    """Return the multiples of a number next to a value: `8 or 16`."""
+    """Return the two multiples of a number next to a value, such as `8 or 16`."""
     below = value // parts * parts
     return f"{below} or {below + parts}" if below else f"{parts}"
 

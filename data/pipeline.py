@@ -141,7 +141,11 @@ class Dataset:
 
     def warnings(self) -> list[str]:
         """Return a line for everything about the data that a user should know before training."""
-        cut = [line for source in self.sources if (line := source.cut_conversations())]
+        cut = [
+            line
+            for source in self.sources
+            if (line := source.cut_conversations(self.config.packing))
+        ]
         return [*self._unread_files, *self.unchecked_stores(), *cut, *self.repetitions()]
 
     def repetitions(self) -> list[str]:

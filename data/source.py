@@ -6,6 +6,7 @@ from functools import cached_property
 import grain
 
 from data.batch import Fields, empty_fields, read_row
+from data.config import Packing
 from data.packed_store import PackedStore
 from data.packing import Rows, count_bytes
 from data.store import Store, count_of
@@ -103,15 +104,18 @@ class Source:
             line += f"; eval_files: {self.evaluation[0].summary()}"
         return line
 
-    def cut_conversations(self) -> str | None:
+    def cut_conversations(self, packing: Packing) -> str | None:
         """Return a line about conversations of which a row has only a part; None: all are whole."""
-        count = self.packed.info.cut_documents
-        if self.chat_template is None or not count:
+        info = self.packed.info
+        if self.chat_template is None or not info.cut_documents:
             return None
-        total = self.store.info.num_documents
+        total = self.store.info.num_documents - (info.held_out_conversations or 0)
+        found = f"data {self.name}: {info.cut_documents:,} of {total:,} conversations"
+        if packing == "best_fit":
+            return f"{found} longer than a row, and cut; raise data.sequence_length"
         return (
-            f"data {self.name}: {count:,} of {total:,} conversations cut at the end of a row; use "
-            "data.packing=best_fit, or raise data.sequence_length"
+            f"{found} cut at the end of a row; use data.packing=best_fit, or raise "
+            "data.sequence_length"
         )
 
     @property

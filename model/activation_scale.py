@@ -31,10 +31,9 @@ def local_squares(x_BLD: jax.Array, measured_BL: jax.Array, mesh: jax.sharding.M
     axes = mesh.axis_names
 
     def local(x_BLD: jax.Array, measured_BL: jax.Array) -> jax.Array:
-        weights_BL = measured_BL.astype(jnp.float32)
         squares_BL = jnp.sum(jnp.square(x_BLD.astype(jnp.float32)), axis=-1)
-        count = jnp.sum(weights_BL) * x_BLD.shape[-1]
-        return jnp.stack([jnp.sum(squares_BL * weights_BL), count])[None]
+        count = jnp.sum(measured_BL, dtype=jnp.float32) * x_BLD.shape[-1]
+        return jnp.stack([jnp.sum(jnp.where(measured_BL, squares_BL, 0)), count])[None]
 
     return jax.shard_map(
         local,

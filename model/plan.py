@@ -217,10 +217,10 @@ class ExecutionPlan:
         """Describe the chunks of the loss, with the memory of their logits."""
         model, n = self.model, self.tp.manager.mesh.shape[self.tp.axis_name]
         chunk = tokens_per_chunk(model, self.tp.manager)
-        why = "the default on this device" if model.loss_chunk is None else "as configured"
+        why = "default on this device" if model.loss_chunk is None else "as configured"
         size = 4 * model.padded_vocab_size // n
         return (
-            f"loss in chunks of at most {chunk:,} tokens, {size:,} bytes of logits per token: {why}"
+            f"loss in chunks of up to {chunk:,} tokens, {size:,} bytes of logits per token: {why}"
         )
 
     def _embedding_line(self) -> str:

@@ -110,9 +110,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--search", action="store_true", help="compile other meshes, layouts, remat, microbatches"
     )
-    parser.add_argument("--compiles", type=int, default=5, help="fitting ones to compile (5)")
+    parser.add_argument("--compiles", type=int, default=5, help="stop after N that fit (5)")
     parser.add_argument(
-        "--scale", type=chip_range, metavar="A..B", help="predict other numbers of chips on paper"
+        "--scale", type=chip_range, metavar="A..B", help="extrapolate to other numbers of chips"
     )
     parser.add_argument("--plot", type=Path, help="draw --scale as a PNG")
     parser.add_argument("--cache", default=".cache/plan", help="folder of earlier answers")

@@ -39,7 +39,7 @@ class TrainingConfig(
     Optimizer, schedule and data start anew. A run that has a checkpoint of its own resumes from
     that instead."""
     objective: Literal["sft", "dpo"] = "sft"
-    """sft: predict the next token, in chats of assistant messages alone; dpo: prefer the chosen to
+    """sft: predict the next token (in chats, of the assistant only); dpo: prefer the chosen to
     the rejected answer of every pair (data.packing=pairs), relative to the parameters with which
     the run began, so it needs init_from."""
     dpo: DPOConfig = DPOConfig()

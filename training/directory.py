@@ -74,7 +74,8 @@ def locked_run(
             yield
         except ValueError:
             if is_new and not _has_content(directory):
-                shutil.rmtree(directory)
+                # On NFS the open lock file stays.
+                shutil.rmtree(directory, ignore_errors=True)
             raise
 
 

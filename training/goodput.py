@@ -1,7 +1,7 @@
 """Goodput: every second of wall time has one label, and `step` is the useful one.
 
 The ledger adds up all processes of a run in time. The time between the end of one process and the
-start of the next is not counted. It measures one host, without threads.
+start of the next is not counted. Process 0 measures its main thread.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from safe_files import replace_file
 from training.logs import log
+from units import format_duration
 
 _FILE = "goodput.json"
 # start_up: from the start of a process to its first compile or step. checkpoint: training blocked
@@ -42,7 +43,7 @@ class Goodput:
     """Ledger of a run's wall time, earlier processes included; not thread-safe.
 
     Args:
-        before: `seconds` of the earlier processes, from metrics.jsonl or a checkpoint.
+        before: `seconds` of the earlier processes, from `saved_in`, metrics.jsonl or a checkpoint.
         clock: returns the age of this process in seconds.
         show_phase: called with the label whenever `spend` begins.
     """
@@ -111,10 +112,14 @@ class Goodput:
 
     @staticmethod
     def saved_in(directory: Path) -> dict[str, float]:
-        """Return the seconds that the last process saved when it ended; empty without a file."""
+        """Return the seconds that the last process saved; empty without a readable file."""
+        path = directory / _FILE
         try:
-            return dict(json.loads((directory / _FILE).read_text()))
+            return {label: float(value) for label, value in json.loads(path.read_text()).items()}
         except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            log.warning("%s is not read: %s", path, error)
             return {}
 
     @property
@@ -135,14 +140,5 @@ class Goodput:
 def _breakdown(seconds: Mapping[str, float]) -> str:
     """Return the total and its parts, the largest first, without those that round to 0."""
     ranked = sorted(seconds.items(), key=lambda item: -item[1])
-    parts = [f"{_WORDS.get(label, label)} {_duration(y)}" for label, y in ranked if y >= 0.05]
-    return f"{_duration(sum(seconds.values()))}: {', '.join(parts)}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
+    parts = [f"{_WORDS.get(label, label)} {format_duration(y)}" for label, y in ranked if y >= 0.05]
+    return f"{format_duration(sum(seconds.values()))}: {', '.join(parts)}"

@@ -42,7 +42,7 @@ class HealthLimits(
     max_dropped: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Largest fraction of dropped assignments of a layer."""
     max_dead: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Largest fraction of experts without a token of a layer."""
+    """Largest fraction of a layer's experts without a token."""
 
 
 def load_metrics(arrays: Mapping[str, np.ndarray], layers: Sequence[int]) -> dict[str, float]:

@@ -129,9 +129,9 @@ def open_run(
             run_id=run_id,
             writers=_open_writers(config, context, group),
         )
-        yield trainer
         if group.is_primary:
-            trainer.goodput.save(directory)
+            stack.callback(trainer.goodput.save, directory)
+        yield trainer
 
 
 def _describe_run(

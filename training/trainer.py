@@ -204,6 +204,7 @@ class Trainer:
     ) -> None:
         """Save, and leave the interrupted parts of the step to the next process."""
         pending = tuple(name for name, is_due in interrupted.items() if is_due)
+        self.group.set_phase(f"save of step {step}")
         self._save(step, state, eval_loss, pending)
         self.checkpointing.finish()
         log.info("stopped by %s after step %d; run again to resume", by.name, step)

@@ -237,7 +237,7 @@ def to_document(
     if not isinstance(value, list):
         detail = f"field {field!r} is {type_name(value)}, neither text nor a list of messages"
         return DocumentError(file_range, number, "wrong type", detail)
-    messages = _to_messages(file_range, number, value)
+    messages = _to_messages(file_range, number, value, field)
     if isinstance(messages, DocumentError):
         return messages
     if not any(content for _, content in messages):
@@ -273,9 +273,9 @@ def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document
                 return not_a_pair(f"{name} is text, and there is no prompt that it answers")
             found[name] = ((role, value),)
             continue
-        messages = _to_messages(file_range, number, value)
+        messages = _to_messages(file_range, number, value, name)
         if isinstance(messages, DocumentError):
-            return not_a_pair(f"{name}: {messages.detail}")
+            return not_a_pair(messages.detail)
         found[name] = messages
     prompt = found.pop("prompt", ())
     for name, messages in found.items():
@@ -292,22 +292,22 @@ def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document
 
 
 def _to_messages(
-    file_range: FileRange, number: int | None, values: list[Any]
+    file_range: FileRange, number: int | None, values: list[Any], field: str
 ) -> Messages | DocumentError:
     messages = []
     for index, value in enumerate(values):
         if not isinstance(value, dict):
-            detail = f"messages[{index}] is {type_name(value)}, not role and content"
+            detail = f"{field}[{index}] is {type_name(value)}, not role and content"
             return DocumentError(file_range, number, "invalid message", detail)
         is_sharegpt = "from" in value and value.get("role") is None  # tables fill in null
         texts = []
         for key in ("from", "value") if is_sharegpt else ("role", "content"):
             if key not in value:
-                detail = f"messages[{index}] has {_no_field(key, value)}"
+                detail = f"{field}[{index}] has {_no_field(key, value)}"
                 return DocumentError(file_range, number, "invalid message", detail)
             text = _joined_parts(value[key]) if key == "content" else value[key]
             if not isinstance(text, str):
-                detail = f"{key} of messages[{index}] is {type_name(text)}, not text"
+                detail = f"{key} of {field}[{index}] is {type_name(text)}, not text"
                 return DocumentError(file_range, number, "invalid message", detail)
             texts.append(text)
         role, content = texts

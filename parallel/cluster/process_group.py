@@ -135,6 +135,11 @@ class ProcessGroup:
         )
         self._monitor.start()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether this process is between `connect` and `close`."""
+        return self._monitor is not None
+
     def set_phase(self, phase: str | None) -> None:
         """Say what this process works on, for error messages, and restart its stall timeout.
 
@@ -238,7 +243,7 @@ class ProcessGroup:
     def _disconnect(self) -> None:
         assert self._monitor is not None
         self._monitor.stop()
-        self._monitor = self.phase = None
+        self._monitor = None
         for peer in self._peers.values():
             peer.connection.close()
 

@@ -25,6 +25,9 @@ _STILL_RUNNING = (
     "not stopped {seconds:.0f} s after the signal, still busy with: {phase}; press Ctrl-C to quit "
     "without saving"
 )
+_SAME_SIGNAL = 1.0
+"""Seconds after a signal in which another one counts as the same: `timeout` and terminals may send
+it to a process and once more to its process group."""
 _FIRST_REMINDER = 30.0
 """Seconds from a signal to the first line that says what the process is still doing."""
 
@@ -42,9 +45,12 @@ class StopRequest:
     """A flag that the first SIGTERM or SIGINT sets and the training loop reads between steps.
 
     The signal is answered with a line at once, even while a program compiles. A second one exits
-    with code 1. SIGUSR1 asks for a checkpoint, SIGUSR2 for a profile of this process. In a run with
-    several processes, jax's preemption service decides after which step all of them stop. It takes
-    over SIGTERM when jax.distributed starts, so `install` must be called before.
+    with code 1, unless it comes within a second. SIGUSR1 asks for a checkpoint, SIGUSR2 for a
+    profile of this process.
+
+    In a run with several processes, jax's preemption service decides after which step all of them
+    stop. It takes over SIGTERM when jax.distributed starts, so `install` must be called before;
+    from then on SIGTERM is not answered with a line, and Ctrl-C is.
     """
 
     _wakeup: ClassVar[socket.socket | None] = None
@@ -57,6 +63,7 @@ class StopRequest:
         """Whether to raise `StoppedEarly` at a signal instead of setting the flag."""
         self._wants_checkpoint = self._wants_profile = False
         self._is_interrupted = self._is_agreed = False
+        self._interrupted_at = -_SAME_SIGNAL
 
     def install(
         self,
@@ -67,7 +74,7 @@ class StopRequest:
 
         answer: Shows the line that answers the first signal, and reminders if the process does not
             stop, for instance because a collective hangs; called in another thread.
-        phase: Returns what the process is working on, such as "step 12"; None ends the reminders.
+        phase: Returns what the process is working on, such as "step 12"; None: no reminder now.
         """
         for number in _STOPS:
             signal.signal(number, self._on_stop)
@@ -138,7 +145,7 @@ class StopRequest:
                     continue
                 if not number:
                     return
-                if number[0] in _STOPS:
+                if number[0] in _STOPS and time.monotonic() - begin >= _SAME_SIGNAL:
                     _quit()
 
     def _on_checkpoint(self, number: int, frame: FrameType | None) -> None:
@@ -148,9 +155,12 @@ class StopRequest:
         self._wants_profile = True
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._interrupted_at < _SAME_SIGNAL:
+            return
         if self._is_interrupted:
             _quit()
-        self._is_interrupted = True
+        self._is_interrupted, self._interrupted_at = True, now
         if jax.distributed.is_initialized() and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)  # jax handles it
             return
@@ -160,8 +170,8 @@ class StopRequest:
 
 
 def _quit() -> None:
-    """Exit without saving; a progress bar has hidden the cursor of the terminal."""
+    """Exit without saving; a progress bar has hidden the cursor and not ended its line."""
     if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), _SHOW_CURSOR.encode())
+        os.write(sys.stdout.fileno(), f"{_SHOW_CURSOR}\n".encode())
     os.write(2, b"quit without saving; the newest checkpoint is as it was\n")
     os._exit(EXIT_KILLED)

@@ -104,20 +104,16 @@ def tensors_of_model(model: nnx.Module) -> list[Tensor]:
 def tensors_of_state(tree: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return the leaves of a pytree, such as an optimizer state.
 
-    A leaf whose path ends in the name of a parameter, and has its shape, gets its axes. Leaves of
-    one parameter with the same sharding become one Tensor: `{mu,nu}.name`.
+    A leaf whose path ends in the name of a parameter, and has its shape, gets its axes, also if
+    the leaf is a field of the moment of that parameter, such as its codes in 8 bits; one of the
+    shape without the last dimension gets the other axes. Leaves of one parameter with the same
+    sharding become one Tensor: `{mu,nu}.name`.
     """
     by_name = {parameter.name: parameter for parameter in parameters}
     found: dict[Any, tuple[Tensor, list[str]]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        ends = {".".join(parts[start:]): start for start in range(1, len(parts))}
-        name = next((end for end in ends if end in by_name), None)
-        if name is None or by_name[name].shape != leaf.shape:
-            plain = Tensor(name=".".join(parts), axes=None, shape=leaf.shape, dtype=leaf.dtype)
-            tensor, prefix = plain, []
-        else:
-            tensor, prefix = by_name[name], [parts[ends[name] - 1]]
+        tensor, prefix = _of_parameter(parts, leaf.shape, by_name)
         tensor = dataclasses.replace(tensor, dtype=leaf.dtype, spec=_spec_in_type(leaf))
         key = (tensor.name, str(tensor.dtype), tensor.spec)
         found.setdefault(key, (tensor, []))[1].extend(prefix)
@@ -127,6 +123,25 @@ def tensors_of_state(tree: Any, parameters: Sequence[Tensor]) -> list[Tensor]:
         else tensor
         for tensor, prefixes in found.values()
     ]
+
+
+def _of_parameter(
+    parts: Sequence[str], shape: tuple[int, ...], by_name: Mapping[str, Tensor]
+) -> tuple[Tensor, list[str]]:
+    """Return a leaf of a state with the axes of its parameter, and the name before it."""
+    for fields in ([], [parts[-1]]):
+        names = parts[: len(parts) - len(fields)]
+        start = next((n for n in range(1, len(names)) if ".".join(names[n:]) in by_name), None)
+        if start is None:
+            continue
+        found = by_name[".".join(names[start:])]
+        name = ".".join([found.name, *fields])
+        if shape == found.shape:
+            return dataclasses.replace(found, name=name), [names[start - 1]]
+        if fields and shape == found.shape[:-1]:
+            axes = None if found.axes is None else [*getattr(found.axes, "axes", found.axes)][:-1]
+            return dataclasses.replace(found, name=name, shape=shape, axes=axes), [names[start - 1]]
+    return Tensor(name=".".join(parts), axes=None, shape=shape, dtype=None), []
 
 
 def _braces(names: Sequence[str]) -> str:

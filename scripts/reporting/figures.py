@@ -10,6 +10,7 @@ import numpy as np
 from reporting.curves import SMOOTHING, reduce_series, spread
 from reporting.event_files import read_images
 from reporting.run_record import RunRecord, Series
+from training.goodput import Goodput
 from training.writers.groups import grouped_name
 
 MAIN_INTERVALS = 500
@@ -135,12 +136,16 @@ def load_images(run: RunRecord) -> list[list[Any]]:
 
 
 def goodput_of(run: RunRecord) -> dict[str, float]:
-    """Return the seconds by label of the last line that has them; empty if none has."""
-    return {
+    """Return the seconds by label up to the end of the run, or to its last line if that is later.
+
+    Empty if neither `goodput.json` nor a line has them.
+    """
+    of_last_line = {
         name.removeprefix(_GOODPUT): series.last
         for name, series in run.metrics.items()
         if name.startswith(_GOODPUT)
     }
+    return max(Goodput.saved_in(run.directory), of_last_line, key=lambda x: sum(x.values()))
 
 
 def group_of(name: str) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from reporting.curves import spread
 from reporting.figures import axes, goodput_of, heat_maps, load_images
 from reporting.run_record import RunRecord, config_differences
+from units import format_duration
 
 _SAMPLES, _EVENTS = 12, 200
 # Colours of the labels of `training.goodput.LABELS`, for light and dark; `step` is the useful one.
@@ -68,8 +69,9 @@ def _overview_of(number: int, run: RunRecord) -> Iterator[str]:
     for name, shape in (("tokens_per_second", ",.0f"), ("mfu", ".1%")):
         # The median leaves out the steps after a compilation or a save.
         yield f"{np.nanmedian(metrics[name].values):{shape}}" if name in metrics else "-"
-    yield f"{metrics['goodput'].last:.1%}" if "goodput" in metrics else "-"
-    yield duration(3600 * passed["hours"][-1]) if passed["hours"] else "-"
+    spent = goodput_of(run)
+    yield f"{spent.get('step', 0.0) / sum(spent.values()):.1%}" if any(spent.values()) else "-"
+    yield format_duration(3600 * passed["hours"][-1]) if passed["hours"] else "-"
     yield str(sum(event.kind == "restart" for event in run.log.events))
     yield str(len(run.spikes()))
     yield str(len(run.skipped_steps()))
@@ -86,16 +88,8 @@ def _progress(number: int, run: RunRecord) -> str:
     return f'{run.last_step:,} of {total:,}<div class="progress">{bar}</div>'
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as text, such as 1 h 02 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60:02d} min"
-
-
 def goodput(runs: Sequence[RunRecord]) -> str:
-    """Return stacked bars of the wall time of every run, from its last line that has it."""
+    """Return stacked bars of the wall time of every run."""
     bars, labels = [], dict[str, None]()
     for number, run in enumerate(runs):
         seconds = {label: y for label, y in goodput_of(run).items() if y > 0}
@@ -107,10 +101,11 @@ def goodput(runs: Sequence[RunRecord]) -> str:
         parts = "".join(
             f'<span data-label="{label}" data-seconds="{seconds[label]!r}" '
             f'style="width:{seconds[label] / total:.3%};background:{_GOODPUT_COLOURS[label]}" '
-            f'title="{label}: {duration(seconds[label])}, {seconds[label] / total:.1%}"></span>'
+            f'title="{label}: {format_duration(seconds[label])}, {seconds[label] / total:.1%}">'
+            "</span>"
             for label in ordered
         )
-        share = f"{seconds.get('step', 0.0) / total:.1%} of {duration(total)} in steps"
+        share = f"{seconds.get('step', 0.0) / total:.1%} of {format_duration(total)} in steps"
         swatch = f'<i class="swatch" style="background:var(--run{number % 8})"></i>'
         bars.append(
             f'<div>{swatch} {escape(run.name)} <span class="note">{share}</span></div>'

@@ -398,6 +398,11 @@ def test_a_folder_is_refused(tmp_path):
     ("text", "rule"),
     [
         ("mesh: {tp: 1", "is not YAML: line 1, column 13: expected ',' or '}', but got '<stream "),
+        (
+            "mesh:\n  tp: '1\nrun:\n  dir: a\n",
+            "is not YAML: line 5, .*; check the bracket or quote that opens in line 2$",
+        ),
+        ("mesh:\n  a b: 1\n  a b: 2\n", 'is not YAML: .*the key "a b" is given twice$'),
         ("mesh:\n\ttp: 1\n", "is not YAML: line 2, column 1: found .*; indent with spaces$"),
         ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*the key "tp" is given twice$'),
         ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*the key "mesh" is given twice$'),

@@ -136,8 +136,8 @@ def test_messages_of_sharegpt_and_text_parts_of_openai_are_pairs_too(tmp_path):
     picture = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
     (tmp_path / "a.jsonl").write_bytes(lines([picture, [{"from": "human"}]]))
     assert [detail for *_, detail in errors(tmp_path / "a.jsonl")] == [
-        "content of messages[0] is a list, not text",
-        "messages[0] has no field 'value'; the fields are from",
+        "content of text[0] is a list, not text",
+        "text[0] has no field 'value'; the fields are from",
     ]
 
 
@@ -272,14 +272,14 @@ BAD_LINES = {
     ),
     '{"text": null}': ("wrong type", "field 'text' is null, neither text nor a list of messages"),
     '{"text": 1}': ("wrong type", "field 'text' is a number, neither"),
-    '{"text": ["a"]}': ("invalid message", "messages[0] is a string, not role and content"),
+    '{"text": ["a"]}': ("invalid message", "text[0] is a string, not role and content"),
     json.dumps({"text": [USER]}): (
         "invalid message",
-        "messages[0] has no field 'content'; the fields are role",
+        "text[0] has no field 'content'; the fields are role",
     ),
     json.dumps({"text": [USER | {"content": None}]}): (
         "invalid message",
-        "content of messages[0] is null, not text",
+        "content of text[0] is null, not text",
     ),
     '{"text": []}': ("empty", "no message has a character"),
     json.dumps({"text": [USER | {"content": ""}]}): ("empty", "no message has a character"),

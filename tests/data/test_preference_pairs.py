@@ -77,7 +77,7 @@ def test_pairs_of_a_table_are_those_of_json_lines(tmp_path, form):
         ({"chosen": YES, "rejected": NO}, "chosen begins with the assistant's message, and there "),
         (
             {"chosen": [{"role": "a"}], "rejected": TURN},
-            "chosen: messages[0] has no field 'con",
+            "chosen[0] has no field 'content'; the",
         ),
     ],
 )

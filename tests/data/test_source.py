@@ -198,9 +198,14 @@ def test_conversations_that_are_cut_are_counted_in_a_warning(tmp_path, packing):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = {"eval_files": None, "eval_fraction": 0, "packing": packing}
     (line,) = open_data(tmp_path, sequence_length=128, **given).warnings()
-    assert line == (
-        f"data text: {2 if packing == 'best_fit' else 3} of 4 conversations cut at the end of a "
-        "row; use data.packing=best_fit, or raise data.sequence_length"
+    assert (
+        line
+        == {
+            "best_fit": "data text: 2 of 4 conversations longer than a row, and cut; raise "
+            "data.sequence_length",
+            "split": "data text: 3 of 4 conversations cut at the end of a row; use "
+            "data.packing=best_fit, or raise data.sequence_length",
+        }[packing]
     )
     long_rows = open_data(tmp_path, sequence_length=512, global_batch_size=1, **given)
     assert len(long_rows.warnings()) == (packing == "split")

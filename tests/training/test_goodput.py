@@ -211,6 +211,14 @@ def test_the_next_process_continues_the_saved_seconds(tmp_path):
     assert resumed.seconds == goodput.seconds and sum(resumed.seconds.values()) == clock.now
 
 
+@pytest.mark.parametrize("content", ["", "[1]", '{"step": null}', "\x00"])
+def test_an_unreadable_file_of_seconds_is_a_warning(tmp_path, caplog, content):
+    (tmp_path / "goodput.json").write_text(content)
+    with caplog.at_level("WARNING", "torus"):
+        assert Goodput.saved_in(tmp_path) == {}
+    assert f"{tmp_path / 'goodput.json'} is not read: " in caplog.text
+
+
 def test_seconds_that_cannot_be_written_are_a_warning(tmp_path, caplog):
     (tmp_path / "goodput.json").mkdir()
     with caplog.at_level("WARNING", "torus"):

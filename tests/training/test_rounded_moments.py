@@ -1,12 +1,14 @@
 """Moments in bfloat16 and in 8 bits: unbiased rounding that keeps what can be stored."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from training.optimizers import OptimizerConfig, make_optimizer
+from training.optimizers import OPTIMIZERS, OptimizerConfig, make_optimizer
 from training.optimizers.stochastic_rounding import (
     EightBits,
     from_eight_bits,
@@ -144,6 +146,14 @@ def test_eight_bits_keep_signs_and_zeros_and_no_divisor_becomes_zero():
         eight_bits(jnp.asarray([[1.0, jnp.nan, 0.0], [2.0, 2.0, 2.0]]), 0, True)
     )
     assert np.isnan(broken[0, 0]) and np.all(np.asarray(broken[1]) == 2)
+
+
+def test_an_optimizer_that_does_not_say_what_is_never_negative_has_no_eight_bits(monkeypatch):
+    unknown = dataclasses.replace(OPTIMIZERS["adamw"], never_negative=None)
+    monkeypatch.setitem(OPTIMIZERS, "unknown", unknown)
+    config = OptimizerConfig(name="unknown", moments_dtype="int8")
+    with pytest.raises(ValueError, match=r"^optimizer\.moments_dtype=int8: optimizer unknown does"):
+        make_optimizer(config, optax.constant_schedule(0.1))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])

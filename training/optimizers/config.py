@@ -69,3 +69,12 @@ class OptimizerConfig(
     ema_decay: Fraction | None = None
     """Decay of an exponential moving average of the parameters, which is evaluated in their place;
     null: none."""
+
+    def describe(self, param_dtype: str) -> str:
+        """Return the optimizer, with parameters in `param_dtype`, as one line for a person."""
+        options = ", ".join(f"{name} {value}" for name, value in self.options.items())
+        return (
+            f"optimizer {self.name}{options and f' ({options})'}, moments in "
+            f"{self.moments_dtype or param_dtype}, learning rate up to "
+            f"{self.learning_rate:g} ({self.schedule})"
+        )

@@ -37,7 +37,7 @@ class _Entry:
     obeys_is_good: bool
     moments: int
     matrix_moments: int
-    never_negative: tuple[str, ...]
+    never_negative: tuple[str, ...] | None
     decays_by_group: bool
     point: Callable[[OptimizerConfig, Any, Any], Any] | None
     width_powers: tuple[float, float] | None
@@ -53,7 +53,7 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
     obeys_is_good: bool = False,
     moments: int = 2,
     matrix_moments: int | None = None,
-    never_negative: tuple[str, ...] = (),
+    never_negative: tuple[str, ...] | None = None,
     decays_by_group: bool = False,
     point: Callable[[OptimizerConfig, Any, Any], Any] | None = None,
     width_powers: tuple[float, float] | None = None,
@@ -68,7 +68,8 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
         moments: arrays of the size of a parameter in its state, for estimates of memory.
         matrix_moments: the same for the kernels of layers, if they have another number.
         never_negative: fields of its state that hold no negative value, such as `nu` of optax's
-            AdamW. In 8 bits they have the range that divisors need.
+            AdamW; (): no field. In 8 bits they have the range that divisors need. None:
+            `optimizer.moments_dtype=int8` is refused.
         decays_by_group: weight decay is that of `decay_weights`, which follows `optimizer.groups`.
         point: (config, parameters, state of the optimizer) -> parameters at which the gradients are
             computed, if these are others. Such an optimizer applies `scale_groups` by itself.
@@ -125,6 +126,11 @@ def check_optimizer(config: OptimizerConfig) -> None:
             _check_option(name, value, parameter.annotation)
     if entry.check is not None:
         entry.check(config)
+    if config.moments_dtype == "int8" and entry.never_negative is None:
+        raise ValueError(
+            f"optimizer.moments_dtype=int8: optimizer {config.name} does not say which of its "
+            "moments are never negative; register it with never_negative, or use bfloat16"
+        )
 
 
 def _check_option(name: str, value: Any, annotation: Any) -> None:
@@ -161,7 +167,9 @@ def make_optimizer(
     clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
     optimizer = optimizer if entry.obeys_is_good else keep_if_bad(optimizer)
     if config.moments_dtype is not None:
-        optimizer = with_rounded_moments(optimizer, config.moments_dtype, entry.never_negative)
+        optimizer = with_rounded_moments(
+            optimizer, config.moments_dtype, entry.never_negative or ()
+        )
     if base_width_share != 1 and entry.width_powers is not None:
         optimizer = _with_width(base_width_share, entry.width_powers, optimizer)
     if config.groups and entry.point is None:

@@ -40,7 +40,7 @@ def _check(config: OptimizerConfig) -> None:
     if config.moments_dtype is not None:
         raise ValueError(
             f"optimizer.moments_dtype={config.moments_dtype}: the state of schedule_free_adamw "
-            "includes a copy of the parameters, which must stay float32; remove it"
+            "includes a copy of the parameters, which must stay float32; remove moments_dtype"
         )
 
 

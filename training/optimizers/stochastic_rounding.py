@@ -50,9 +50,9 @@ def to_eight_bits(x: jax.Array, seed: jax.Array, *, is_signed: bool) -> EightBit
 
     Values that 8 bits can hold stay as they are. Below the smallest magnitude the mean is not
     exact: signed values become 0, and unsigned ones the smallest magnitude, because optimizers
-    divide by them. A row with an infinity or NaN has no finite value but 0.
+    divide by them. A row with an infinity is stored as zeros, and one with a NaN as NaN and zeros.
 
-    Communication: the largest value of each row, over the axes that shard the last dimension.
+    Communication: an all-reduce of 4 bytes per row over the axes that shard the last dimension.
 
     seed: uint32 scalar. x: (..., D).
     """

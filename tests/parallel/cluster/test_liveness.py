@@ -63,9 +63,9 @@ def test_a_timeout_ends_neither_long_before_nor_long_after_its_limit(processes, 
 
 
 def test_heartbeats_alone_keep_the_group_alive(processes):
-    processes.add(0, 1, of=2, config=timeouts(peer=2.0))
+    processes.add(0, 1, of=2, config=timeouts(peer=4.0))
     processes.connect()
-    time.sleep(2.5)
+    time.sleep(4.5)
     assert processes.failures == [[], []]
 
 

@@ -1,6 +1,7 @@
 """Signals: which of them stop a run, after which step, alone and among several processes."""
 
 import queue
+import re
 import signal
 import threading
 import time
@@ -84,6 +85,7 @@ def test_a_signal_from_before_jax_started_is_passed_on_to_the_service(stop, serv
 def test_the_first_signal_is_answered_at_once_and_the_second_one_exits(signals, monkeypatch):
     lines, exits = queue.Queue[str](), queue.Queue[int]()
     monkeypatch.setattr(module, "_quit", lambda: exits.put(1))
+    monkeypatch.setattr(module, "_SAME_SIGNAL", 0.0)
     stop = StopRequest().install(lines.put)
     signal.raise_signal(signal.SIGUSR1)
     signal.raise_signal(signal.SIGINT)
@@ -95,19 +97,35 @@ def test_the_first_signal_is_answered_at_once_and_the_second_one_exits(signals, 
     assert [exits.get(timeout=60) for _ in range(2)] == [1, 1] and lines.empty()
 
 
+def test_a_signal_that_comes_twice_at_once_counts_as_one(signals, monkeypatch):
+    lines, exits = queue.Queue[str](), queue.Queue[int]()
+    monkeypatch.setattr(module, "_quit", lambda: exits.put(1))
+    monkeypatch.setattr(module, "_SAME_SIGNAL", 600.0)
+    stop = StopRequest().install(lines.put)
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)
+        assert stop.agree(1) == signal.SIGINT
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "signals")
+    StopRequest().install()  # ends the thread, which has then read all signals
+    thread.join(60)
+    assert lines.get().startswith("stopping after this step") and lines.empty()
+    assert not thread.is_alive() and exits.empty()
+
+
 def test_a_process_that_does_not_stop_says_what_it_is_doing(signals, monkeypatch):
     monkeypatch.setattr(module, "_FIRST_REMINDER", 0.05)
     lines, exits = queue.Queue[str](), queue.Queue[int]()
     monkeypatch.setattr(module, "_quit", lambda: exits.put(1))
+    monkeypatch.setattr(module, "_SAME_SIGNAL", 0.0)
     phases = ["step 12", None, "the last save"]
     StopRequest().install(lines.put, lambda: phases.pop(0) if phases else None)
     signal.raise_signal(signal.SIGTERM)
     assert lines.get(timeout=60).startswith("stopping after this step")
     expected = (
-        "not stopped 0 s after the signal, still busy with: step 12; press Ctrl-C to quit without "
-        "saving"
+        r"not stopped \d+ s after the signal, still busy with: step 12; press Ctrl-C to quit "
+        "without saving"
     )
-    assert lines.get(timeout=60) == expected
+    assert re.fullmatch(expected, lines.get(timeout=60))
     assert "still busy with: the last save;" in lines.get(timeout=60)
     signal.raise_signal(signal.SIGINT)
     assert [exits.get(timeout=60) for _ in range(2)] == [1, 1] and lines.empty()
