@@ -32,7 +32,7 @@ from configs.reference import as_text, find_sections
 from configs.schema import Config, dump_config, fill_mesh, load_config
 from data.files import DataError
 from data.pipeline import Dataset
-from data.tokenizers.base import open_tokenizer, with_bos, without_ends
+from data.tokenizers.base import Tokenizer, open_tokenizer, with_bos, without_ends
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
 from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
@@ -72,12 +72,7 @@ def open_session(
     devices, notice = open_devices(config)
     config = fill_mesh(config, len(devices))
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the "
-            f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; set "
-            f"model.vocab_size={tokenizer.vocab_size}"
-        )
+    _check_vocabulary(config, tokenizer)
     try:
         dataset = Dataset(config.data, tokenizer)
     except OSError as error:
@@ -117,6 +112,15 @@ def open_session(
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
         yield trainer.train
+
+
+def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is smaller than the "
+            f"{tokenizer.vocab_size} ids of data.tokenizer={config.data.tokenizer}; set "
+            f"model.vocab_size={tokenizer.vocab_size}"
+        )
 
 
 def _run_settings(config: Config, command: str) -> RunSettings:
