@@ -103,7 +103,8 @@ def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
-            raise ConfigError(f"override {override!r}: write section.key=value")
+            wanted = f"{path}=VALUE" if "." in path else "section.key=value"
+            raise ConfigError(f"override {override!r}: write {wanted}")
         *sections, key = path.split(".")
         node = tree
         for depth, name in enumerate(sections):

@@ -141,12 +141,16 @@ class Dataset:
 
     def warnings(self) -> list[str]:
         """Return a line for everything about the data that a user should know before training."""
-        cut = [
+        found = [
             line
             for source in self.sources
-            if (line := source.cut_conversations(self.config.packing))
+            for line in (
+                source.unanswered_conversations(),
+                source.cut_conversations(self.config.packing),
+            )
+            if line is not None
         ]
-        return [*self._unread_files, *self.unchecked_stores(), *cut, *self.repetitions()]
+        return [*self._unread_files, *self.unchecked_stores(), *found, *self.repetitions()]
 
     def repetitions(self) -> list[str]:
         """Return a line for every source with fewer rows than one batch takes from it."""

@@ -363,9 +363,10 @@ def describe_unread_files(job: StoreJob) -> Iterator[str]:
     # Without suffixes, a folder stands for all of its files.
     read = find_files(job.files, job.files_key, known_suffixes())
     if others := sorted({*find_files(job.files)} - {*read}):
+        such_as = ", such as" if len(others) > 1 else ":"
         yield (
             f"{job.files_key}: {count_of(len(others), 'file')} of other formats in the folder left "
-            f"out, such as {others[0]}; give a glob to read them"
+            f"out{such_as} {others[0]}; give a glob to read them"
         )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import grain
+import numpy as np
 
 from data.batch import Fields, empty_fields, read_row
 from data.config import Packing
@@ -116,6 +117,18 @@ class Source:
         return (
             f"{found} cut at the end of a row; use data.packing=best_fit, or raise "
             "data.sequence_length"
+        )
+
+    def unanswered_conversations(self) -> str | None:
+        """Return a line about conversations without an answer in the loss; None: all have one."""
+        if self.store.loss_mask is None or self.rows_per_item > 1:
+            return None
+        count = sum(int(np.count_nonzero(part == 0)) for part in self.store.num_bytes.chunks())
+        if not count:
+            return None
+        return (
+            f"data {self.name}: {count:,} of {self.store.info.num_documents:,} conversations have "
+            "no text of the role assistant, so nothing of them is in the loss; check their roles"
         )
 
     @property

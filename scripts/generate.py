@@ -62,7 +62,8 @@ class Session:
         total, trained = length + self.max_new_tokens, self.run.config.data.row_length
         if total > trained:
             lines.append(
-                f"warning: up to {total} tokens, but the model was trained on rows of {trained}"
+                f"warning: the text may have {total} tokens, but the model was trained on rows of "
+                f"{trained}"
             )
         for line in lines:
             kind = re.sub(r"[\d,]+", "", line) if line.startswith("attention ") else line
@@ -187,7 +188,12 @@ def generate(args: argparse.Namespace) -> None:
         )
         stop_ids = list(dict.fromkeys([*run.tokenizer.eos_ids, *args.stop_id]))
         session = Session(run, generator, params, args.max_new_tokens, stop_ids, args.explain)
-        for line in filter(None, (run.notice, f"{run.directory} step {step}")):
+        chosen = "".join(
+            f", {kind} {what}"
+            for kind, what in ((args.weights, "weights"), (args.cache, "cache"))
+            if kind not in (None, "dense")
+        )
+        for line in filter(None, (run.notice, f"{run.directory} step {step}{chosen}")):
             print(line, file=sys.stderr)
         begin = time.perf_counter()
         if args.chat:

@@ -219,7 +219,7 @@ def _not_a_tokenizer(path: str | Path, error: Exception) -> str:
 
 def _remedy() -> str:
     names = ", ".join(name for name in TOKENIZERS if name != TOKENIZER_FILE)
-    return f"give the path of such a file, or one of the registered names: {names}"
+    return f"give the path of a tokenizer.json, of a folder with one, or a registered name: {names}"
 
 
 @register_tokenizer(TOKENIZER_FILE)

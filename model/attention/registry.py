@@ -12,6 +12,7 @@ folder, or `plugins` of the configuration, must import the file.
     def mine(q_BLHh, k_BTKh, v_BTKh, inputs, spec): ...
 """
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -285,8 +286,11 @@ def backends_of(name: str) -> tuple[Backend, ...]:
     Raises: ValueError listing the names if there is no such operation.
     """
     if name not in _OPERATIONS:
-        known = ", ".join(operation_names())
-        raise ValueError(f"unknown attention operation {name!r}; use one of {known}")
+        near = difflib.get_close_matches(name, operation_names(), n=1)
+        raise ValueError(
+            f"unknown attention operation {name!r}; use one of {', '.join(operation_names())}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
     return tuple(sorted(_OPERATIONS[name].values(), key=lambda backend: backend.name == "native"))
 
 

@@ -162,7 +162,7 @@ REFUSALS = {
         "data.global_batch_size=9 is not divisible by training.gradient_accumulation=2"
     ),
     # Overrides and sections.
-    "mesh.tp": "override 'mesh.tp': write section.key=value",
+    "mesh.tp": "override 'mesh.tp': write mesh.tp=VALUE",
     "=8": "override '=8': write section.key=value",
     "mesh.tp.size=8": "override 'mesh.tp.size=8': mesh.tp is a value",
     "mesh.tp=[": "override 'mesh.tp=[' is not YAML: ",

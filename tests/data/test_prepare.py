@@ -356,7 +356,7 @@ def test_a_folder_is_read_and_its_files_of_other_formats_are_named(tmp_path) -> 
     assert make(source, tmp_path / "second").tokens[:].tolist() == expected
     for _ in ("prepared", "opened again"):
         assert Dataset(config).warnings() == [
-            f"data.files: 1 file of other formats in the folder left out, such as {folder}/"
+            f"data.files: 1 file of other formats in the folder left out: {folder}/"
             "README.md; give a glob to read them"
         ]
 

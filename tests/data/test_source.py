@@ -219,3 +219,16 @@ def test_the_remedy_for_an_invalid_message_is_not_another_field(tmp_path) -> Non
     detail = "invalid message: messages[1] has no field 'content'; the fields are role"
     remedy = "correct the file, or use data.on_error=skip"
     assert str(error.value) == f"{path}:1: {detail}; {remedy}"
+
+
+def test_conversations_without_an_answer_are_counted_in_a_warning(tmp_path) -> None:
+    talks = [[("user", "hi"), (role, "a" * 40)] for role in ("assistant", "asistant", "assistant")]
+    lines = [{"text": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"eval_files": None, "eval_fraction": 0, "packing": "best_fit"}
+    rows = open_data(tmp_path, sequence_length=128, global_batch_size=1, **given)
+    assert rows.warnings() == [
+        "data text: 1 of 3 conversations have no text of the role assistant, so nothing of them is "
+        "in the loss; check their roles"
+    ]

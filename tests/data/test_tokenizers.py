@@ -338,7 +338,7 @@ REFUSALS = {
     "no file": (
         lambda _: open_tokenizer("nowhere/tokenizer.json"),
         "data.tokenizer=nowhere/tokenizer.json: No such file or directory; "
-        "give the path of such a file, or one of the registered names: bytes",
+        "give the path of a tokenizer.json, of a folder with one, or a registered name: bytes",
     ),
     "a name of the hub": (
         lambda _: open_tokenizer("Qwen/Qwen3-0.6B"),

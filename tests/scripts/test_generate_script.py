@@ -67,6 +67,7 @@ def test_samples_are_logged_during_training_and_equal_the_script(folder, capsys)
     notes = capsys.readouterr().err
     assert "attention vanilla for sliding_attention, prefill: native backend" in notes
     assert "attention ragged_page_attention_v2 for full_attention, autoregressive" in notes
+    assert ", paged cache\n" in notes
     assert text.startswith("def ") and log[end + len("sample:\n") :].startswith(text[:8])
 
 
@@ -162,7 +163,7 @@ def test_every_turn_of_a_chat_says_how_long_it_is(folder, capsys, monkeypatch) -
     assert len(lengths) == 2 and 32 < lengths[0] < lengths[1]
     warnings = [line for line in notes if line.startswith("warning: ")]
     assert warnings == [
-        f"warning: up to {length + 8} tokens, but the model was trained on rows of 32"
+        f"warning: the text may have {length + 8} tokens, but the model was trained on rows of 32"
         for length in lengths
     ]
     described = [line for line in notes if line.startswith("attention ")]
@@ -174,7 +175,7 @@ def test_a_prompt_longer_than_the_rows_of_the_training_is_warned_about(folder, c
     for length, is_long in ((24, False), (25, True)):
         common = ["--run", str(folder / "run"), "--max-new-tokens", "8"]
         assert script.main([*common, "--prompt", "x" * length]) == 0
-        assert ("warning: up to 33 tokens" in capsys.readouterr().err) == is_long
+        assert ("warning: the text may have 33 tokens" in capsys.readouterr().err) == is_long
 
 
 def test_a_stop_id_ends_the_text(folder, capsys) -> None:

@@ -9,6 +9,7 @@ Clipping by global norm comes before it, and is not its concern. If it adds weig
 `decay_weights`, `decays_by_group=True` allows groups with a weight decay of their own.
 """
 
+import difflib
 import inspect
 import json
 from collections.abc import Callable
@@ -116,9 +117,12 @@ def check_optimizer(config: OptimizerConfig) -> None:
         signature.bind(config, None, **config.options)
     except TypeError as error:
         options = list(signature.parameters)[2:]
+        unknown = next((name for name in config.options if name not in options), None)
+        near = difflib.get_close_matches(unknown or "", options, n=1)
+        reason = error if unknown is None else f"unknown option {unknown!r}"
         raise ValueError(
-            f"optimizer.options={config.options!r}: {error}; optimizer {config.name} takes "
-            f"{', '.join(options) or 'no options'}"
+            f"optimizer.options={config.options!r}: {reason}; optimizer {config.name} takes "
+            f"{', '.join(options) or 'no options'}{f'; did you mean {near[0]}?' if near else ''}"
         ) from error
     for name, value in config.options.items():
         parameter = signature.parameters.get(name)  # None: among **options
