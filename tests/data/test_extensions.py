@@ -103,7 +103,7 @@ def test_a_taken_suffix_and_unknown_names_are_refused():
         register_format("again", suffixes=(".json",))(read_documents)
     with pytest.raises(ValueError, match="unknown chat template 'x'; use one of chatml"):
         DataConfig(chat_template="x")
-    with pytest.raises(DataError, match="one of the registered names: bytes, upper"):
+    with pytest.raises(DataError, match="or a registered name: bytes, upper"):
         open_tokenizer("nothing")
     with pytest.raises(DataError, match="needs the library nothing_there"):
         load_library("nothing_there")
