@@ -312,9 +312,10 @@ def test_a_frozen_process_is_named_by_the_other(lab):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_sigterm_to_the_launcher_stops_all_after_the_same_step_and_the_run_resumes(lab, processes):
     name = f"stopped-{processes}"
-    # jax needs about a second to notice the signal; a run that saves every step takes longer.
-    command = lab.launch(name, "checkpoint.every=1", processes=processes, devices=4 // processes)
-    command.until(lambda: lab.step(name) >= 15)
+    # jax needs about a second to notice the signal; samples and saves make the run longer.
+    slowly = ("checkpoint.every=1", "training.sample_every=1", "training.sample_tokens=32")
+    command = lab.launch(name, *slowly, processes=processes, devices=4 // processes)
+    command.until(lambda: lab.step(name) >= 3)
     command.process.terminate()
     assert command.finish() == 75, command.err
     check_stopped(lab, name, processes)
