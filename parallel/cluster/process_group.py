@@ -137,7 +137,7 @@ class ProcessGroup:
 
     @property
     def is_connected(self) -> bool:
-        """Whether this process is between `connect` and `close`."""
+        """Whether this process is between `connect` (or `monitor_alone`) and `close`."""
         return self._monitor is not None
 
     def set_phase(self, phase: str | None) -> None:
