@@ -87,6 +87,7 @@ def open_session(
         *program.describe_objective(),
         config.optimizer.describe(config.model.param_dtype),
         *(source.summary for source in dataset.sources),
+        dataset.describe_epochs(config.training.steps),
         *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
         *describe_parameters(program, table),
     ]

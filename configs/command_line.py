@@ -4,11 +4,33 @@ import argparse
 import difflib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 EXIT_BAD_INPUT = 2
+
+
+def at_least_one(text: str) -> int:
+    """Parse a count of at least one.
+
+    Raises:
+        argparse.ArgumentTypeError: It is smaller, or not a whole number.
+    """
+    if not text.isdecimal() or (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: use a whole number of at least 1")
+    return count
+
+
+def run_script(main: Callable[[], int]) -> NoReturn:
+    """Run a script that prints, and exit with its code.
+
+    If the reader of stdout goes away, as with `| head`, the script ends at once and silently.
+    """
+    if hasattr(signal, "SIGPIPE"):  # not on Windows
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    sys.exit(main())
 
 
 class CommandLine(argparse.ArgumentParser):

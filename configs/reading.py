@@ -148,7 +148,8 @@ def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Se
                 path = path.removesuffix(".[key]")
                 rule = f"{path}: {rule[0].lower()}{rule[1:]}"
             elif not is_section:  # the rule of a section names its own keys
-                rule = f"{path}={item['input']!r}: {rule[0].lower()}{rule[1:]}"
+                hint = _default_hint(keys, model) if rule.startswith("Input should be") else ""
+                rule = f"{path}={item['input']!r}: {rule[0].lower()}{rule[1:]}{hint}"
             messages.setdefault(path, rule)
         raise ConfigError("; ".join(messages.values())) from error
 
@@ -260,6 +261,21 @@ def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -
     if close:
         return f"did you mean {close[0]}?"
     return f"{'keys' if prefix else 'sections'}: {', '.join(model.model_fields)}"
+
+
+def _default_hint(keys: Sequence[str], model: type[BaseModel]) -> str:
+    """Return the default of a key in brackets, as an example of what it accepts."""
+    info = model.model_fields[keys[0]]
+    section, named = section_of(info.annotation)
+    if section is not None:
+        below = keys[1 + named :]
+        return _default_hint(below, section) if below else ""
+    if type(None) in get_args(info.annotation):
+        return ", or null (the default)" if info.default is None else ", or null"
+    if isinstance(info.default, bool):
+        return f" (default {str(info.default).lower()})"
+    is_scalar = isinstance(info.default, str | int | float)
+    return f" (default {info.default})" if is_scalar else ""
 
 
 def _keys_of(loc: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], bool]:

@@ -143,8 +143,31 @@ def fill_mesh(config: Config, num_devices: int) -> Config:
         filled = config.model_copy(update={"mesh": config.mesh.filled(num_devices)})
         _cross_check(filled)
     except ValueError as error:
-        raise ConfigError(f"mesh.{axis}=auto on {num_devices} devices: {error}") from error
+        rule, _, remedy = str(error).partition("; ")
+        remedy = _divided_between_axes(config, axis, num_devices) or remedy
+        raise ConfigError(f"mesh.{axis}=auto on {num_devices} devices: {rule}; {remedy}") from error
     return filled
+
+
+def _divided_between_axes(config: Config, axis: str, num_devices: int) -> str | None:
+    """Return a remedy for an automatic axis that is too large: its largest size that fits.
+
+    The other devices go along fsdp or dp. None: no such mesh fits.
+    """
+    mesh = config.mesh
+    parts, remainder = divmod(num_devices, mesh.smallest().num_devices)
+    for size in range(parts, 0, -1):
+        if remainder or parts % size:
+            continue
+        for other in [name for name in ("fsdp", "dp") if name != axis]:
+            sizes = {axis: size, other: getattr(mesh, other) * parts // size}
+            try:
+                changed = MeshConfig(**(mesh.model_dump() | sizes))
+                _cross_check(config.model_copy(update={"mesh": changed}))
+            except ValueError:
+                continue
+            return "use " + " ".join(f"mesh.{name}={count}" for name, count in sizes.items())
+    return None
 
 
 def dump_config(config: Config) -> str:

@@ -191,6 +191,12 @@ class Dataset:
             numbers[f"data/{source.name}/epoch"] = epochs
         return numbers
 
+    def describe_epochs(self, steps: int) -> str:
+        """Return a line about how often the first `steps` steps read the rows of every source."""
+        progress = self.progress(steps)
+        counts = (f"{s.name} {progress[f'data/{s.name}/epoch']:.3g}" for s in self.sources)
+        return f"epochs {', '.join(counts)} in {steps:,} steps"
+
     def order(self, step: int) -> dict[str, Any]:
         """Return everything that decides the batches of the first `step` steps, as JSON values.
 

@@ -29,24 +29,13 @@ from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 from benchmarks.torch_step import bench_torch
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, at_least_one
 from model.config import DTypeName, ModelConfig
 from model.remat import REMAT_POLICIES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
 
 Result = dict[str, Any]
 Command = Callable[[str, Callable[..., Result], str], argparse.ArgumentParser]
-
-
-def at_least_one(text: str) -> int:
-    """Parse a count of at least one.
-
-    Raises:
-        argparse.ArgumentTypeError: It is smaller.
-    """
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: use at least 1")
-    return count
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

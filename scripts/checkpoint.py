@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, at_least_one, run_script
 from data.pipeline import explain_change
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
@@ -290,12 +290,6 @@ def _shape(leaf: Sequence[Any] | None) -> str:
     return "nothing" if leaf is None else f"{'x'.join(map(str, leaf[0])) or 'scalar'} {leaf[1]}"
 
 
-def _at_least_one(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: use at least 1")
-    return count
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -307,7 +301,13 @@ def _parser() -> argparse.ArgumentParser:
             added.add_argument("run", metavar="RUN", help="run directory of train.py")
         return added
 
-    command("list", list_run, "list the checkpoints, and leftovers of saves and damage")
+    listing = command("list", list_run, "list the checkpoints, and leftovers of saves and damage")
+    listing.description = (
+        "Print a table of the checkpoints. from: the step at which the process that saved it "
+        "began. left out: the number of batches that no step took, after loss spikes. pending: "
+        "evaluations and samples that the next process runs first. config: a digest of the "
+        "configuration."
+    )
     show = command("show", show_step, "print the record of a checkpoint")
     show.add_argument("step", metavar="STEP", type=int, nargs="?", help="default: the newest")
     show.add_argument("--config", action="store_true", help="print the configuration as YAML")
@@ -318,12 +318,12 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("a", "b"):
         diff.add_argument(name, metavar="RUN[@STEP]", help="default: the newest step")
     diff.add_argument("--all", action="store_true", help="compare the optimizer state too")
-    diff.add_argument("--limit", type=_at_least_one, default=20, help="number of arrays shown")
+    diff.add_argument("--limit", type=at_least_one, default=20, help="number of arrays shown")
     prune = command("prune", prune_run, "delete old ones and leftovers; the newest complete stays")
-    prune.add_argument("--keep", type=_at_least_one, required=True, help="number of newest ones")
-    prune.add_argument("--keep-every", type=_at_least_one, help="keep multiples of this step too")
+    prune.add_argument("--keep", type=at_least_one, required=True, help="number of newest ones")
+    prune.add_argument("--keep-every", type=at_least_one, help="keep multiples of this step too")
     prune.add_argument(
-        "--keep-best", type=_at_least_one, default=0, help="number with the lowest evaluation loss"
+        "--keep-best", type=at_least_one, default=0, help="number with the lowest evaluation loss"
     )
     prune.add_argument("--damaged", action="store_true", help="delete damaged ones too")
     prune.add_argument("--dry-run", action="store_true", help="print what would be deleted")
@@ -344,4 +344,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

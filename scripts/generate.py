@@ -24,7 +24,7 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import numpy as np
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, at_least_one, run_script
 from configs.runs import Run, load_run
 from data.chat import encode_chat_prompt, find_answer_end
 from data.chat_jinja import find_chat_template
@@ -167,10 +167,14 @@ def generate(args: argparse.Namespace) -> None:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens}: use at least 1")
     if bool(args.prompt) == args.chat:
         raise ValueError("give either --prompt TEXT or --chat")
+    if args.page_size is not None and args.cache != "paged":
+        raise ValueError(f"--page-size {args.page_size}: needs --cache paged")
     asked = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     asked = {key: value for key, value in asked.items() if value is not None}
     SamplingConfig(**asked)  # before the run is opened
     run = load_run(Path(args.run).expanduser(), args.overrides)
+    if run.bos_id is None and "" in args.prompt:
+        raise ValueError('--prompt "": the tokenizer has no BOS token; give at least one character')
     sampling = SamplingConfig(**{"temperature": 0.7} | run.tokenizer.settings.sampling | asked)
     with jax.set_mesh(run.program.tp.manager.mesh):
         step, params = run.load_params(args.step, ema=args.ema)
@@ -182,7 +186,7 @@ def generate(args: argparse.Namespace) -> None:
             program.plan,
             sampling=sampling,
             cache=args.cache,
-            page_size=args.page_size,
+            page_size=args.page_size or Generator.page_size,
             seed=args.seed,
             num_tokens=run.tokenizer.vocab_size,
         )
@@ -237,7 +241,11 @@ def main(argv: list[str] | None = None) -> int:
         default="dense",
         help="key-value cache; int8 rounds keys and values",
     )
-    parser.add_argument("--page-size", type=int, default=16, help="slots per page (--cache paged)")
+    parser.add_argument(
+        "--page-size",
+        type=at_least_one,
+        help=f"slots per page, with --cache paged (default {Generator.page_size})",
+    )
     parser.add_argument(
         "--explain", action="store_true", help="print the chosen implementations of attention"
     )
@@ -257,4 +265,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -13,7 +13,7 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from prepare_data import load_data_config
 from rich.console import Console
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, run_script
 from data.config import DataConfig
 from data.inspection import (
     LEGEND,
@@ -102,4 +102,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -27,11 +27,11 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from planning import gpus, report
 from planning.scaling import plot, scale, table
 from planning.search import Planner, Ranked, advise, as_it_is, search
-from planning.step import StepPlan, check_mesh, plan_step
+from planning.step import StepPlan, check_mesh, check_slices, plan_step
 from rich.console import Console
 from rich.status import Status
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, run_script
 from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.result_cache import open_cache
 from parallel.planning.slices import read_topology
@@ -141,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         if (nodes := gpus.read_gpus(options.topology)) is not None:
             return _plan_gpus(options, fill_mesh(config, nodes.num_gpus), nodes)
         topology = read_topology(options.topology)
+        check_slices(config, topology)
         config = fill_mesh(config, topology.num_chips)
         check_mesh(config, topology)
         if options.check_mesh:
@@ -275,7 +276,7 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        run_script(main)
     except KeyboardInterrupt:
         # The compiler cannot be interrupted, and would be waited for.
         print("interrupted; finished compilations are kept", file=sys.stderr, flush=True)

@@ -184,7 +184,7 @@ class Sampling:
         config = self.config
         if not config.sample_tokens:
             return
-        with self.goodput.spend("evaluation"):
+        with self.goodput.spend("evaluation", phase="sample"):
             text = self.generate(state.params, config.sample_prompt, config.sample_tokens)
         self.writers.write_text(step, "sample", text)
         log.info("sample%s:\n%s", "" if step == config.steps else f" at step {step}", text)

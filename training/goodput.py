@@ -45,7 +45,7 @@ class Goodput:
     Args:
         before: `seconds` of the earlier processes, from `saved_in`, metrics.jsonl or a checkpoint.
         clock: returns the age of this process in seconds.
-        show_phase: called with the label whenever `spend` begins.
+        show_phase: called with the phase or label whenever `spend` begins.
     """
 
     def __init__(
@@ -63,15 +63,16 @@ class Goodput:
         self._idle, self._since = "start_up", 0.0
 
     @contextlib.contextmanager
-    def spend(self, label: str) -> Iterator[None]:
+    def spend(self, label: str, *, phase: str | None = None) -> Iterator[None]:
         """Count the time of the context under a label, and not under an enclosing one.
 
+        phase: what to show, if not the label.
         Time outside any context is `start_up` until the first `compile` or `step`, then `other`.
         """
         assert label in LABELS, label
         outer = self._switch(label)
         if self._show_phase is not None:
-            self._show_phase(label)
+            self._show_phase(phase or label)
         if label in ("compile", "step"):
             self._idle = "other"
         try:

@@ -241,12 +241,12 @@ class Trainer:
             self.resume_point, state = self.resumer.restore(self.resume_point)
             self.early_stop.begin(self.resume_point.early_stop)
             log.info(
-                "%s step %d in %.1f s; peak host memory rose by %s",
+                "%s step %d in %.1f s",
                 "restored" if self._finished() else "resumed from",
                 self.resume_point.step,
                 time.perf_counter() - begin,
-                format_bytes(peak_memory() - memory),
             )
+            log.debug("peak host memory rose by %s", format_bytes(peak_memory() - memory))
         # Steps after the checkpoint are trained again.
         seconds = self.goodput.seconds["step"] - self.resume_point.goodput.get("step", 0.0)
         self.goodput.lose(seconds)

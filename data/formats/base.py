@@ -5,6 +5,8 @@ a file. The module of that function must be imported: by `data/formats/__init__.
 of the configuration.
 """
 
+import difflib
+import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -311,8 +313,19 @@ def _to_messages(
                 return DocumentError(file_range, number, "invalid message", detail)
             texts.append(text)
         role, content = texts
+        if _is_misspelt_assistant(role):
+            detail = f"{field}[{index}] has the role {role!r}; did you mean 'assistant'?"
+            return DocumentError(file_range, number, "invalid message", detail)
         messages.append((_SHAREGPT_ROLES.get(role, role) if is_sharegpt else role, content))
     return tuple(messages)
+
+
+@functools.lru_cache
+def _is_misspelt_assistant(role: str) -> bool:
+    """Return whether a role is almost "assistant", such as "Assistant" or "asistant"."""
+    if role == "assistant":
+        return False
+    return bool(difflib.get_close_matches(role.strip().lower(), ["assistant"], cutoff=0.8))
 
 
 def _joined_parts(content: Any) -> Any:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from data.config import DataConfig, OnError, files_key
 from data.files import DataError, find_files, load_library
@@ -23,6 +24,19 @@ from safe_files import replace_file
 SAMPLE_BYTES, SAMPLE_SHARDS = 2**28, 256
 
 
+_CONTROLS = [END, IM_START, IM_END]
+
+
+def _tokenizers_for(vocab_size: int) -> Any:
+    """Return the library that trains. Raises: DataError without it or with too few tokens."""
+    if vocab_size < (least := 256 + len(_CONTROLS)):
+        raise DataError(
+            f"vocab_size={vocab_size} of a tokenizer to train is smaller than {least}: 256 bytes "
+            f"and {', '.join(_CONTROLS)}; raise it"
+        )
+    return load_library("tokenizers")
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
     """Train byte-level BPE and write its tokenizer.json; equal texts give equal files.
 
@@ -31,13 +45,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
     Returns: the size of the vocabulary, smaller than asked when no pair of tokens occurs twice.
     Raises: DataError when vocab_size has no room for the bytes and the control tokens.
     """
-    controls = [END, IM_START, IM_END]
-    if vocab_size < 256 + len(controls):
-        raise DataError(
-            f"vocab_size={vocab_size} of a tokenizer to train is smaller than "
-            f"{256 + len(controls)}: 256 bytes and {', '.join(controls)}; raise it"
-        )
-    library = load_library("tokenizers")
+    library = _tokenizers_for(vocab_size)
     tokenizer = library.Tokenizer(library.models.BPE())
     byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = byte_level
@@ -45,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
-        special_tokens=controls,
+        special_tokens=_CONTROLS,
         initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
@@ -101,6 +109,7 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
             )
         report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
         return
+    _tokenizers_for(vocab_size)  # raises before anything is read
     shards: list[tuple[InputShard, str, str | None]] = []
     held_out = held_out_files(data)
     for name, source in data.named_sources.items():
@@ -113,9 +122,10 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
         paths = without_files(find_files(source.files, key, known_suffixes()), held_out, key)
         field = data.field_of(source)
         shards += [(shard, name, field) for shard in plan_shards(paths)]
+    some = f"{SAMPLE_SHARDS} of {len(shards)} parts" if len(shards) > SAMPLE_SHARDS else "all parts"
     report(
         f"training a tokenizer of {vocab_size} tokens on at most {SAMPLE_BYTES >> 20} MiB, spread "
-        f"evenly over {min(len(shards), SAMPLE_SHARDS)} of {len(shards)} shards of the text"
+        f"evenly over {some} of the text"
     )
     begin = time.monotonic()
     found = train_tokenizer(sample_texts(shards, data.on_error), vocab_size, path)

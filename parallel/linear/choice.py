@@ -20,6 +20,7 @@ OverlapChoice = Literal[Overlap, "auto"]
 # overlap`: large bfloat16 matmuls reach 0.88 of peak; those of fewer than 1024 rows take 1.2 times
 # as long.
 _EFFICIENCY, _FULL_ROWS, _SHORT_PENALTY = 0.88, 1024, 1.2
+_UNKNOWN_LINKS = "link bandwidth unknown; set parallel.overlap to force one"
 # The largest third of a block over a third of it: 6 of 16 sequences.
 _UNEVEN = 1.125
 
@@ -64,7 +65,7 @@ def choose_overlap(
     if n == 1:
         return Choice("none", "one device, no communication")
     if chip is None or not chip.ici_bandwidth:
-        return Choice("none", "no link figures for this device, so no overlap is assumed")
+        return Choice("none", _UNKNOWN_LINKS)
     # min() takes the first of equals.
     # With one side there is nothing to gain; groups of rows of experts cannot be cut. Only the hops
     # of a hypercube are scheduled in groups, so it comes before the others.
@@ -77,7 +78,7 @@ def choose_overlap(
         if possible.get(overlap, True)
     }
     best = min(times, key=times.__getitem__)
-    estimates = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in times.items())
+    estimates = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in times.items())
     return Choice(best, f"estimated ms forward: {estimates}")
 
 
@@ -94,7 +95,7 @@ def choose_fsdp_overlap(width: int, chip: Chip | None) -> Choice:
         chip: Figures of the chip, if known.
     """
     if chip is None or not chip.ici_bandwidth:
-        return Choice("none", "no link figures for this device, so no overlap is assumed")
+        return Choice("none", _UNKNOWN_LINKS)
     if width < (least := round(chip.peak_flops / chip.hbm_bandwidth)):
         return Choice("none", f"partial matmuls of {width} rows are bound by memory below {least}")
     return Choice("bidirectional", "blocks of kernels and gradients travel under matmuls")

@@ -273,10 +273,15 @@ def costs(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return one line: bytes per device, how many are replicas, and the two largest reasons."""
+    """Return one line: bytes per device, how many are replicas, and the two largest reasons.
+
+    The reasons are left out if less than 1 % is replicated.
+    """
     size, even = _bytes(rows)
     if size == even:
         return f"{format_bytes(size)} per device, nothing replicated"
+    if 100 * (size - even) < size:
+        return f"{format_bytes(size)} per device, less than 1 % of it replicated"
     largest = list(costs(rows).items())[:2]
     reasons = "; ".join(f"{format_bytes(cost)} over {reason}" for reason, cost in largest)
     return (

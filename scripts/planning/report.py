@@ -57,8 +57,9 @@ def verdict(plan: StepPlan) -> str:
     if plan.fits:
         assert needed is not None
         share = needed / plan.chip.hbm_bytes
+        percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         return (
-            f"fits on {where}: {format_bytes(needed)} of {available:.2f} GiB per chip ({share:.0%})"
+            f"fits on {where}: {format_bytes(needed)} of {available:.2f} GiB per chip ({percent})"
         )
     much = "more" if needed is None else f"{format_bytes(needed)} per chip, more"
     return f"does not fit on {where}: it needs {much} than the {available:.2f} GiB of a chip"

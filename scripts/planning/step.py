@@ -101,6 +101,23 @@ class StepPlan:
         return per_chip / self.compiled.prediction.total / self.chip.peak_flops
 
 
+def check_slices(config: Config, topology: Topology) -> None:
+    """Check that `mesh.dcn_dp` is the number of slices; the mesh may have an automatic axis.
+
+    Raises:
+        ValueError: It is not; names the changes that mend it.
+    """
+    mesh, slices = config.mesh, topology.num_slices
+    if mesh.dcn_dp == slices:
+        return
+    dp = -(-mesh.dp // slices) * slices
+    change = "" if dp == mesh.dp else f" mesh.dp={dp}"
+    raise ValueError(
+        f"mesh.dcn_dp={mesh.dcn_dp}, but {topology} has {slices} slices; set "
+        f"mesh.dcn_dp={slices}{change}"
+    )
+
+
 def check_mesh(config: Config, topology: Topology) -> None:
     """Check that the mesh has as many devices as there are chips; needs no compiler.
 
@@ -108,12 +125,6 @@ def check_mesh(config: Config, topology: Topology) -> None:
         ValueError: It has not; names an axis that would mend it.
     """
     mesh = config.mesh
-    if mesh.dcn_dp != topology.num_slices:
-        dp = -(-mesh.dp // topology.num_slices) * topology.num_slices
-        raise ValueError(
-            f"mesh.dcn_dp={mesh.dcn_dp}, but {topology} has {topology.num_slices} slices; set "
-            f"mesh.dcn_dp={topology.num_slices}, and mesh.dp to a multiple of it such as {dp}"
-        )
     if mesh.num_devices == topology.num_chips:
         return
     sizes = " * ".join(f"{axis} {size}" for axis in AXIS_NAMES if (size := getattr(mesh, axis)) > 1)
@@ -153,6 +164,7 @@ def plan_step(config: Config, topology: str, cache: ResultCache | None = None) -
         ValueError: The configuration cannot run on this slice, or the slice is not known.
     """
     named = read_topology(topology)
+    check_slices(config, named)
     check_mesh(config, named)
     program = build_program(config, absent_devices(topology))
     batch = abstract_batch(config, program)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import signal
 import subprocess
 import sys
 
@@ -31,6 +32,17 @@ def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
     out, error = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and error.startswith("error: ")
     assert message in error and error.count("\n") == 1
+
+
+def test_a_script_ends_silently_if_the_reader_of_its_output_is_gone() -> None:
+    program = "from configs.command_line import run_script; run_script(lambda: print('x' * 2**20))"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1) == b"x"
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", -signal.SIGPIPE)
 
 
 def test_options_of_a_command_are_checked_by_the_command(capsys) -> None:

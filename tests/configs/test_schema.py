@@ -72,7 +72,10 @@ REFUSALS = {
     "optimizer.groups.mlp.learning_rate=2 lora.rank=4 lora.targets=[qkv]": "none of its linears",
     "training.noise_scale=true": "set training.gradient_accumulation to 2 or more",
     "model.matmul_dtype=int8 lora.rank=4": "model.matmul_dtype=int8 is not supported with lora",
-    "model.matmul_dtype=int4": "model.matmul_dtype='int4': input should be 'int8' or 'fp8_e4m3'",
+    "model.matmul_dtype=int4": "model.matmul_dtype='int4': input should be 'int8' or 'fp8_e4m3', "
+    "or null (the default)",
+    "training.steps=-5": "training.steps=-5: input should be greater than 0 (default 1000)",
+    "model.tie_word_embeddings=no": "input should be a valid boolean (default false)",
     "model.matmul_products=[wgrad]": "has no effect without model.matmul_dtype; set it, or remove",
     "optimizer.groups.norms.weight_decay=0.1": "optimizer.groups.norms.weight_decay: norms do",
     "optimizer.groups.heads.learning_rate=0.1": "optimizer.groups.heads: input should be 'embed",
@@ -139,7 +142,7 @@ REFUSALS = {
     "data.sources.code.weight=-1": "data.sources.code.weight=-1: input should be greater than",
     "data.sources.my-code.weight=-1": "data.sources.my-code.weight=-1: input",
     "data.sources.int.weight=-1 data.sources.str.weight=x": (
-        "data.sources.int.weight=-1: input should be greater than or equal to 0; data.sources.str.w"
+        "data.sources.int.weight=-1: input should be greater than or equal to 0 (default 1.0); data"
     ),
     "data.sources.code.weight=0": "data.sources: every weight is 0 from step 0 on; give at least",
     "data.files=a data.sources.code.files=b": (
@@ -450,9 +453,16 @@ def test_an_automatic_axis_that_does_not_fit_is_refused_on_one_line(tmp_path):
     odd = load_config(TP8, ["mesh.tp=4", "mesh.dp=auto"])
     with pytest.raises(ConfigError, match=r"mesh\.tp=4 does not divide 6 devices; make it a div"):
         fill_mesh(odd, 6)
-    wide = r"mesh\.tp=auto on 16 devices: model\.num_attention_heads=8 is not divisible by mesh\.tp"
-    with pytest.raises(ConfigError, match=wide):
+    with pytest.raises(ConfigError) as wide:
         fill_mesh(load_config(TP8), 16)
+    assert str(wide.value) == (
+        "mesh.tp=auto on 16 devices: model.num_attention_heads=8 is not divisible by mesh.tp=16; "
+        "use mesh.tp=8 mesh.fsdp=2"
+    )
+    with pytest.raises(
+        ConfigError, match=r"=auto on 512 devices: .*; use mesh\.fsdp=256 mesh\.dp=2"
+    ):
+        fill_mesh(load_config(TP8, ["mesh.fsdp=auto", "data.global_batch_size=512"]), 512)
     # A size that this machine would refuse may fit another one.
     load_config(TP8, ["data.global_batch_size=2", "mesh.fsdp=auto"])
 

@@ -281,6 +281,17 @@ BAD_LINES = {
         "invalid message",
         "content of text[0] is null, not text",
     ),
+    **{
+        json.dumps({"text": [USER | {"content": "a"}, {key: role, text: "b"}]}): (
+            "invalid message",
+            f"text[1] has the role {role!r}; did you mean 'assistant'?",
+        )
+        for role, key, text in (
+            ("asistant", "role", "content"),
+            ("Assistant", "role", "content"),
+            ("assistent", "from", "value"),
+        )
+    },
     '{"text": []}': ("empty", "no message has a character"),
     json.dumps({"text": [USER | {"content": ""}]}): ("empty", "no message has a character"),
 }

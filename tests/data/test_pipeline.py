@@ -271,6 +271,7 @@ def test_progress_counts_the_tokens_and_epochs_of_every_source(folder):
     assert progress["data/digits/tokens"] == pytest.approx(50 * LENGTH, rel=0.02)
     num_rows = rows.sources[0].packed.train.num_rows
     assert progress["data/digits/epoch"] == pytest.approx(50 / num_rows)
+    assert f"digits {50 / num_rows:.3g}, letters " in rows.describe_epochs(10)
     assert set(rows.progress(0).values()) == {0}
 
 

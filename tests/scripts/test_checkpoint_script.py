@@ -487,7 +487,7 @@ def test_bad_input_is_one_line(written, tmp_path, capsys, arguments) -> None:
 def test_at_least_one_checkpoint_is_kept(run, capsys, keep) -> None:
     with pytest.raises(SystemExit) as error:
         script.main(["prune", str(run), "--keep", keep])
-    assert error.value.code == 2 and "use at least 1" in capsys.readouterr().err
+    assert error.value.code == 2 and f"{keep}: use a whole number of" in capsys.readouterr().err
 
 
 def test_show_reports_a_damaged_record(run, capsys) -> None:

@@ -21,7 +21,7 @@ from planning.candidates import all_candidates, change
 from planning.estimate import estimate, slice_machine
 from planning.scaling import scale
 from planning.search import advise, as_it_is, larger_slices, rank, search
-from planning.step import StepPlan, check_mesh
+from planning.step import StepPlan, check_mesh, check_slices
 
 from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.compiler import CompiledProgram
@@ -63,7 +63,11 @@ def answer(config: Config, topology: str, *, needed: float | None = None) -> Ste
         ("v5p-32", [], "needs 8 chips, but v5p:2x2x4 (v5p-32) has 16; set mesh.fsdp=2"),
         ("v5p-8", ["mesh.tp=2", "mesh.fsdp=4"], "set mesh.fsdp=2"),
         ("v5p-8", [], "set mesh.tp=4"),
-        ("v5p-16*2", [], "mesh.dcn_dp=1, but v5p:2x2x2*2 has 2 slices; set mesh.dcn_dp=2"),
+        (
+            "v5p-16*2",
+            [],
+            "mesh.dcn_dp=1, but v5p:2x2x2*2 has 2 slices; set mesh.dcn_dp=2 mesh.dp=2",
+        ),
         ("v5p-16*2", ["mesh.dp=4", "mesh.dcn_dp=2"], "set mesh.dp=2"),
     ],
 )
@@ -75,9 +79,9 @@ def test_a_mesh_of_another_size_is_refused_with_the_axis_to_change(
     error = capsys.readouterr().err
     assert error.startswith("error: mesh") and remedy in error and error.count("\n") == 1
     advised = dict(text.split("=") for text in remedy.split() if text.startswith("mesh."))
-    if topology != "v5p-16*2":
-        changed = [*overrides, *(f"{key}={value}" for key, value in advised.items())]
-        check_mesh(llama(*changed), read_topology(topology))
+    changed = [*overrides, *(f"{key}={value}" for key, value in advised.items())]
+    check_slices(llama(*changed), read_topology(topology))
+    check_mesh(llama(*changed), read_topology(topology))
 
 
 def test_check_mesh_confirms_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

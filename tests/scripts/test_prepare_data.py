@@ -116,6 +116,20 @@ def test_a_text_too_small_for_the_vocabulary_is_said(folder, capsys) -> None:
     assert "kept, not trained again" in capsys.readouterr().out
 
 
+def test_what_cannot_be_trained_is_refused_before_anything_is_read(folder, capsys, monkeypatch):
+    arguments = [*one(folder, f"data.tokenizer={folder}/t.json"), "--train-tokenizer"]
+    for size, missing, law in (
+        (258, {}, "is smaller than 259: "),
+        (300, {"tokenizers": None}, "pip"),
+    ):
+        with monkeypatch.context() as patch:
+            for name in missing:
+                patch.setitem(sys.modules, name, None)
+            assert script.main([*arguments, str(size)]) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and law in error and error.count("\n") == 1
+
+
 def test_the_sample_is_bounded_and_evenly_spaced(folder, monkeypatch) -> None:
     paths = [folder / f"{n}.txt" for n in range(10)]
     for n, path in enumerate(paths):

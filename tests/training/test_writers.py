@@ -211,8 +211,10 @@ def test_the_bar_of_a_terminal_shows_what_the_run_does_its_loss_and_its_rate(tmp
         for label in ("compile", "step", "data_wait", "evaluation", "checkpoint"):
             with goodput.spend(label):
                 shown.append(bar())
+        with goodput.spend("evaluation", phase="sample"):
+            shown.append(bar())
     assert [line.split()[0] for line in shown] == [
-        "compiling", "training", "training", "evaluating", "saving",
+        "compiling", "training", "training", "evaluating", "saving", "sampling",
     ]  # fmt: skip
     assert all("5/9 loss 1.5000  1,234 tok/s" in line for line in shown)
 

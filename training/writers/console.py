@@ -9,11 +9,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from training.logs import log
 from training.writers.registry import MetricsWriter, WriterContext, register
 
-# What the bar calls the labels of `Goodput.spend`; others keep their name.
+# What the bar calls the phases and labels of `Goodput.spend`; others keep their name.
 _PHASES = {
     "compile": "compiling",
     "step": "training",
     "evaluation": "evaluating",
+    "sample": "sampling",
     "checkpoint": "saving",
 }
 

@@ -65,7 +65,7 @@ def test_without_a_ring_or_figures_nothing_is_chosen_and_the_reason_is_said() ->
     assert choose_overlap(shape, 1, V5P).overlap == "none"
     for chip in (None, CHIPS["NVIDIA H200"]):
         choice = choose_overlap(shape, 8, chip)
-        assert choice.overlap == "none" and "no link figures" in choice.reason
+        assert choice.overlap == "none" and "link bandwidth unknown" in choice.reason
 
 
 def test_two_devices_use_both_directions() -> None:
@@ -79,8 +79,8 @@ def test_two_devices_use_both_directions() -> None:
         (512, V5P, "bidirectional", "travel under matmuls"),
         (256, V5E, "bidirectional", "travel under matmuls"),
         (128, V5P, "none", "bound by memory below 166"),
-        (512, CHIPS["NVIDIA H200"], "none", "no link figures"),
-        (512, None, "none", "no link figures"),
+        (512, CHIPS["NVIDIA H200"], "none", "link bandwidth unknown"),
+        (512, None, "none", "link bandwidth unknown"),
     ],
 )
 def test_fsdp_overlaps_unless_partial_matmuls_of_gradients_are_too_small(width, chip, best, why):

@@ -262,6 +262,11 @@ def test_the_text_lists_every_tensor_and_the_excess_by_reason():
         "512 bytes per device, 304 bytes of it replicated (192 bytes over dp=2: data parallelism; "
         "38 bytes over fsdp=2: kept whole by the rule Replicated)"
     )
+    split = manager(MeshConfig(tp=8))
+    large = row(ax.ColumnWise, (64, 256), split)
+    assert summary([large, row(ax.Replicated, (2,), split)]) == (
+        "8.01 KiB per device, less than 1 % of it replicated"
+    )
     assert len({line.index("per device") for line in lines if "semantic axes" in line}) == 1
 
 
