@@ -7,7 +7,7 @@ mistake of a user is a ConfigError on one line: key path, value, rule, remedy.
 import difflib
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
@@ -183,6 +183,8 @@ def _yaml_problem(error: MarkedYAMLError) -> str:
         return re.sub(
             r'found duplicate key (".+?") with value.*', r"the key \1 is given twice", problem
         )
+    if "document start" in problem:
+        return "this text is no mapping; give a file of sections such as 'mesh: {tp: 8}'"
     if "'\\t'" in problem:
         return f"{problem}; indent with spaces"
     if ("stream end" in problem or "end of stream" in problem) and error.context_mark is not None:
@@ -232,9 +234,15 @@ def _check_keys(
             parts = {f"{path}.{name}": part for name, part in value.items()}
         for where, part in parts.items():
             if not isinstance(part, dict):
-                names = ", ".join(section.model_fields)
+                names = _first_ten(section.model_fields)
                 raise ConfigError(f"{where}={part!r} is not a section; write {where}: with {names}")
             _check_keys(part, section, f"{where}.", known)
+
+
+def _first_ten(names: Iterable[str]) -> str:
+    listed = [*names]
+    more = f" and {len(listed) - 10} more" if len(listed) > 10 else ""
+    return ", ".join(listed[:10]) + more
 
 
 def _nearest(path: str, model: type[BaseModel], prefix: str, known: list[str]) -> str:
@@ -272,6 +280,8 @@ def _default_hint(keys: Sequence[str], model: type[BaseModel]) -> str:
         return _default_hint(below, section) if below else ""
     if type(None) in get_args(info.annotation):
         return ", or null (the default)" if info.default is None else ", or null"
+    if isinstance(info.default, tuple | list):
+        return f" (default [{', '.join(map(str, info.default))}])"
     if isinstance(info.default, bool):
         return f" (default {str(info.default).lower()})"
     is_scalar = isinstance(info.default, str | int | float)

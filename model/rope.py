@@ -125,7 +125,8 @@ class RopeScaling(
                 )
             if name in rule.required and value is None:
                 raise ValueError(
-                    f"rope_scaling type {self.type} needs {name}; set it, or use type default"
+                    f"rope_scaling.type={self.type} needs rope_scaling.{name}; set it, or use type "
+                    "default"
                 )
         if self.factor is not None and self.factor < 1:
             raise ValueError(

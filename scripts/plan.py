@@ -123,6 +123,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for given, needed in (("price", "tokens"), ("plot", "scale")):
         if getattr(options, given) is not None and getattr(options, needed) is None:
             parser.error(f"--{given} needs --{needed}")
+    if options.price is not None and not options.price > 0:
+        parser.error(f"--price {options.price:g}: use a number above 0")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error('--plot needs matplotlib: pip install -e ".[plan]"')
     if options.plot is not None and options.plot.suffix != ".png":

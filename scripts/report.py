@@ -25,6 +25,8 @@ def write_report(directories: list[Path], output: Path, command: str) -> None:
     """Write the report and its images, and say where. Raises: ValueError, OSError."""
     if output.suffix not in (".html", ".htm"):
         raise ValueError(f"--output {output}: the report is HTML; write a name ending in .html")
+    if not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: the folder does not exist; create it first")
     runs = read_runs(directories)
     output.write_text(render(runs, command), encoding="utf-8")
     print(f"{output} written ({format_bytes(output.stat().st_size)}); open it in a browser")

@@ -108,11 +108,12 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
             )
         if found.get(name) != wanted.get(name):
             raise ValueError(
-                f"checkpoint {step} holds {name.removeprefix('params.')} as "
-                f"{_shown(found.get(name))}, but the config asks for {_shown(wanted.get(name))}; "
-                "restore the values of the run's config.yaml, or give another run.dir"
+                f"checkpoint {step} has {_shown(found.get(name))} for "
+                f"{name.removeprefix('params.')}, but this configuration has "
+                f"{_shown(wanted.get(name))}; restore the values of the run's config.yaml, or give "
+                "another run.dir"
             )
 
 
 def _shown(leaf: list[Any] | None) -> str:
-    return "nothing" if leaf is None else f"({tuple(leaf[0])}, {leaf[1]!r})"
+    return "nothing" if leaf is None else f"{leaf[1]} {tuple(leaf[0])}"

@@ -267,6 +267,12 @@ def _find_start(
     elif path is not None:
         check_is_elsewhere(path, directory)
     if path is None:
+        if rank := program.plan.lora.rank:
+            log.info(
+                "warning: lora.rank=%d trains adapters of a random model, because there is no "
+                "training.init_from; name a run, a checkpoint or a Hugging Face model",
+                rank,
+            )
         return resume_point, None
     return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)
 

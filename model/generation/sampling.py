@@ -33,7 +33,7 @@ class SamplingConfig:
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise ValueError(f"top_k={self.top_k}: use an integer of at least 1, or none")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: use more than 0 and at most 1, or none")
+            raise ValueError(f"top_p={self.top_p}: use more than 0 and at most 1")
 
 
 def row_keys(key: jax.Array, row_ids_B: jax.Array, positions_B: jax.Array) -> jax.Array:

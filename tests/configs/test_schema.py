@@ -170,6 +170,8 @@ REFUSALS = {
     "mesh.tp.size=8": "override 'mesh.tp.size=8': mesh.tp is a value",
     "mesh.tp=[": "override 'mesh.tp=[' is not YAML: ",
     "mesh=8": "mesh=8 is not a section; write mesh: with dp, fsdp, tp, sp, ep",
+    "model=8": "write model: with vocab_size, pad_vocab_to_multiple_of, hidden_size, ",
+    "training.writers=jsonl": "be a valid list (default [jsonl, tensorboard, console])",
     "mesh=null": "mesh=None is not a section; write mesh: with dp",
     # Rules between sections.
     "mesh.tp=3": "model.num_attention_heads=8 is not divisible by mesh.tp=3; use mesh.tp=2 or 4",
@@ -406,6 +408,7 @@ def test_a_folder_is_refused(tmp_path):
             "is not YAML: line 5, .*; check the bracket or quote that opens in line 2$",
         ),
         ("mesh:\n  a b: 1\n  a b: 2\n", 'is not YAML: .*the key "a b" is given twice$'),
+        ("[a](b)\nkey: a\n", "is not YAML: line 1, column 4: this text is no mapping; give a"),
         ("mesh:\n\ttp: 1\n", "is not YAML: line 2, column 1: found .*; indent with spaces$"),
         ("mesh:\n  tp: 1\n  tp: 2\n", 'is not YAML: .*the key "tp" is given twice$'),
         ("mesh: {tp: 1}\nmesh: {dp: 1}\n", 'is not YAML: .*the key "mesh" is given twice$'),

@@ -186,16 +186,22 @@ def test_scaled_frequencies_lie_between_unscaled_and_divided_ones(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"type": "linear"}, r"rope_scaling type linear needs factor; set it, or use type def"),
+        (
+            {"type": "linear"},
+            r"rope_scaling\.type=linear needs rope_scaling\.factor; set it, or use type def",
+        ),
         (
             {"type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
-            r"rope_scaling type llama3 needs original_max_position_embeddings",
+            r"rope_scaling\.type=llama3 needs rope_scaling\.original_max_position_embeddings",
         ),
         (
             {"type": "llama3", "factor": 8, "original_max_position_embeddings": 8192},
-            r"rope_scaling type llama3 needs low_freq_factor",
+            r"rope_scaling\.type=llama3 needs rope_scaling\.low_freq_factor",
         ),
-        ({"type": "yarn", "factor": 4}, r"type yarn needs original_max_position_embeddings"),
+        (
+            {"type": "yarn", "factor": 4},
+            r"type=yarn needs rope_scaling\.original_max_position_embeddings",
+        ),
         (
             {"type": "linear", "factor": 0.5},
             r"factor=0.5 would shorten the context; use at least 1",
@@ -232,7 +238,7 @@ def test_scaled_frequencies_lie_between_unscaled_and_divided_ones(
         ),
         (
             {**LONGROPE.model_dump(), "short_factor": None},
-            r"rope_scaling type longrope needs short_factor",
+            r"rope_scaling\.type=longrope needs rope_scaling\.short_factor",
         ),
         ({"rope_type": "yarn"}, r"Extra inputs are not permitted"),
         ({"type": "linear", "factor": math.inf}, r"finite number"),

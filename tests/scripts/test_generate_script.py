@@ -106,7 +106,7 @@ def test_other_checkpoints_and_seeds_give_other_text(folder, capsys) -> None:
     [
         (("--step", "3"), "has no checkpoint 3; found: 2, 4"),
         (("--run", "/nowhere"), "/nowhere has no config.yaml; give a run directory"),
-        (("--top-p", "2"), "top_p=2.0: use more than 0 and at most 1, or none"),
+        (("--top-p", "2"), "top_p=2.0: use more than 0 and at most 1"),
         (("--prompt", ""), '--prompt "": the tokenizer has no BOS token; give at least one char'),
         (("--page-size", "4"), "--page-size 4: needs --cache paged"),
         (("--chat",), "give either --prompt TEXT or --chat"),

@@ -225,7 +225,7 @@ sed -i 1d "$STAND_INS/plan"
 case $line in
   preempt) echo SUSPENDED > "$STAND_INS/queue"; exit 76 ;;
   lost) echo TERMINATED > "$STAND_INS/nodes"; exit 76 ;;
-  wait) trap 'exit 75' TERM; while true; do /bin/sleep 0.05; done ;;
+  wait) trap 'exit 75' TERM; touch "$STAND_INS/waiting"; while true; do /bin/sleep 0.05; done ;;
   watched) until [[ -e $STAND_INS/watched ]]; do /bin/sleep 0.05; done ;;
   *) echo "this is step $line"; exit "$line" ;;
 esac
@@ -323,7 +323,10 @@ def test_stop_exits_with_75_and_does_not_restart(pod) -> None:
     arguments = [*UP, "--restarts", "5", "--", *TRAIN]
     watching = start(pod, script("tpu_pod.sh"), *arguments, system=True)
     deadline = time.monotonic() + 30
-    while watching.poll() is None and not (pod / "watched").exists():
+    # A worker that has not set its trap yet would be killed by the signal.
+    while watching.poll() is None and not (
+        (pod / "watched").exists() and (pod / "waiting").exists()
+    ):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert run(pod, script("tpu_pod.sh"), "stop", *PLACE, system=True)[0] == 75

@@ -259,6 +259,11 @@ def test_bad_input_is_one_line(
 
 
 def test_an_option_without_the_one_it_needs_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan_script.parse(
+            ["--config", "c", "--topology", "v5p-8", "--tokens", "1T", "--price", "-3"]
+        )
+    assert "--price -3: use a number above 0" in capsys.readouterr().err
     for option, needed in (["--price", "4"], "--tokens"), (["--plot", "x.png"], "--scale"):
         with pytest.raises(SystemExit):
             plan_script.parse(["--config", "c", "--topology", "v5p-8", *option])

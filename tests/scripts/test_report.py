@@ -291,7 +291,10 @@ def test_spread_keeps_the_first_and_the_last():
         (["FOLDER/none"], r"none is no directory; give a run directory of train.py"),
         (["FOLDER/run", "FOLDER/run"], r"run is given twice; give every run once"),
         (["FOLDER/run", "--output", "FOLDER/a.pdf"], r"a.pdf: .*name ending in .html"),
-        (["FOLDER/run", "--output", "FOLDER/no/a.html"], r"No such file"),
+        (
+            ["FOLDER/run", "--output", "FOLDER/no/a.html"],
+            r"no/a.html: the folder does not exist; create it",
+        ),
         (["FOLDER/run", "--ouput", "a.html"], r"--ouput: unknown option; did you mean --output"),
         ([], r"required: RUN"),
     ],

@@ -196,12 +196,12 @@ def test_every_save_is_logged_once(open_at, tmp_path):
 
 # Override of the model -> part of the message about the first parameter that differs.
 DIFFERENCES = {
-    "model.hidden_size=64": "(264, 32), 'float32'), but the config asks for ((264, 64)",
-    "model.vocab_size=272": "(264, 32), 'float32'), but the config asks for ((272, 32)",
-    "model.tie_word_embeddings=true": "head.kernel as ((32, 264), 'float32'), but the config",
-    "model.param_dtype=bfloat16": "but the config asks for ((264, 32), 'bfloat16')",
-    "model.num_hidden_layers=2": "holds layers.attention.o.kernel as ((1, 32, 32), 'float32')",
-    "model.intermediate_size=96": "holds layers.mlp.down.kernel as ((1, 64, 32), 'float32')",
+    "model.hidden_size=64": "embed.table, but this configuration has float32 (264, 64)",
+    "model.vocab_size=272": "embed.table, but this configuration has float32 (272, 32)",
+    "model.tie_word_embeddings=true": "for head.kernel, but this configuration has nothing",
+    "model.param_dtype=bfloat16": "but this configuration has bfloat16 (264, 32)",
+    "model.num_hidden_layers=2": "has float32 (1, 32, 32) for layers.attention.o.kernel",
+    "model.intermediate_size=96": "has float32 (1, 64, 32) for layers.mlp.down.kernel",
 }
 
 
@@ -212,7 +212,7 @@ def test_another_model_is_refused_with_the_first_differing_parameter(override, o
     with pytest.raises(ValueError) as error:
         checkpoints.check(2, abstract_on(GRID, override))
     assert DIFFERENCES[override] in str(error.value)
-    assert str(error.value).startswith("checkpoint 2 holds ")
+    assert str(error.value).startswith("checkpoint 2 has ")
     assert str(error.value).endswith("give another run.dir") and "\n" not in str(error.value)
 
 
@@ -222,7 +222,7 @@ def test_a_missing_parameter_is_named(open_at):
         checkpoints.save(tied.init(), 2, {})
     checkpoints.finish()
     with pytest.raises(
-        ValueError, match=r"holds head\.kernel as nothing, but the config asks for "
+        ValueError, match=r"has nothing for head\.kernel, but this configuration has "
     ):
         checkpoints.check(2, abstract_on(GRID))
 

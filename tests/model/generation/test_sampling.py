@@ -194,7 +194,7 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
         ({"top_k": 0}, r"top_k=0: use an integer of at least 1, or none"),
         ({"top_k": 2.0}, r"top_k=2.0: use"),
         ({"top_k": True}, r"top_k=True: use"),
-        ({"top_p": 0.0}, r"top_p=0.0: use more than 0 and at most 1, or none"),
+        ({"top_p": 0.0}, r"top_p=0.0: use more than 0 and at most 1"),
         ({"top_p": 1.5}, r"top_p=1.5: use"),
         ({"top_p": math.nan}, r"top_p=nan: use"),
     ],
