@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import shlex
+import signal
 import sys
 import tomllib
 import traceback
@@ -311,6 +312,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.print_sharding:
             print_sharding(config)
             return 0
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -318,7 +321,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = main()
+    try:
+        exit_code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of what an option prints has gone, as with `| head`
+        os._exit(128 + signal.SIGPIPE)
     if exit_code not in (0, EXIT_RESUMABLE):
         # At a normal exit, the threads of a failed save or the processes of a failed run could wait
         # for each other for minutes.

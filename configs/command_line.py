@@ -23,14 +23,23 @@ def at_least_one(text: str) -> int:
     return count
 
 
-def run_script(main: Callable[[], int]) -> NoReturn:
-    """Run a script that prints, and exit with its code.
+def run_script(main: Callable[[], int], *, interrupted: str = "interrupted") -> NoReturn:
+    """Run a script, and exit with its code.
 
     If the reader of stdout goes away, as with `| head`, the script ends at once and silently.
+    Ctrl-C prints the line `interrupted`, and waits for no thread, such as one that compiles.
     """
     if hasattr(signal, "SIGPIPE"):  # not on Windows
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # libtpu ignores the signal
+        os._exit(128 + signal.SIGPIPE)
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+    sys.exit(code)
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -90,4 +99,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line on stderr, and exit with code 2."""
+        files = [text for text in sys.argv[1:] if text.endswith((".yaml", ".yml"))]
+        if message.endswith("required: --config") and files:
+            message += f"; write --config {files[0]}"
         self.exit(EXIT_BAD_INPUT, f"error: {message}; {self.prog} --help explains all options\n")

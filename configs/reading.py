@@ -149,7 +149,7 @@ def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Se
                 rule = f"{path}: {rule[0].lower()}{rule[1:]}"
             elif not is_section:  # the rule of a section names its own keys
                 hint = _default_hint(keys, model) if rule.startswith("Input should be") else ""
-                rule = f"{path}={item['input']!r}: {rule[0].lower()}{rule[1:]}{hint}"
+                rule = f"{path}={_shown(item['input'])}: {rule[0].lower()}{rule[1:]}{hint}"
             messages.setdefault(path, rule)
         raise ConfigError("; ".join(messages.values())) from error
 
@@ -229,14 +229,23 @@ def _check_keys(
         if named:
             if not isinstance(value, dict):
                 raise ConfigError(
-                    f"{path}={value!r} is not a section; map names to sections below {path}:"
+                    f"{path}={_shown(value)} is not a section; map names to sections below {path}:"
                 )
             parts = {f"{path}.{name}": part for name, part in value.items()}
         for where, part in parts.items():
             if not isinstance(part, dict):
                 names = _first_ten(section.model_fields)
-                raise ConfigError(f"{where}={part!r} is not a section; write {where}: with {names}")
+                raise ConfigError(
+                    f"{where}={_shown(part)} is not a section; write {where}: with {names}"
+                )
             _check_keys(part, section, f"{where}.", known)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as YAML writes null, true and false, and other values as Python does."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return repr(value)
 
 
 def _first_ten(names: Iterable[str]) -> str:

@@ -276,8 +276,16 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     for key in sorted(now.keys() - said):
         if before.get(key) != now[key]:
             name = _KEYS.get(key, f"data.{key}")
-            changes.append(f"{name} was {before.get(key)!r}, is now {now[key]!r}")
+            was, is_now = _by_step(before.get(key)), _by_step(now[key])
+            changes.append(f"{name} was {was!r}, is now {is_now!r}")
     return "; ".join(changes)
+
+
+def _by_step(value: Any) -> Any:
+    """Return the value of a key that may change at some steps as the configuration writes it."""
+    if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):
+        return value
+    return value[0][1] if len(value) == 1 else dict(value)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ def tokenize_shards(
         for shard in shards:
             yield tokenize_shard(shard, settings)
         return
+    others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(
         min(workers, max(1, len(shards))),
         mp_context=multiprocessing.get_context("spawn"),
@@ -87,6 +88,10 @@ def tokenize_shards(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+        # Ctrl-C may come after the start of a process, and before the pool knows it.
+        for process in {*multiprocessing.active_children()} - others:
+            process.terminate()
+            process.join()
 
 
 @dataclass

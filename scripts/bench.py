@@ -29,7 +29,7 @@ from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 from benchmarks.torch_step import bench_torch
 
-from configs.command_line import CommandLine, at_least_one
+from configs.command_line import CommandLine, at_least_one, run_script
 from model.config import DTypeName, ModelConfig
 from model.remat import REMAT_POLICIES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
@@ -169,4 +169,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

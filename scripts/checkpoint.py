@@ -206,10 +206,8 @@ def _print_first_difference(found: tools.StepComparison) -> None:
         return
     num_equal = found.steps.index(found.first)
     values = (f"{name} {a!r} -> {b!r}" for name, (a, b) in found.differences.items())
-    print(
-        f"steps: {found.first} is the first that differs: {', '.join(values)}; the {num_equal} "
-        "before it are bit-equal"
-    )
+    before = f"; the {num_equal} before it are bit-equal" if num_equal else ""
+    print(f"steps: {found.first} is the first that differs: {', '.join(values)}{before}")
 
 
 def _difference_row(array: tools.ArrayDifference) -> list[str]:
@@ -241,7 +239,7 @@ def prune_run(args: argparse.Namespace) -> int:
                 raise ValueError(f"nothing was deleted: {error}") from error
         checkpoints = stack.enter_context(tools.open_checkpoints(run))
         plan = tools.plan_prune(run, checkpoints, policy, damaged=args.damaged)
-        for step, remark in plan.kept.items():
+        for step, remark in sorted(plan.kept.items()):
             print(f"{step}: {remark}")
         freed = 0
         for path in plan.deleted:

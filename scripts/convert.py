@@ -19,7 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, run_script
 from configs.conversion import export_adapters, export_model, import_config, import_model
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
@@ -193,4 +193,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 from configs.build import build_program, open_devices
-from configs.command_line import EXIT_BAD_INPUT, CommandLine
+from configs.command_line import EXIT_BAD_INPUT, CommandLine, run_script
 from configs.schema import Config, load_config, make_config
 from training.state import TrainState
 from training.step import Program
@@ -166,4 +166,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -19,7 +19,7 @@ import _clone
 import jax
 from evaluation.results import result_lines
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, run_script
 from configs.runs import load_run
 from safe_files import replace_file
 from training.checkpoint_record import CheckpointError
@@ -132,4 +132,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

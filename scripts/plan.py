@@ -13,7 +13,6 @@ Exit codes: 0 it fits, 1 it does not fit or --fail-if holds, 2 invalid input.
 import argparse
 import importlib.util
 import json
-import os
 import re
 import sys
 import time
@@ -31,7 +30,7 @@ from planning.step import StepPlan, check_mesh, check_slices, plan_step
 from rich.console import Console
 from rich.status import Status
 
-from configs.command_line import CommandLine, run_script
+from configs.command_line import CommandLine, at_least_one, run_script
 from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.result_cache import open_cache
 from parallel.planning.slices import read_topology
@@ -110,7 +109,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--search", action="store_true", help="compile other meshes, layouts, remat, microbatches"
     )
-    parser.add_argument("--compiles", type=int, default=5, help="stop after N that fit (5)")
+    parser.add_argument(
+        "--compiles", type=at_least_one, default=5, help="stop after N that fit (5)"
+    )
     parser.add_argument(
         "--scale", type=chip_range, metavar="A..B", help="extrapolate to other numbers of chips"
     )
@@ -150,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
             print(_chips_line(config, str(topology)), file=sys.stderr)
             return 0
         return _plan(options, config)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
@@ -277,9 +280,4 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
 
 
 if __name__ == "__main__":
-    try:
-        run_script(main)
-    except KeyboardInterrupt:
-        # The compiler cannot be interrupted, and would be waited for.
-        print("interrupted; finished compilations are kept", file=sys.stderr, flush=True)
-        os._exit(130)
+    run_script(main, interrupted="interrupted; finished compilations are kept")

@@ -17,7 +17,7 @@ from reporting.page import render
 from reporting.pictures import write_pictures
 from reporting.run_record import read_runs
 
-from configs.command_line import EXIT_BAD_INPUT, CommandLine
+from configs.command_line import EXIT_BAD_INPUT, CommandLine, run_script
 from units import format_bytes
 
 
@@ -69,4 +69,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

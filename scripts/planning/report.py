@@ -104,7 +104,9 @@ def run_cost(plan: Plan, tokens: float, price: float | None) -> dict[str, float]
 def cost_line(plan: Plan, tokens: float, price: float | None) -> str:
     """Return the days, chip-hours and cost of a run as a line."""
     found = run_cost(plan, tokens, price)
-    cost = "" if price is None else f", {three_digits(found['cost'])} at {price:g} per chip-hour"
+    cost = (
+        "" if price is None else f", costs {three_digits(found['cost'])} at {price:g} per chip-hour"
+    )
     return (
         f"{tokens:,.0f} tokens take {three_digits(found['days'])} days, "
         f"{three_digits(found['chip_hours'])} chip-hours{cost}"
@@ -160,8 +162,9 @@ def _collectives_table(collectives: Sequence[CollectiveTime]) -> Iterator[str]:
         total.seconds += one.seconds
         total.exposed += one.exposed
     for (axes, kind), total in sorted(found.items(), key=lambda item: -item[1].exposed):
+        name = kind if kind.endswith(axes) else f"{kind} over {axes}"  # "... between slices"
         yield (
-            f"  {f'{kind} over {axes}':<44}{total.count:>7.0f}{total.bytes / _GIB:>10.2f}"
+            f"  {name:<44}{total.count:>7.0f}{total.bytes / _GIB:>10.2f}"
             f"{total.hidden * 1e3:>11.1f}{total.exposed * 1e3:>12.1f}"
         )
     if not found:
@@ -207,7 +210,7 @@ def as_json(plan: StepPlan) -> dict[str, Any]:
         "chips": plan.topology.num_chips,
         "fits": plan.fits,
         "hbm_bytes": plan.bytes,
-        "hbm_available_bytes": plan.chip.hbm_bytes,
+        "hbm_available_bytes": int(plan.chip.hbm_bytes),
         "verdict": verdict(plan),
         "plan": list(plan.choices),
     }

@@ -34,6 +34,44 @@ def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
     assert message in error and error.count("\n") == 1
 
 
+def test_a_file_without_its_option_is_offered(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "configs/tp8.yaml"])
+    with pytest.raises(SystemExit):
+        train.main()
+    assert "required: --config; write --config configs/tp8.yaml;" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("raise KeyboardInterrupt", 130, "stopped\n"),
+        ("raise BrokenPipeError", 141, ""),
+        ("return 3", 3, ""),
+    ],
+)
+def test_a_script_that_is_interrupted_prints_one_line(body, code, line) -> None:
+    program = f"""
+from configs.command_line import run_script
+def main():
+    {body}
+run_script(main, interrupted="stopped")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", line)
+
+
+def test_help_that_nobody_reads_ends_silently() -> None:
+    with subprocess.Popen(
+        [sys.executable, "train.py", "--help-config"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, bufsize=0,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(120)) == (b"", 141)
+
+
 def test_a_script_ends_silently_if_the_reader_of_its_output_is_gone() -> None:
     program = "from configs.command_line import run_script; run_script(lambda: print('x' * 2**20))"
     with subprocess.Popen(

@@ -45,11 +45,11 @@ REFUSALS = {
     "training.steps=ten": "training.steps='ten': input should be a valid integer",
     "training.steps=1.5": "training.steps=1.5: input should be a valid integer",
     "training.steps='100'": "training.steps='100': input should be a valid integer",
-    "training.steps=true": "training.steps=True: input should be a valid integer",
+    "training.steps=true": "training.steps=true: input should be a valid integer",
     "model.rope_theta=0.5": "model.rope_theta=0.5: input should be greater than 1",
-    "model.rope_theta=true": "model.rope_theta=True: input should be a valid number",
+    "model.rope_theta=true": "model.rope_theta=true: input should be a valid number",
     "model.tie_word_embeddings=1": "model.tie_word_embeddings=1: input should be a valid boolean",
-    "run.dir=null": "run.dir=None: input should be a valid string",
+    "run.dir=null": "run.dir=null: input should be a valid string",
     "run.dir=7": "run.dir=7: input should be a valid string",
     "mesh.tp=[8]": "mesh.tp=[8]: input should be a valid integer",
     # Huge values are refused at once.
@@ -172,7 +172,7 @@ REFUSALS = {
     "mesh=8": "mesh=8 is not a section; write mesh: with dp, fsdp, tp, sp, ep",
     "model=8": "write model: with vocab_size, pad_vocab_to_multiple_of, hidden_size, ",
     "training.writers=jsonl": "be a valid list (default [jsonl, tensorboard, console])",
-    "mesh=null": "mesh=None is not a section; write mesh: with dp",
+    "mesh=null": "mesh=null is not a section; write mesh: with dp",
     # Rules between sections.
     "mesh.tp=3": "model.num_attention_heads=8 is not divisible by mesh.tp=3; use mesh.tp=2 or 4",
     "model.num_attention_heads=3": "model.hidden_size=256 is not divisible by model.num_attention",

@@ -1,11 +1,18 @@
-"""Worker processes that read rows: what happens when one dies."""
+"""Worker processes: what happens when one dies, and when the start of one is interrupted."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from conftest import ROOT
+
+from data.config import DataConfig
+from data.prepare import build, store_job
+from data.tokenizers.byte_level import ByteTokenizer
 
 READ = """
 import multiprocessing, os, signal, sys
@@ -41,3 +48,17 @@ def test_a_dead_worker_ends_the_run_with_a_line(tmp_path):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("rows cannot be read: Worker process was terminated")
+
+
+def test_an_interrupt_while_workers_start_leaves_no_process(tmp_path, monkeypatch):
+    def interrupted(pool):
+        """Start a process that the pool does not know yet."""
+        multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,)).start()
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.txt").write_text("hello")
+    job = store_job("text", DataConfig(files=f"{tmp_path}/a.txt"), ByteTokenizer())
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        build(job, tmp_path / "store", workers=1)
+    assert not multiprocessing.active_children()
