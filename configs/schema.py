@@ -232,7 +232,9 @@ def _check_heads(config: Config) -> None:
         _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
         return
     if model.head_dim is None:
-        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
+        _divides(
+            "model.hidden_size", model.hidden_size, "model.num_attention_heads", heads, even=True
+        )
     if model.head_size % 2:
         raise ConfigError(
             f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
@@ -390,9 +392,10 @@ def _check_data(config: Config) -> None:
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
         _check_multiple("data.sequence_length", length, axes, parts, parts)
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
+        least = ByteTokenizer.vocab_size
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's "
-            f"{ByteTokenizer.vocab_size} ids; set it to {ByteTokenizer.vocab_size} or more"
+            f"model.vocab_size={config.model.vocab_size} is smaller than the tokenizer's {least} "
+            f"ids; set it to {-(-least // 8) * 8} (a multiple of 8) or more"
         )
     try:
         BatchSchedule(data)
@@ -473,12 +476,22 @@ def _multiples(value: int, parts: int) -> str:
     return f"{below} or {below + parts}" if below else f"{parts}"
 
 
-def _divides(name: str, value: int, divisor_name: str, divisor: int, or_else: str = "") -> None:
+def _divides(
+    name: str,
+    value: int,
+    divisor_name: str,
+    divisor: int,
+    or_else: str = "",
+    *,
+    even: bool = False,
+) -> None:
+    """Check that one number divides another; even: propose only divisors with an even quotient."""
     if value % divisor == 0:
         return
     small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
     divisors = [*small, *(value // n for n in small)]
-    below = max(n for n in divisors if n < divisor)
+    divisors = [n for n in divisors if value // n % 2 == 0 or not even] or divisors
+    below = max((n for n in divisors if n < divisor), default=1)
     above = min((n for n in divisors if n > divisor), default=below)
     legal = f"{below} or {above}" if above != below else str(below)
     raise ConfigError(

@@ -308,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     show = command("show", show_step, "print the record of a checkpoint")
     show.add_argument("step", metavar="STEP", type=int, nargs="?", help="default: the newest")
-    show.add_argument("--config", action="store_true", help="print the configuration as YAML")
+    show.add_argument("--config", action="store_true", help="print the configuration as YAML too")
     show.add_argument("--fingerprints", action="store_true", help="print those of every array")
     verify = command("verify", verify_run, "read every array and find damage")
     verify.add_argument("steps", metavar="STEP", type=int, nargs="*", help="default: all")

@@ -131,7 +131,9 @@ class Goodput:
 
     def summary(self) -> str:
         """Return `goodput 91.2 % of 1 h 02 min: steps 56 min 34 s, compile 2 min 1 s, ...`."""
-        return f"goodput {100 * self.share:.1f} % of {_breakdown(self.seconds)}"
+        total, _, parts = _breakdown(self.seconds).partition(": ")
+        earlier = " with earlier processes" if any(self._before.values()) else ""
+        return f"goodput {100 * self.share:.1f} % of {total}{earlier}: {parts}"
 
     def this_process(self) -> str:
         """Return the breakdown of this process alone: `9.4 s: start-up 5.0 s, ...`."""

@@ -302,8 +302,11 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
 def _find_step(path: Path, folder: Path, asked: int | None) -> int:
     found = saved_steps(folder)
     if not found or asked not in (None, *found):
+        none = "does not exist" if not path.exists() else "holds no checkpoint"
+        if found:
+            none = f"holds no checkpoint (found: {', '.join(map(str, found))})"
         raise ValueError(
-            f"{_KEY}={path} holds no checkpoint (found: {', '.join(map(str, found)) or 'none'}); "
+            f"{_KEY}={path} {none}; "
             "give a run directory of train.py, RUN_DIR/checkpoints/STEP, or a Hugging Face model"
             f"{download_remedy(str(path))}"
         )

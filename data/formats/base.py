@@ -23,6 +23,8 @@ PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair; the prompt may be missing."""
 # Roles of ShareGPT by their usual names; others stay as they are.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
+# What others call the assistant; such a message would be left out of the loss.
+_OTHER_ASSISTANTS = {"ai", "bot", "chatbot", "model", *_SHAREGPT_ROLES} - {"human"}
 _JSON_TYPES = {
     dict: "an object",
     list: "a list",
@@ -313,19 +315,22 @@ def _to_messages(
                 return DocumentError(file_range, number, "invalid message", detail)
             texts.append(text)
         role, content = texts
+        role = _SHAREGPT_ROLES.get(role, role) if is_sharegpt else role
         if _is_misspelt_assistant(role):
             detail = f"{field}[{index}] has the role {role!r}; did you mean 'assistant'?"
             return DocumentError(file_range, number, "invalid message", detail)
-        messages.append((_SHAREGPT_ROLES.get(role, role) if is_sharegpt else role, content))
+        messages.append((role, content))
     return tuple(messages)
 
 
 @functools.lru_cache
 def _is_misspelt_assistant(role: str) -> bool:
-    """Return whether a role is almost "assistant", such as "Assistant" or "asistant"."""
+    """Return whether a role means the assistant under another name, such as "asistant" or "bot"."""
     if role == "assistant":
         return False
-    return bool(difflib.get_close_matches(role.strip().lower(), ["assistant"], cutoff=0.8))
+    name = role.strip().lower()
+    is_near = bool(difflib.get_close_matches(name, ["assistant"], cutoff=0.8))
+    return is_near or name in _OTHER_ASSISTANTS
 
 
 def _joined_parts(content: Any) -> Any:

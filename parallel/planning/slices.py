@@ -185,6 +185,8 @@ def absent_devices(topology: str) -> list[jax.Device]:
     Raises: ValueError without libtpu, or for a topology that libtpu does not know.
     """
     named = read_topology(topology)
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f'topology {topology} needs libtpu; pip install -e ".[plan]"')
     describe_missing_tpu()
     # Otherwise libtpu queries the cloud's metadata server and refuses a second process.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -202,8 +204,6 @@ def absent_devices(topology: str) -> list[jax.Device]:
         )
         return list(found.devices)
     except Exception as error:  # jaxlib has no exception type for libtpu's errors
-        has_libtpu = importlib.util.find_spec("libtpu") is not None
-        remedy = "name another slice" if has_libtpu else 'pip install -e ".[plan]" installs libtpu'
         raise ValueError(
-            f"topology {topology}: {str(error).splitlines()[0]}; {remedy}. {_known()}"
+            f"topology {topology}: {str(error).splitlines()[0]}; name another slice. {_known()}"
         ) from error

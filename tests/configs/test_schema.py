@@ -184,7 +184,8 @@ REFUSALS = {
     "model.head_dim=5": "model.head_dim=5: rope rotates pairs; use an even head_dim",
     "model.intermediate_size=100": "model.intermediate_size=100 is not divisible by mesh.tp=8",
     "model.vocab_size=265": "model.vocab_size=265 is not divisible by mesh.tp=8; use mesh.tp=",
-    "model.vocab_size=256": "model.vocab_size=256 is smaller than the tokenizer's 257 ids; set it",
+    "model.vocab_size=256": "is smaller than the tokenizer's 257 ids; set it to 264 (a multi",
+    "model.hidden_size=250": "use model.num_attention_heads=5 or 25, or another model.hidden_size",
     "mesh.fsdp=3": "model.hidden_size=256 is not divisible by mesh.fsdp * mesh.sp=3",
     "data.sequence_length=100": (
         "data.sequence_length=100 is not divisible by mesh.sp * mesh.tp=8; use "

@@ -290,6 +290,9 @@ BAD_LINES = {
             ("asistant", "role", "content"),
             ("Assistant", "role", "content"),
             ("assistent", "from", "value"),
+            ("bot", "role", "content"),
+            ("gpt", "role", "content"),
+            ("model", "from", "value"),
         )
     },
     '{"text": []}': ("empty", "no message has a character"),

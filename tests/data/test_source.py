@@ -222,7 +222,7 @@ def test_the_remedy_for_an_invalid_message_is_not_another_field(tmp_path) -> Non
 
 
 def test_conversations_without_an_answer_are_counted_in_a_warning(tmp_path) -> None:
-    talks = [[("user", "hi"), (role, "a" * 40)] for role in ("assistant", "model", "assistant")]
+    talks = [[("user", "hi"), (role, "a" * 40)] for role in ("assistant", "narrator", "assistant")]
     lines = [{"text": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

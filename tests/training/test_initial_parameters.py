@@ -156,7 +156,7 @@ def test_other_shapes_are_refused_with_the_key_to_set(first, tmp_path, capsys, o
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("/nowhere", "training.init_from=/nowhere holds no checkpoint (found: none); give a run "),
+        ("/nowhere", "training.init_from=/nowhere does not exist; give a run "),
         (
             "Qwen/Qwen3-0.6B",
             "download it first: hf download Qwen/Qwen3-0.6B --local-dir FOLDER",
