@@ -248,7 +248,7 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
             "data.seed=1",
             "trained on other data: data.seed was 0, is now 1; restore that data",
         ),
-        ("model.hidden_size=64", "checkpoint 3 holds embed.table as ((264, 32), 'float32')"),
+        ("model.hidden_size=64", "checkpoint 3 has float32 (264, 32) for embed.table"),
         (
             "optimizer.name=lion",
             "optimizer.name=lion, but checkpoint 3 was saved with adamw; set optimizer.name=adamw",
