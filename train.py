@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.print_sharding:
             print_sharding(config)
             return 0
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError, but no mistake of the user: see below
         raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

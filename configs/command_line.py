@@ -51,6 +51,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any):
         super().__init__(**{"allow_abbrev": False, **settings})
+        self._given: list[str] = []
 
     def parse_args(  # type: ignore[override]  # the overloads of the base class
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -75,7 +76,7 @@ class CommandLine(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parse; an unknown option is reported before one that is missing because of it."""
-        given = list(sys.argv[1:] if args is None else args)
+        self._given = given = list(sys.argv[1:] if args is None else args)
         if self._subparsers is None:  # otherwise the options are those of a command
             self._check_options(given)
         return super().parse_known_args(given, namespace)
@@ -99,7 +100,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line on stderr, and exit with code 2."""
-        files = [text for text in sys.argv[1:] if text.endswith((".yaml", ".yml"))]
+        files = [text for text in self._given if text.endswith((".yaml", ".yml"))]
         if message.endswith("required: --config") and files:
             message += f"; write --config {files[0]}"
         self.exit(EXIT_BAD_INPUT, f"error: {message}; {self.prog} --help explains all options\n")

@@ -241,11 +241,22 @@ def _check_keys(
             _check_keys(part, section, f"{where}.", known)
 
 
-def _shown(value: Any) -> str:
-    """Return a value as YAML writes null, true and false, and other values as Python does."""
+def as_yaml(value: Any) -> str:
+    """Return a value as a user writes it in YAML."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, list | tuple | set | frozenset):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_yaml(x)}' for key, x in value.items())}}}"
+    return str(value)
+
+
+def _shown(value: Any) -> str:
+    """Return a wrong value: null, true and false as in YAML, others as Python writes them."""
+    return as_yaml(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _first_ten(names: Iterable[str]) -> str:
@@ -289,12 +300,8 @@ def _default_hint(keys: Sequence[str], model: type[BaseModel]) -> str:
         return _default_hint(below, section) if below else ""
     if type(None) in get_args(info.annotation):
         return ", or null (the default)" if info.default is None else ", or null"
-    if isinstance(info.default, tuple | list):
-        return f" (default [{', '.join(map(str, info.default))}])"
-    if isinstance(info.default, bool):
-        return f" (default {str(info.default).lower()})"
-    is_scalar = isinstance(info.default, str | int | float)
-    return f" (default {info.default})" if is_scalar else ""
+    default = None if info.is_required() else info.get_default(call_default_factory=True)
+    return "" if default is None else f" (default {as_yaml(default)})"
 
 
 def _keys_of(loc: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], bool]:

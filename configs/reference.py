@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs.reading import ConfigError, section_of
+from configs.reading import ConfigError, as_yaml, section_of
 from configs.schema import Config
 
 WIDTH = 100
@@ -115,19 +115,7 @@ def _text(info: FieldInfo) -> str:
 def _default(info: FieldInfo) -> str | None:
     if info.is_required():
         return None
-    return _as_yaml(info.get_default(call_default_factory=True))
-
-
-def _as_yaml(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return value or '""'
-    if isinstance(value, list | tuple | set | frozenset):
-        return f"[{', '.join(map(_as_yaml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_as_yaml(x)}' for key, x in value.items())}}}"
-    return str(value)
+    return as_yaml(info.get_default(call_default_factory=True))
 
 
 def _type_name(annotation: Any) -> str:
@@ -138,7 +126,7 @@ def _type_name(annotation: Any) -> str:
         return annotation.__name__
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " | ".join(_as_yaml(arg) for arg in args)
+        return " | ".join(as_yaml(arg) for arg in args)
     if hasattr(annotation, "__metadata__"):  # a type with bounds
         return _type_name(args[0])
     if isinstance(origin, type) and issubclass(origin, tuple | list):

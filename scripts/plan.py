@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             print(_chips_line(config, str(topology)), file=sys.stderr)
             return 0
         return _plan(options, config)
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError, but no mistake of the user: see run_script
         raise
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

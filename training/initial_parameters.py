@@ -302,11 +302,11 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
 def _find_step(path: Path, folder: Path, asked: int | None) -> int:
     found = saved_steps(folder)
     if not found or asked not in (None, *found):
-        none = "does not exist" if not path.exists() else "holds no checkpoint"
-        if found:
-            none = f"holds no checkpoint (found: {', '.join(map(str, found))})"
+        listed = f" (found: {', '.join(map(str, found))})" if found else ""
+        is_missing = not found and not path.exists()
+        problem = "does not exist" if is_missing else f"holds no checkpoint{listed}"
         raise ValueError(
-            f"{_KEY}={path} {none}; "
+            f"{_KEY}={path} {problem}; "
             "give a run directory of train.py, RUN_DIR/checkpoints/STEP, or a Hugging Face model"
             f"{download_remedy(str(path))}"
         )

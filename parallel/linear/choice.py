@@ -20,7 +20,7 @@ OverlapChoice = Literal[Overlap, "auto"]
 # overlap`: large bfloat16 matmuls reach 0.88 of peak; those of fewer than 1024 rows take 1.2 times
 # as long.
 _EFFICIENCY, _FULL_ROWS, _SHORT_PENALTY = 0.88, 1024, 1.2
-_UNKNOWN_LINKS = "link bandwidth unknown; set parallel.overlap to force one"
+_UNKNOWN_LINKS = "link bandwidth unknown; parallel.overlap=ring overlaps anyway"
 # The largest third of a block over a third of it: 6 of 16 sequences.
 _UNEVEN = 1.125
 

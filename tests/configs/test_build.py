@@ -85,7 +85,7 @@ def test_auto_overlap_is_none_on_cpu_with_a_reason() -> None:
     assert set(program.tp.kind_overlaps.values()) == {"none"}
     reasons = {choice.reason for choice in dict(program.plan.overlap).values()}
     (reason,) = reasons
-    assert reason.startswith("link bandwidth unknown; set ")
+    assert reason.startswith("link bandwidth unknown; ")
 
 
 def test_every_kind_of_linear_has_its_own_overlap() -> None:

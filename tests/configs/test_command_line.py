@@ -23,6 +23,7 @@ COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py"))]
         (["--config=x", "--steps", "5"], "configuration have no dashes, as training.steps=10;"),
         (["--config=x", "--training.steps=5"], "has no dashes; write training.steps=5;"),
         (["--config=x", "--training.steps", "5"], "has no dashes; write training.steps=VALUE;"),
+        (["configs/tp8.yaml"], "required: --config; write --config configs/tp8.yaml;"),
         (["training.steps=5"], "the following arguments are required: --config"),
     ],
 )
@@ -32,13 +33,6 @@ def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
     out, error = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and error.startswith("error: ")
     assert message in error and error.count("\n") == 1
-
-
-def test_a_file_without_its_option_is_offered(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "configs/tp8.yaml"])
-    with pytest.raises(SystemExit):
-        train.main()
-    assert "required: --config; write --config configs/tp8.yaml;" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,9 @@ def test_an_option_without_the_one_it_needs_is_refused(capsys: pytest.CaptureFix
             ["--config", "c", "--topology", "v5p-8", "--tokens", "1T", "--price", "-3"]
         )
     assert "--price -3: use a number above 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plan_script.parse(["--config", "c", "--topology", "v5p-8", "--search", "--compiles", "0"])
+    assert "--compiles: 0: use a whole number of at least 1" in capsys.readouterr().err
     for option, needed in (["--price", "4"], "--tokens"), (["--plot", "x.png"], "--scale"):
         with pytest.raises(SystemExit):
             plan_script.parse(["--config", "c", "--topology", "v5p-8", *option])

@@ -158,6 +158,7 @@ def test_durations_are_rounded_to_the_nearest_unit(seconds, text):
 def test_the_breakdown_of_this_process_excludes_earlier_ones():
     goodput, clock = ledger({"step": 500.0, "start_up": 100.0, "lost": 40.0})
     clock.now = 15
+    assert " % of 10 min 55 s with earlier processes: steps 8 min 20 s, " in goodput.summary()
     with goodput.spend("step"):
         with goodput.spend("compile"):
             clock.now = 20.25
