@@ -161,7 +161,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         if kind not in _kinds_of(config):
             continue
         named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        why = "as configured"
+        why = "set by the configuration"
         if n > 1 and kind in shapes and (obstacle := _no_pieces(kind, named, n, shapes[kind])):
             named, why = "bidirectional", f"{named} is not available: {obstacle}"
         if n > 1 and kind in shapes:
@@ -228,7 +228,7 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
     if why := next((text for text, holds in obstacles.items() if holds), None):
         return Choice("none", f"{named} was asked for, but {why}")
     if named != "auto":
-        return Choice(named, "as configured")
+        return Choice(named, "set by parallel.overlap_fsdp")
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
     return choose_fsdp_overlap(min(widths) // n, chip)
 

@@ -281,6 +281,15 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(changes)
 
 
+def remedy_of_change(before: dict[str, Any], now: dict[str, Any], number: int) -> str:
+    """Return what lets a run go on whose first batches, `number` of them, had another order."""
+    key = "global_batch_size"
+    if key not in before or before | {key: now[key]} != now:
+        return "restore that data"
+    sizes = dict(before[key]) | {number: now[key][-1][1]}
+    return f"to change the size of later batches alone, set data.{key}='{sizes}'"
+
+
 def _by_step(value: Any) -> Any:
     """Return the value of a key that may change at some steps as the configuration writes it."""
     if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):

@@ -75,11 +75,14 @@ def _when(saved: float | None, now: float) -> list[str]:
 
 
 def show_step(args: argparse.Namespace) -> int:
-    """Print the record of a checkpoint."""
+    """Print the record of a checkpoint, or only the configuration in it."""
     run = tools.find_run(args.run)
     with tools.open_checkpoints(run) as checkpoints:
         step = tools.choose_step(checkpoints, run, args.step)
         record = checkpoints.record(step)
+    if args.config:
+        print(record["config"], end="")
+        return 0
     disk = format_bytes(tools.bytes_on_disk(run / "checkpoints" / str(step)))
     print(f"{run} step {step}, saved {record['saved']}, {disk} on disk")
     for name, value in record["metrics"].items():
@@ -103,8 +106,6 @@ def show_step(args: argparse.Namespace) -> int:
         is_digest = isinstance(value, str) and len(value) == 64
         print(f"  {key}: {value[:12] if is_digest else value}")
     _show_arrays(record, args.fingerprints)
-    if args.config:
-        print(f"\n{record['config']}", end="")
     return 0
 
 
@@ -308,8 +309,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     show = command("show", show_step, "print the record of a checkpoint")
     show.add_argument("step", metavar="STEP", type=int, nargs="?", help="default: the newest")
-    show.add_argument("--config", action="store_true", help="print the configuration as YAML too")
-    show.add_argument("--fingerprints", action="store_true", help="print those of every array")
+    only = show.add_mutually_exclusive_group()
+    only.add_argument("--config", action="store_true", help="print only the configuration, as YAML")
+    only.add_argument("--fingerprints", action="store_true", help="print those of every array")
     verify = command("verify", verify_run, "read every array and find damage")
     verify.add_argument("steps", metavar="STEP", type=int, nargs="*", help="default: all")
     diff = command("diff", diff_steps, "compare two runs by step, and two of their checkpoints")

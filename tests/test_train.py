@@ -248,6 +248,11 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
             "data.seed=1",
             "trained on other data: data.seed was 0, is now 1; restore that data",
         ),
+        (
+            "data.global_batch_size=16",
+            "size of later batches alone, set data.global_batch_size='{0: 8, 3: 16}', or give",
+        ),
+        ("lora.rank=2", "no adapters, but lora.rank is set; do without, or give another run.dir"),
         ("model.hidden_size=64", "checkpoint 3 has float32 (264, 32) for embed.table"),
         (
             "optimizer.name=lion",
@@ -271,6 +276,18 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(
 
 def test_clipping_may_change_on_resume(half):
     assert run(half, "optimizer.clip_norm=null", "checkpoint.resume=must") == 0
+
+
+def test_ctrl_c_during_the_imports_ends_silently():
+    # importtime prints a line on stderr after every import.
+    command = [sys.executable, "-X", "importtime", "train.py", "--version"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert any("jax.version" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGINT
+    assert output == "" and "Traceback" not in errors and "KeyboardInterrupt" not in errors
 
 
 STEPS = 200

@@ -106,6 +106,16 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
                 f"optimizer.ema_decay is set, but checkpoint {step} has no moving average; set "
                 "optimizer.ema_decay=null, or give another run.dir"
             )
+        if ".lora_" in name and (name in found) != (name in wanted):
+            has, remedy = (
+                ("adapters, but lora.rank is not set", "set it as in the run's config.yaml")
+                if name in found
+                else ("no adapters, but lora.rank is set", "do without")
+            )
+            raise ValueError(
+                f"checkpoint {step} has {has}; {remedy}, or give another run.dir and this run as "
+                "training.init_from"
+            )
         if found.get(name) != wanted.get(name):
             raise ValueError(
                 f"checkpoint {step} has {_shown(found.get(name))} for "

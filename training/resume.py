@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
-from data.pipeline import Dataset, explain_change
+from data.pipeline import Dataset, explain_change, remedy_of_change
 from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
@@ -171,12 +171,14 @@ class Resumer:
                     f"set optimizer.{key}={before[key]}, or give another run.dir and the old one "
                     "as training.init_from to go on from the parameters"
                 )
-        order = self.dataset.order(batch_number(step, record["skipped"]))
+        number = batch_number(step, record["skipped"])
+        order = self.dataset.order(number)
         if record["order"] != order:
             change = explain_change(record["order"], order)
+            remedy = remedy_of_change(record["order"], order, number)
             raise ValueError(
-                f"checkpoint {step} was trained on other data: {change}; restore that data, or "
-                "give another run.dir"
+                f"checkpoint {step} was trained on other data: {change}; {remedy}, or give another "
+                "run.dir"
             )
 
     def _set_aside(self, step: int, error: CheckpointError) -> None:

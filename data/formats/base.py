@@ -23,6 +23,7 @@ PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair; the prompt may be missing."""
 # Roles of ShareGPT by their usual names; others stay as they are.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
+_ROLES = "system", "user", "assistant"
 # What others call the assistant; such a message would be left out of the loss.
 _OTHER_ASSISTANTS = {"ai", "bot", "chatbot", "model", *_SHAREGPT_ROLES} - {"human"}
 _JSON_TYPES = {
@@ -316,21 +317,20 @@ def _to_messages(
             texts.append(text)
         role, content = texts
         role = _SHAREGPT_ROLES.get(role, role) if is_sharegpt else role
-        if _is_misspelt_assistant(role):
-            detail = f"{field}[{index}] has the role {role!r}; did you mean 'assistant'?"
+        if (usual := _usual_role(role)) != role:
+            detail = f"{field}[{index}] has the role {role!r}; did you mean {usual!r}?"
             return DocumentError(file_range, number, "invalid message", detail)
         messages.append((role, content))
     return tuple(messages)
 
 
 @functools.lru_cache
-def _is_misspelt_assistant(role: str) -> bool:
-    """Return whether a role means the assistant under another name, such as "asistant" or "bot"."""
-    if role == "assistant":
-        return False
+def _usual_role(role: str) -> str:
+    """Return the usual name of a misspelt role or of another name of the assistant, as "bot"."""
     name = role.strip().lower()
-    is_near = bool(difflib.get_close_matches(name, ["assistant"], cutoff=0.8))
-    return is_near or name in _OTHER_ASSISTANTS
+    if name in _OTHER_ASSISTANTS:
+        return "assistant"
+    return next(iter(difflib.get_close_matches(name, _ROLES, n=1, cutoff=0.8)), role)
 
 
 def _joined_parts(content: Any) -> Any:

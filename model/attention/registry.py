@@ -317,7 +317,7 @@ def choose_operation(request: Request, name: str = AUTO) -> AttentionChoice:
     """
     if name != AUTO:
         backend = choose_backend(name, backends_of(name), request)
-        reason = f"as configured ({backend.name} backend)"
+        reason = f"set by the configuration ({backend.name} backend)"
         return AttentionChoice(name, backend, reason, request.head_dim)
     passed: dict[str, list[str]] = {}
     for candidate in operation_names():
@@ -325,7 +325,7 @@ def choose_operation(request: Request, name: str = AUTO) -> AttentionChoice:
             against = backend.missing(request) or backend.drawbacks(request)
             if not against:
                 why = _listed(passed) or "nothing"
-                reason = f"{backend.name} backend; passed over: {why}"
+                reason = f"{backend.name} backend; not chosen: {why}"
                 return AttentionChoice(candidate, backend, reason, request.head_dim)
             if backend.runs_on(request.platform):
                 passed.setdefault(", ".join(against), []).append(f"{candidate} {backend.name}")

@@ -124,9 +124,9 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
     ("mesh", "named", "want"),
     [
         (MeshConfig(fsdp=4), "auto", ("none", "link bandwidth unknown")),
-        (MeshConfig(fsdp=4), "none", ("none", "as configured")),
-        (MeshConfig(fsdp=4), "ring", ("ring", "as configured")),
-        (MeshConfig(sp=4), "split", ("split", "as configured")),
+        (MeshConfig(fsdp=4), "none", ("none", "set by parallel.overlap_fsdp")),
+        (MeshConfig(fsdp=4), "ring", ("ring", "set by parallel.overlap_fsdp")),
+        (MeshConfig(sp=4), "split", ("split", "set by parallel.overlap_fsdp")),
         (MeshConfig(dp=4), "ring", ("none", "one device on fsdp and sp gathers nothing")),
         (MeshConfig(fsdp=2, tp=2), "ring", ("none", "tp has several devices")),
     ],

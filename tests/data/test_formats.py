@@ -284,15 +284,18 @@ BAD_LINES = {
     **{
         json.dumps({"text": [USER | {"content": "a"}, {key: role, text: "b"}]}): (
             "invalid message",
-            f"text[1] has the role {role!r}; did you mean 'assistant'?",
+            f"text[1] has the role {role!r}; did you mean {usual!r}?",
         )
-        for role, key, text in (
-            ("asistant", "role", "content"),
-            ("Assistant", "role", "content"),
-            ("assistent", "from", "value"),
-            ("bot", "role", "content"),
-            ("gpt", "role", "content"),
-            ("model", "from", "value"),
+        for role, key, text, usual in (
+            ("asistant", "role", "content", "assistant"),
+            ("Assistant", "role", "content", "assistant"),
+            ("assistent", "from", "value", "assistant"),
+            ("bot", "role", "content", "assistant"),
+            ("gpt", "role", "content", "assistant"),
+            ("model", "from", "value", "assistant"),
+            ("usr", "role", "content", "user"),
+            ("User ", "role", "content", "user"),
+            ("sytem", "role", "content", "system"),
         )
     },
     '{"text": []}': ("empty", "no message has a character"),

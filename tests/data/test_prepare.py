@@ -263,7 +263,7 @@ def test_work_before_a_broken_document_is_kept_for_a_run_that_skips(tmp_path, mo
 
 
 def test_a_chat_without_an_assistant_is_refused(tmp_path) -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": "model", "content": "y"}]
+    messages = [{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": messages}))
     with pytest.raises(DataError, match=r"data\.files: no message has the role assistant, so"):
         make(SourceConfig(files=str(tmp_path / "a.jsonl")), tmp_path / "cache")

@@ -31,6 +31,5 @@ def test_the_plan_says_the_chunk_and_its_memory() -> None:
     plan = make_plan(ModelConfig(vocab_size=256), tp, lengths=[16])
     (line,) = (line for line in plan.describe() if line.startswith("loss"))
     assert line == (
-        "loss in chunks of up to 2,048 tokens, 1,024 bytes of logits per token: default on this "
-        "device"
+        "loss in chunks of up to 2,048 tokens, 1,024 bytes of logits per token: the default"
     )

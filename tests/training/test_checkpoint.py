@@ -227,6 +227,15 @@ def test_a_missing_parameter_is_named(open_at):
         checkpoints.check(2, abstract_on(GRID))
 
 
+def test_a_checkpoint_with_adapters_needs_them(open_at):
+    checkpoints, adapted = open_at(), program_on(GRID, "lora.rank=2")
+    with jax.set_mesh(adapted.tp.mesh):
+        checkpoints.save(adapted.init(), 2, {})
+    checkpoints.finish()
+    with pytest.raises(ValueError, match=r"has adapters, but lora\.rank is not set; set it"):
+        checkpoints.check(2, abstract_on(GRID))
+
+
 def test_the_same_model_on_another_mesh_passes_the_check(open_at):
     checkpoints = open_at()
     save(checkpoints, 2)

@@ -81,7 +81,7 @@ def test_auto_takes_the_most_preferred_and_says_why_not_the_others(
     monkeypatch.setattr(registry, "find_spec", lambda name: None)  # no optional package
     choice = choose_operation(asked)
     assert f"{choice.name} {choice.backend.name}" == chosen
-    assert choice.reason.startswith(f"{choice.backend.name} backend; passed over: ")
+    assert choice.reason.startswith(f"{choice.backend.name} backend; not chosen: ")
     assert passed_over in choice.reason
 
 
