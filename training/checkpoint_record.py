@@ -107,14 +107,12 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
                 "optimizer.ema_decay=null, or give another run.dir"
             )
         if ".lora_" in name and (name in found) != (name in wanted):
-            has, remedy = (
-                ("adapters, but lora.rank is not set", "set it as in the run's config.yaml")
-                if name in found
-                else ("no adapters, but lora.rank is set", "do without")
-            )
             raise ValueError(
-                f"checkpoint {step} has {has}; {remedy}, or give another run.dir and this run as "
-                "training.init_from"
+                f"checkpoint {step} has adapters, but lora.rank is not set; set the section lora "
+                "as in the run's config.yaml, or give another run.dir"
+                if name in found
+                else f"checkpoint {step} has no adapters, but lora.rank is set; to adapt this run, "
+                "give another run.dir and this one as training.init_from"
             )
         if found.get(name) != wanted.get(name):
             raise ValueError(

@@ -232,7 +232,7 @@ def test_a_checkpoint_with_adapters_needs_them(open_at):
     with jax.set_mesh(adapted.tp.mesh):
         checkpoints.save(adapted.init(), 2, {})
     checkpoints.finish()
-    with pytest.raises(ValueError, match=r"has adapters, but lora\.rank is not set; set it"):
+    with pytest.raises(ValueError, match=r"has adapters, but lora\.rank is not set; set the"):
         checkpoints.check(2, abstract_on(GRID))
 
 
