@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends silently
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until StopRequest is installed: no traceback
 
 import jax
 

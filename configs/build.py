@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from configs.memory import resolve_remat
-from configs.schema import Config, fill_mesh
+from configs.schema import Config, ParallelConfig, fill_mesh
 from data.batch import FIELDS
 from data.config import values_by_step
 from model.config import LinearKind
@@ -160,8 +160,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
     for kind in get_args(LinearKind):
         if kind not in _kinds_of(config):
             continue
-        named = getattr(config.parallel, f"overlap_{kind}") or config.parallel.overlap
-        why = "set by the configuration"
+        named, why = _asked_for(config.parallel, kind)
         if n > 1 and kind in shapes and (obstacle := _no_pieces(kind, named, n, shapes[kind])):
             named, why = "bidirectional", f"{named} is not available: {obstacle}"
         if n > 1 and kind in shapes:
@@ -208,7 +207,8 @@ def _check_halves(
 
 def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
     """Choose how kernels are gathered over fsdp and sp, and how their gradients are summed."""
-    named, mla = config.parallel.overlap_fsdp or config.parallel.overlap, config.model.mla
+    named, why = _asked_for(config.parallel, "fsdp")
+    mla = config.model.mla
     stored = mesh_axes_of(manager.resolve(ColumnWise)[0])
     axes = [name for name in stored if manager.mesh.shape[name] > 1]
     n = manager.axis_size([FSDP, SP])
@@ -225,12 +225,18 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
         and any(width // n % 2 for width in widths),
         f"{n} devices are no power of two": named == "hypercube" and n & (n - 1) != 0,
     }
-    if why := next((text for text, holds in obstacles.items() if holds), None):
-        return Choice("none", f"{named} was asked for, but {why}")
+    if obstacle := next((text for text, holds in obstacles.items() if holds), None):
+        return Choice("none", f"{named} was asked for, but {obstacle}")
     if named != "auto":
-        return Choice(named, "set by parallel.overlap_fsdp")
+        return Choice(named, why)
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
     return choose_fsdp_overlap(min(widths) // n, chip)
+
+
+def _asked_for(parallel: ParallelConfig, kind: str) -> tuple[OverlapChoice, str]:
+    """Return the configured overlap method of a kind of linear or of fsdp, and the key."""
+    key = f"overlap_{kind}" if getattr(parallel, f"overlap_{kind}") else "overlap"
+    return getattr(parallel, key), f"as parallel.{key} says"
 
 
 def _kinds_of(config: Config) -> set[LinearKind]:

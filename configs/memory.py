@@ -149,7 +149,7 @@ def resolve_remat(
         simulated: Whether they are simulated on the CPU.
     """
     if config.model.remat != AUTO:
-        return config, "set by model.remat"
+        return config, "as model.remat says"
     if simulated:
         return _with_policy(config, "dots"), "the choice for simulated devices"
     if chip is None or not chip.hbm_bytes:

@@ -281,13 +281,23 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     return "; ".join(changes)
 
 
-def remedy_of_change(before: dict[str, Any], now: dict[str, Any], number: int) -> str:
-    """Return what lets a run go on whose first batches, `number` of them, had another order."""
+def remedy_of_change(
+    before: dict[str, Any], now: dict[str, Any], number: int, config: DataConfig
+) -> str:
+    """Return the remedy for a resume whose first `number` batches had another order.
+
+    before, now: orders of these batches. config: that of the resume.
+    """
     key = "global_batch_size"
     if key not in before or before | {key: now[key]} != now:
         return "restore that data"
-    sizes = dict(before[key]) | {number: now[key][-1][1]}
-    return f"to change the size of later batches alone, set data.{key}='{sizes}'"
+    sizes = values_by_step(config.global_batch_size)
+    at = {number: sizes[max(step for step in sizes if step <= number)]}
+    later = {step: size for step, size in sizes.items() if step > number}
+    return (
+        f"restore that size, or, to change it only from step {number} on, set "
+        f"data.{key}='{dict(before[key]) | at | later}'"
+    )
 
 
 def _by_step(value: Any) -> Any:

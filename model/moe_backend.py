@@ -53,7 +53,7 @@ def choose_experts(
     if exchange == "alltoall" and dropless and devices > 1:
         rows = moe.num_experts / moe.num_experts_per_tok
         why += f", buffers without dropped tokens hold {rows:.3g} times the assigned rows"
-    name, reason = moe.grouped_matmul, "set by model.moe.grouped_matmul"
+    name, reason = moe.grouped_matmul, "as model.moe.grouped_matmul says"
     if name == "auto":
         uniform = not dropless and exchange == "alltoall"
         name, reason = choose_grouped_matmul(
@@ -90,13 +90,13 @@ def _choose_exchange(
     """Choose the exchange between `devices` devices that share the experts, and give the reason."""
     moe = config.moe
     if moe.exchange == "dense":
-        return "dense", "exchange set by model.moe.exchange"
+        return "dense", "exchange as model.moe.exchange says"
     if devices == 1:
         return "alltoall", "every device has all experts, so nothing is exchanged"
     if moe.exchange == "ragged" and platform == "cpu":
         return "ragged", "emulated by an all-gather of all rows: cpu has no ragged_all_to_all"
     if moe.exchange != "auto":
-        return moe.exchange, "exchange set by model.moe.exchange"
+        return moe.exchange, "exchange as model.moe.exchange says"
     if platform == "cpu":
         return "alltoall", "cpu has no ragged_all_to_all"
     uniform = moe.grouped_matmul != "auto" and GROUPED_MATMULS[moe.grouped_matmul].is_uniform

@@ -51,7 +51,7 @@ class ExecutionPlan:
     """Low-rank adapters, and the storage of the parameters that they freeze."""
     attend_across_documents: bool = False
     """Whether tokens attend to earlier documents of their row."""
-    remat_reason: str = "set by model.remat"
+    remat_reason: str = "as model.remat says"
     """Why `model.remat` is the policy of this run."""
     tpu_forms: bool = False
     """Whether rope, the linears of attention and the residual stream have the forms that are fast
@@ -217,7 +217,7 @@ class ExecutionPlan:
         """Describe the chunks of the loss, with the memory of their logits."""
         model, n = self.model, self.tp.manager.mesh.shape[self.tp.axis_name]
         chunk = tokens_per_chunk(model, self.tp.manager)
-        why = "the default" if model.loss_chunk is None else "set by model.loss_chunk"
+        why = "the default" if model.loss_chunk is None else "as model.loss_chunk says"
         size = 4 * model.padded_vocab_size // n
         return (
             f"loss in chunks of up to {chunk:,} tokens, {size:,} bytes of logits per token: {why}"
@@ -232,15 +232,15 @@ class ExecutionPlan:
         if model.tie_word_embeddings:
             return (
                 f"embedding split by rows, as the tied head needs: one {collective} of "
-                f"{size:,} bytes per token, which nothing overlaps"
+                f"{size:,} bytes per token, not overlapped"
             )
         if dim == FEATURES:
             return "embedding split by features, as the residual stream: no communication"
         if dim == ROWS:
             size, collective = size // self.tp.manager.mesh.shape[axis], "all-to-all"
         return (
-            f"embedding split by features: one {collective} of {size:,} bytes per token, which "
-            "nothing overlaps"
+            f"embedding split by features: one {collective} of {size:,} bytes per token, not "
+            "overlapped"
         )
 
 
@@ -252,7 +252,7 @@ def make_plan(
     overlap: Iterable[tuple[str, Choice]] = (),
     lora: LoRAConfig | None = None,
     attend_across_documents: bool = False,
-    remat_reason: str = "set by model.remat",
+    remat_reason: str = "as model.remat says",
     tpu_forms: bool | None = None,
 ) -> ExecutionPlan:
     """Choose implementations for a model on a mesh.

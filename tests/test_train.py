@@ -250,9 +250,9 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
         ),
         (
             "data.global_batch_size=16",
-            "size of later batches alone, set data.global_batch_size='{0: 8, 3: 16}', or give",
+            "only from step 3 on, set data.global_batch_size='{0: 8, 3: 16}', or give another run",
         ),
-        ("lora.rank=2", "no adapters, but lora.rank is set; to adapt this run, give another run"),
+        ("lora.rank=2", "no adapters, but lora.rank is set; to go on without, remove the section"),
         ("model.hidden_size=64", "checkpoint 3 has float32 (264, 32) for embed.table"),
         (
             "optimizer.name=lion",

@@ -97,22 +97,27 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
     Without the check orbax would silently cast a differing dtype.
 
     Raises:
-        ValueError: names the first array that is missing, extra, or differs; parameters first.
+        ValueError: names the first array that is missing, extra, or differs, parameters first; or
+            says that adapters or a moving average are missing or extra.
     """
+    has_adapters, needs_adapters = (any(".lora_" in name for name in x) for x in (found, wanted))
+    if has_adapters and not needs_adapters:
+        raise ValueError(
+            f"checkpoint {step} has adapters, but lora.rank is 0; restore the section lora of the "
+            "run's config.yaml, or give another run.dir"
+        )
+    if needs_adapters and not has_adapters:
+        raise ValueError(
+            f"checkpoint {step} has no adapters, but lora.rank is set; to go on without, remove "
+            "the section lora; to train adapters on this run, set training.init_from to this "
+            "run.dir, and run.dir to a new one"
+        )
     names = found.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: (not name.startswith("params."), name)):
         if name.startswith("ema.") and name not in found:
             raise ValueError(
                 f"optimizer.ema_decay is set, but checkpoint {step} has no moving average; set "
                 "optimizer.ema_decay=null, or give another run.dir"
-            )
-        if ".lora_" in name and (name in found) != (name in wanted):
-            raise ValueError(
-                f"checkpoint {step} has adapters, but lora.rank is not set; set the section lora "
-                "as in the run's config.yaml, or give another run.dir"
-                if name in found
-                else f"checkpoint {step} has no adapters, but lora.rank is set; to adapt this run, "
-                "give another run.dir and this one as training.init_from"
             )
         if found.get(name) != wanted.get(name):
             raise ValueError(

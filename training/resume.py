@@ -175,7 +175,7 @@ class Resumer:
         order = self.dataset.order(number)
         if record["order"] != order:
             change = explain_change(record["order"], order)
-            remedy = remedy_of_change(record["order"], order, number)
+            remedy = remedy_of_change(record["order"], order, number, self.dataset.config)
             raise ValueError(
                 f"checkpoint {step} was trained on other data: {change}; {remedy}, or give another "
                 "run.dir"

@@ -23,6 +23,7 @@ PAIR_FIELDS = ("prompt", "chosen", "rejected")
 """Fields of a preference pair; the prompt may be missing."""
 # Roles of ShareGPT by their usual names; others stay as they are.
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}
+# A role that is nearly one of these is taken for a misspelling of it.
 _ROLES = "system", "user", "assistant"
 # What others call the assistant; such a message would be left out of the loss.
 _OTHER_ASSISTANTS = {"ai", "bot", "chatbot", "model", *_SHAREGPT_ROLES} - {"human"}
@@ -326,11 +327,16 @@ def _to_messages(
 
 @functools.lru_cache
 def _usual_role(role: str) -> str:
-    """Return the usual name of a misspelt role or of another name of the assistant, as "bot"."""
+    """Return system, user or assistant for a misspelling, or another name of the assistant.
+
+    Other roles are returned as they are, also those that only begin or end so, as "user_1".
+    """
     name = role.strip().lower()
     if name in _OTHER_ASSISTANTS:
         return "assistant"
-    return next(iter(difflib.get_close_matches(name, _ROLES, n=1, cutoff=0.8)), role)
+    (near,) = difflib.get_close_matches(name, _ROLES, n=1, cutoff=0.8) or (role,)
+    is_longer = len(name) > len(near) and near in name
+    return role if is_longer else near
 
 
 def _joined_parts(content: Any) -> Any:

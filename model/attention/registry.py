@@ -317,15 +317,15 @@ def choose_operation(request: Request, name: str = AUTO) -> AttentionChoice:
     """
     if name != AUTO:
         backend = choose_backend(name, backends_of(name), request)
-        reason = f"set by the configuration ({backend.name} backend)"
+        reason = f"as model.attention says ({backend.name} backend)"
         return AttentionChoice(name, backend, reason, request.head_dim)
     passed: dict[str, list[str]] = {}
     for candidate in operation_names():
         for backend in backends_of(candidate):
             against = backend.missing(request) or backend.drawbacks(request)
             if not against:
-                why = _listed(passed) or "nothing"
-                reason = f"{backend.name} backend; not chosen: {why}"
+                others = f"; not chosen: {_listed(passed)}" if passed else ""
+                reason = f"{backend.name} backend{others}"
                 return AttentionChoice(candidate, backend, reason, request.head_dim)
             if backend.runs_on(request.platform):
                 passed.setdefault(", ".join(against), []).append(f"{candidate} {backend.name}")

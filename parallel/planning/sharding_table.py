@@ -256,7 +256,7 @@ def _reason(tensor: Tensor, mesh_axis: str, manager: PartitionManager) -> str:
         rule = _rule_name(tensor.axes)
         if all(axis_label(entry) == ax.EMPTY for entry in entries):
             return "kept whole" + (f" by the rule {rule}" if rule else "")
-        return "no axis names one of its dims" + (f" ({rule})" if rule else "")
+        return "one of its dims has no semantic axis" + (f" ({rule})" if rule else "")
     if nowhere := [axis_label(e) for e, names in zip(entries, wanted, strict=True) if not names]:
         return f"the rules leave {' and '.join(nowhere)} unsharded"
     is_data_parallel = mesh_axis == manager.partition_axis.data_parallel_axis

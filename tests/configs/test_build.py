@@ -124,14 +124,14 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
     ("mesh", "named", "want"),
     [
         (MeshConfig(fsdp=4), "auto", ("none", "link bandwidth unknown")),
-        (MeshConfig(fsdp=4), "none", ("none", "set by parallel.overlap_fsdp")),
-        (MeshConfig(fsdp=4), "ring", ("ring", "set by parallel.overlap_fsdp")),
-        (MeshConfig(sp=4), "split", ("split", "set by parallel.overlap_fsdp")),
+        (MeshConfig(fsdp=4), "none", ("none", "as parallel.overlap_fsdp says")),
+        (MeshConfig(fsdp=4), "ring", ("ring", "as parallel.overlap_fsdp says")),
+        (MeshConfig(sp=4), "split", ("split", "as parallel.overlap_fsdp says")),
         (MeshConfig(dp=4), "ring", ("none", "one device on fsdp and sp gathers nothing")),
         (MeshConfig(fsdp=2, tp=2), "ring", ("none", "tp has several devices")),
     ],
 )
-def test_the_overlap_of_fsdp_is_as_configured_or_has_a_reason(mesh, named, want) -> None:
+def test_the_overlap_of_fsdp_is_the_configured_one_or_has_a_reason(mesh, named, want) -> None:
     _, program = build(mesh, f"parallel.overlap_fsdp={named}")
     choice = dict(program.plan.overlap)["fsdp"]
     assert program.tp.fsdp_overlap == choice.overlap == want[0]
@@ -142,6 +142,7 @@ def test_fsdp_overlaps_as_the_linears_do_unless_it_is_named() -> None:
     mesh = MeshConfig(fsdp=4)
     _, program = build(mesh, "parallel.overlap=ring")
     assert program.tp.fsdp_overlap == "ring"
+    assert dict(program.plan.overlap)["fsdp"].reason == "as parallel.overlap says"
     _, program = build(mesh, "parallel.overlap=ring", "parallel.overlap_fsdp=none")
     assert program.tp.fsdp_overlap == "none"
     _, program = build(MeshConfig(dp=4))

@@ -93,7 +93,7 @@ def test_auto_is_careful_with_unknown_devices() -> None:
 
 def test_a_named_policy_stays() -> None:
     config = llama("model.remat=full")
-    assert resolve_remat(config, V5P) == (config, "set by model.remat")
+    assert resolve_remat(config, V5P) == (config, "as model.remat says")
 
 
 def test_on_simulated_devices_auto_is_dots_and_the_plan_says_why() -> None:

@@ -141,6 +141,14 @@ def test_messages_of_sharegpt_and_text_parts_of_openai_are_pairs_too(tmp_path):
     ]
 
 
+def test_other_roles_are_read_as_they_are(tmp_path):
+    roles = ["system", "user", "tool", "developer", "human", "narrator", "user1", "user_b", "users"]
+    messages = [{"role": role, "content": "x"} for role in [*roles, "assistant"]]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": messages}))
+    (found,) = read(tmp_path / "a.jsonl")
+    assert [role for role, _ in found.messages] == [*roles, "assistant"]
+
+
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_an_empty_document_is_an_error_of_its_own_kind(tmp_path, write):
     found = read(write(tmp_path, ["a", "", "b"]))

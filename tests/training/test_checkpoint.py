@@ -228,12 +228,21 @@ def test_a_missing_parameter_is_named(open_at):
 
 
 def test_a_checkpoint_with_adapters_needs_them(open_at):
-    checkpoints, adapted = open_at(), program_on(GRID, "lora.rank=2")
+    checkpoints, adapted = open_at(), program_on(GRID, "lora.rank=2", "lora.targets=[qkv,o]")
     with jax.set_mesh(adapted.tp.mesh):
         checkpoints.save(adapted.init(), 2, {})
     checkpoints.finish()
-    with pytest.raises(ValueError, match=r"has adapters, but lora\.rank is not set; set the"):
+    with pytest.raises(ValueError, match=r"has adapters, but lora\.rank is 0; restore the"):
         checkpoints.check(2, abstract_on(GRID))
+    with pytest.raises(ValueError, match=r"has nothing for layers\.mlp\.down\.lora_a, but this"):
+        checkpoints.check(2, abstract_on(GRID, "lora.rank=2", "lora.targets=[qkv,o,mlp]"))
+
+
+def test_adapters_need_a_checkpoint_with_adapters_also_if_the_base_is_rounded(open_at):
+    checkpoints = open_at()
+    save(checkpoints, 2)
+    with pytest.raises(ValueError, match=r"has no adapters, but lora\.rank is set; to go on"):
+        checkpoints.check(2, abstract_on(GRID, "lora.rank=2", "lora.base_dtype=bfloat16"))
 
 
 def test_the_same_model_on_another_mesh_passes_the_check(open_at):

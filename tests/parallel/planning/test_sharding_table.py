@@ -128,7 +128,7 @@ def test_axes_of_the_same_size_share_the_excess():
         (ax.TokenSharding, (8, 16), {"tp": "no dim is on tp"}),
         (ax.ResidualSharding, (8, 16, 4), {"tp": "the rules leave EMBED unsharded"}),
         ([ax.BATCH, ax.HEAD_DIM], (8, 3), {"tp": "the rules leave HEAD_DIM unsharded"}),
-        ([ax.BATCH, None], (8, 3), {"tp": "no axis names one of its dims"}),
+        ([ax.BATCH, None], (8, 3), {"tp": "one of its dims has no semantic axis"}),
         (ax.AttnQSharding, (8, 16, 2, 3), {}),
         (
             ax.Replicated,
