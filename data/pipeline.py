@@ -290,7 +290,8 @@ def remedy_of_change(
     """
     key = "global_batch_size"
     if key not in before or before | {key: now[key]} != now:
-        return "restore that data"
+        is_text = before.get("sources") != now.get("sources")
+        return "restore that data" if is_text else "restore the former values"
     sizes = values_by_step(config.global_batch_size)
     at = {number: sizes[max(step for step in sizes if step <= number)]}
     later = {step: size for step, size in sizes.items() if step > number}

@@ -207,7 +207,7 @@ class StoreWriter:
             f"{skip.count} {kind} (first: {skip.examples[0]})"
             for kind, skip in self._skipped.items()
         )
-        remedy = "give files with text"
+        remedy = "correct the files" if {*self._skipped} - {"empty"} else "give files with text"
         if "missing field" in self._skipped:
             remedy = f"set {field_key(str(self.plan.source.get('name')))} to a field with text"
         return f"{what}: no document has a token; skipped: {skipped or 'none'}; {remedy}"

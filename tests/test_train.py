@@ -246,7 +246,7 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
     [
         (
             "data.seed=1",
-            "trained on other data: data.seed was 0, is now 1; restore that data",
+            "trained on other data: data.seed was 0, is now 1; restore the former values",
         ),
         (
             "data.global_batch_size=16",

@@ -135,7 +135,7 @@ def _parse_line(
     try:
         record: Any = json.loads(text)
     except json.JSONDecodeError as error:
-        detail = f"{error.msg} at column {error.pos + 1}"
+        detail = f"{error.msg.removesuffix(' at')} at column {error.pos + 1}"
         return DocumentError(file_range, number, "invalid JSON", detail)
     except (ValueError, RecursionError) as error:  # a number or a depth beyond Python's limit
         return DocumentError(file_range, number, "invalid JSON", str(error))

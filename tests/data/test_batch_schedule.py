@@ -121,5 +121,6 @@ def test_another_batch_size_may_begin_at_the_resume(sizes, advised):
     before, config = order({0: 8, 2: 12}), DataConfig(files="x", global_batch_size=sizes)
     remedy = remedy_of_change(before, order(sizes), 5, config)
     assert remedy.endswith(f"only from step 5 on, set data.global_batch_size='{advised}'")
-    other = order(sizes) | {"seed": 1}
-    assert remedy_of_change(before, other, 5, config) == "restore that data"
+    for key, wanted in {"seed": "the former values", "sources": "that data"}.items():
+        other = order(sizes) | {key: 1}
+        assert remedy_of_change(before, other, 5, config) == f"restore {wanted}"

@@ -269,6 +269,7 @@ USER = {"role": "user"}
 BAD_LINES = {
     '{"text": "a" "b"}': ("invalid JSON", "Expecting ',' delimiter at column 14"),
     '{"text": "a"} {}': ("invalid JSON", "Extra data at column 15"),
+    '{"text": "a': ("invalid JSON", "Unterminated string starting at column 10"),
     "[" * 100_000: ("invalid JSON", ""),  # deeper than Python
     "7" * 5000: ("invalid JSON", "Exceeds the limit"),
     "[1]": ("wrong type", "the line is a list, not an object"),

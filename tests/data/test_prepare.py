@@ -386,11 +386,15 @@ def test_messages_are_one_printable_line_for_any_document(tmp_path) -> None:
     assert store.info.skipped["missing field"].examples[0].endswith("the fields are a b\\ud800")
 
 
-def test_a_source_of_empty_documents_is_refused(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("line", "end"),
+    [(BROKEN[3], "empty .*; give files with text"), (BROKEN[1], "; correct the files")],
+)
+def test_a_source_without_a_token_is_refused(line, end, tmp_path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(BROKEN[3])
-    with pytest.raises(DataError, match=r"a\.jsonl: no document has a token; skipped: 1 empty"):
-        make(SourceConfig(files=str(path)), tmp_path / "cache")
+    path.write_bytes(line)
+    with pytest.raises(DataError, match=rf"a\.jsonl: no document has a token; skipped: 1 .*{end}$"):
+        make(SourceConfig(files=str(path)), tmp_path / "cache", on_error="skip")
 
 
 def test_a_large_source_is_not_prepared_by_itself(source, tmp_path) -> None:
