@@ -234,7 +234,7 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
 
 
 def _asked_for(parallel: ParallelConfig, kind: str) -> tuple[OverlapChoice, str]:
-    """Return the configured overlap method of a kind of linear or of fsdp, and the key."""
+    """Return the overlap method of a kind of linear, or of fsdp, and the key that sets it."""
     key = f"overlap_{kind}" if getattr(parallel, f"overlap_{kind}") else "overlap"
     return getattr(parallel, key), f"as parallel.{key} says"
 

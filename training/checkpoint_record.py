@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from model.lora import is_adapter
+
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
@@ -100,7 +102,7 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
         ValueError: names the first array that is missing, extra, or differs, parameters first; or
             says that adapters or a moving average are missing or extra.
     """
-    has_adapters, needs_adapters = (any(".lora_" in name for name in x) for x in (found, wanted))
+    has_adapters, needs_adapters = (any(map(is_adapter, x)) for x in (found, wanted))
     if has_adapters and not needs_adapters:
         raise ValueError(
             f"checkpoint {step} has adapters, but lora.rank is 0; restore the section lora of the "

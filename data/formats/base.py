@@ -329,7 +329,7 @@ def _to_messages(
 def _usual_role(role: str) -> str:
     """Return system, user or assistant for a misspelling, or another name of the assistant.
 
-    Other roles are returned as they are, also those that only begin or end so, as "user_1".
+    Other roles are returned as they are, also longer ones that contain these, such as "user_1".
     """
     name = role.strip().lower()
     if name in _OTHER_ASSISTANTS:
