@@ -46,6 +46,7 @@ from parallel.cluster.signals import StoppedEarly, StopRequest
 from parallel.planning.sharding_table import render
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
+from training.directory import check_not_in_use, run_directory
 from training.logs import aligned, log
 from training.memory_errors import memory_error
 from training.recheck import EXIT_DEVICE_FAULT, DeviceFault
@@ -70,6 +71,8 @@ def open_session(
     Raises:
         ValueError: The configuration, the data or the run directory cannot be used.
     """
+    if group.num_processes == 1:
+        check_not_in_use(run_directory(config.run.dir))
     if group.is_primary:
         check_reference(config.run, config.training, config.checkpoint)
         check_writers(config.training.writers)

@@ -17,6 +17,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+from training.dotted_keys import as_yaml
+
 Section = TypeVar("Section", bound=BaseModel)
 
 
@@ -239,19 +241,6 @@ def _check_keys(
                     f"{where}={_shown(part)} is not a section; write {where}: with {names}"
                 )
             _check_keys(part, section, f"{where}.", known)
-
-
-def as_yaml(value: Any) -> str:
-    """Return a value as a user writes it in YAML."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return value or '""'
-    if isinstance(value, list | tuple | set | frozenset):
-        return f"[{', '.join(map(as_yaml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {as_yaml(x)}' for key, x in value.items())}}}"
-    return str(value)
 
 
 def _shown(value: Any) -> str:

@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs.reading import ConfigError, as_yaml, section_of
+from configs.reading import ConfigError, section_of
 from configs.schema import Config
+from training.dotted_keys import as_yaml
 
 WIDTH = 100
 

@@ -76,9 +76,11 @@ def _when(saved: float | None, now: float) -> list[str]:
 
 def show_step(args: argparse.Namespace) -> int:
     """Print the record of a checkpoint, or only the configuration in it."""
-    run = tools.find_run(args.run)
+    run, step = tools.find_step(args.run)
+    if None not in (step, args.step):
+        raise ValueError(f"{args.run} {args.step}: give the step once")
     with tools.open_checkpoints(run) as checkpoints:
-        step = tools.choose_step(checkpoints, run, args.step)
+        step = tools.choose_step(checkpoints, run, args.step if step is None else step)
         record = checkpoints.record(step)
     if args.config:
         print(record["config"], end="")
@@ -297,7 +299,8 @@ def _parser() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, allow_abbrev=False)
         added.set_defaults(run_command=run)
         if name != "diff":
-            added.add_argument("run", metavar="RUN", help="run directory of train.py")
+            metavar = "RUN[@STEP]" if name == "show" else "RUN"
+            added.add_argument("run", metavar=metavar, help="run directory of train.py")
         return added
 
     listing = command("list", list_run, "list the checkpoints, and leftovers of saves and damage")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from runs import losses, read_lines, refusal, run, write_config
 
 import train
 from data.tokenizers.base import open_tokenizer
+from training.directory import locked_run
 from training.trainer import EXIT_RESUMABLE
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
@@ -253,7 +255,11 @@ def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
             "only from step 3 on, set data.global_batch_size='{0: 8, 3: 16}', or give another run",
         ),
         ("lora.rank=2", "no adapters, but lora.rank is set; to go on without, remove the section"),
-        ("model.hidden_size=64", "checkpoint 3 has float32 (264, 32) for embed.table"),
+        (
+            "model.hidden_size=64",
+            "checkpoint 3 was saved with model.hidden_size=32, but this run has "
+            "model.hidden_size=64; restore the former, or give another run.dir",
+        ),
         (
             "optimizer.name=lion",
             "optimizer.name=lion, but checkpoint 3 was saved with adamw; set optimizer.name=adamw",
@@ -276,6 +282,12 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(
 
 def test_clipping_may_change_on_resume(half):
     assert run(half, "optimizer.clip_norm=null", "checkpoint.resume=must") == 0
+
+
+def test_a_directory_in_use_is_refused_before_data_are_read(half, tmp_path, capsys):
+    with locked_run(tmp_path / "run", 0):
+        error = refusal(capsys, half, f"data.files={tmp_path}/missing.txt")
+    assert f"is in use by process {os.getpid()} of " in error
 
 
 def test_ctrl_c_during_the_imports_ends_silently():

@@ -24,7 +24,7 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, steps_to_keep
 from training.checkpoint_record import CheckpointError
-from training.dotted_keys import flatten
+from training.dotted_keys import as_yaml, flatten
 from training.writers.jsonl import metrics_by_step
 
 _SECONDS_PER_LOOK = 0.3  # within this time a checkpoint that is being deleted loses a file
@@ -34,7 +34,11 @@ def find_run(text: str) -> Path:
     """Return the run directory. Raises: ValueError if it is not one."""
     run = Path(text).expanduser()
     if not (run / "checkpoints").is_dir():
-        raise ValueError(f"{text} has no folder checkpoints; give a run directory of train.py")
+        below = [str(path.parent) for path in sorted(run.glob("*/checkpoints"))[:4]]
+        example = f", such as {' or '.join(below)}" if below else ""
+        raise ValueError(
+            f"{text} has no folder checkpoints; give a run directory of train.py{example}"
+        )
     return run
 
 
@@ -249,7 +253,7 @@ def changed_values(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[
     """Return `old -> new` for every key that differs, is added or is removed."""
     changes = {}
     for key in sorted(before.keys() | after.keys()):
-        old, new = (repr(side[key]) if key in side else "nothing" for side in (before, after))
+        old, new = (as_yaml(side[key]) if key in side else "nothing" for side in (before, after))
         if old != new:
             changes[key] = f"{old} -> {new}"
     return changes

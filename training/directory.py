@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import rename
 from units import format_bytes
+
+_LOCK = ".lock"
 
 
 def run_directory(given: str) -> Path:
@@ -51,15 +54,15 @@ def locked_run(
     is_new = (group is None or group.num_processes == 1) and not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")
+        lock = open(directory / _LOCK, "a+")
     except OSError as error:
         raise ValueError(
             f"run.dir={str(directory)!r} cannot be written: {error.strerror}; "
             "give a directory that you may write to"
         ) from error
     with lock:
-        in_use = f"run.dir={str(directory)!r} is in use by another process"
         if not _lock(lock):
+            in_use = _in_use(directory, lock)
             if group is None or group.num_processes == 1:
                 raise ValueError(f"{in_use}; give another run.dir")
             wait = group.config.start_timeout
@@ -70,6 +73,7 @@ def locked_run(
                     raise ProcessGroupError(f"{in_use}, for {wait} s; stop that process")
                 time.sleep(1.0)
         try:
+            _sign(lock)
             _check_space(directory, required_bytes)
             yield
         except ValueError:
@@ -77,6 +81,34 @@ def locked_run(
                 # On NFS the open lock file stays.
                 shutil.rmtree(directory, ignore_errors=True)
             raise
+
+
+def check_not_in_use(directory: Path) -> None:
+    """Raise ValueError at once if another process of this machine holds a run directory.
+
+    `locked_run` decides; this check comes before data are read and a model is built.
+    """
+    try:
+        lock = open(directory / _LOCK, "r+")
+    except OSError:  # none has run here, or `locked_run` will say what is wrong
+        return
+    with lock:
+        if not _lock(lock):
+            raise ValueError(f"{_in_use(directory, lock)}; give another run.dir")
+
+
+def _in_use(directory: Path, lock: IO[str]) -> str:
+    """Return who holds the lock of a run directory, as `_sign` has written it there."""
+    lock.seek(0)
+    return f"run.dir={str(directory)!r} is in use by {lock.read(200) or 'another process'}"
+
+
+def _sign(lock: IO[str]) -> None:
+    """Write into a lock which process holds it."""
+    with contextlib.suppress(OSError):  # the disk is full: `_check_space` says so
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} of {socket.gethostname()}")
+        lock.flush()
 
 
 def _check_space(directory: Path, required_bytes: int) -> None:
@@ -130,9 +162,7 @@ def move_aside(directory: Path) -> Path | None:
         ValueError: the directory holds files but no run, or cannot be moved.
     """
     directory = directory.resolve()
-    old = (
-        [path for path in directory.iterdir() if path.name != ".lock"] if directory.exists() else []
-    )
+    old = [path for path in directory.iterdir() if path.name != _LOCK] if directory.exists() else []
     if not old:
         return None
     if not any((directory / name).exists() for name in ("config.yaml", "checkpoints")):

@@ -13,16 +13,21 @@ from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
 from data.pipeline import Dataset, explain_change, remedy_of_change
+from model.families.base import NOT_MATHEMATICS
 from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
 from training.checkpoint_record import CheckpointError, DamageError
-from training.dotted_keys import flatten
+from training.dotted_keys import as_yaml, flatten
+from training.initial_parameters import SHAPE_KEYS
 from training.logs import log
 from training.optimizers import OptimizerConfig
 from training.schedules import describe_change
 from training.state import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+# Keys that decide the arrays of a checkpoint.
+_ARRAY_KEYS = {f"model.{key}" for key in (*SHAPE_KEYS, "param_dtype")}
+_ARRAY_KEYS |= {"lora.rank", "lora.targets", "lora.base_dtype"}
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Resumer:
             try:
                 record = checkpoints.record(step)
                 self._check(record, step)
-                checkpoints.check(step, self.abstract_state)
+                self._check_arrays(record, step)
                 return ResumePoint.from_record(record, step)
             except DamageError as error:
                 self._set_aside(step, error)
@@ -180,6 +185,25 @@ class Resumer:
                 f"checkpoint {step} was trained on other data: {change}; {remedy}, or give another "
                 "run.dir"
             )
+
+    def _check_arrays(self, record: Mapping[str, Any], step: int) -> None:
+        """Raise ValueError, with the keys to blame, unless the arrays are those of this model."""
+        try:
+            self.checkpoints.check(step, self.abstract_state)
+        except ValueError as error:
+            changes = _changes(_keys(record["config"]), _keys(self.resolved_config))
+            found = {key: values for key, values in changes.items() if key in _ARRAY_KEYS}
+            # That one of the two has no adapters, the error says itself.
+            if not found or 0 in found.get("lora.rank", ()):
+                raise
+            before, now = (
+                " ".join(f"{key}={as_yaml(values[side])}" for key, values in found.items())
+                for side in (0, 1)
+            )
+            raise ValueError(
+                f"checkpoint {step} was saved with {before}, but this run has {now}; restore the "
+                "former, or give another run.dir"
+            ) from error
 
     def _set_aside(self, step: int, error: CheckpointError) -> None:
         """Rename a damaged checkpoint, and log an error."""
@@ -258,22 +282,36 @@ def make_record(
     }
 
 
+def _keys(config: str) -> dict[str, Any]:
+    """Return the values of a configuration as YAML by dotted keys."""
+    return flatten(YAML(typ="safe", pure=True).load(config))
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return (old value, new value) of the keys that differ."""
+    return {key: (before.get(key), x) for key, x in now.items() if before.get(key) != x}
+
+
+def _alters_the_model(key: str) -> bool:
+    """Return whether restored parameters compute something else after a change of this key."""
+    section, _, name = key.partition(".")
+    names = {name, name.partition(".")[0]}  # a key, and the section that it may be in
+    return key == "lora.alpha" or (section == "model" and not names & NOT_MATHEMATICS)
+
+
 def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     """Log the keys that differ from those of a checkpoint, and a change of the learning rate."""
     yaml = YAML(typ="safe", pure=True)
     trees = [yaml.load(text) for text in (record["config"], resolved_config)]
-    before, now = map(flatten, trees)
-    if (source := now.get("training.init_from")) is not None:
+    if (source := trees[1]["training"]["init_from"]) is not None:
         log.info(
             "training.init_from=%s is not read: the run goes on from its checkpoint %d",
             source,
             record["step"],
         )
-    changed = [
-        f"{key} {before.get(key)!r} -> {value!r}"
-        for key, value in now.items()
-        if before.get(key) != value
-    ]
+    before = _keys(record["config"])
+    changes = _changes(before, _keys(resolved_config))
+    changed = [f"{key} {as_yaml(old)} -> {as_yaml(new)}" for key, (old, new) in changes.items()]
     versions = record.get("versions", {})
     others = [
         f"{name} {versions[name]} -> {now}"
@@ -289,6 +327,13 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
         )
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
+    # Earlier versions of the program lacked some keys.
+    if altered := [key for key in changes if key in before and _alters_the_model(key)]:
+        log.warning(
+            "%s changed: the model computes something else with the restored parameters, and the "
+            "loss may jump",
+            ", ".join(altered),
+        )
     try:
         old, new = (
             (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])

@@ -202,8 +202,8 @@ def test_list_is_a_table_on_a_terminal(written, output, monkeypatch) -> None:
 
 
 def test_show_prints_the_record(written, output) -> None:
-    text = output("show", written, 2)
-    assert text.startswith(f"{written} step 2, saved 2")
+    text = output("show", f"{written}@2")
+    assert text == output("show", written, 2) and text.startswith(f"{written} step 2, saved 2")
     assert f"jax {jax.__version__}" in text and "mesh      dp2 x tp2" in text
     assert "left out  batches 0 to 1\nleft out  batches 5 to 5\n" in text
     assert "pending   evaluation, sample: " in text
@@ -462,6 +462,7 @@ def test_list_accepts_a_folder_without_checkpoints(tmp_path, output) -> None:
 BAD_INPUT = {
     ("list", "/nowhere"): "/nowhere has no folder checkpoints; give a run directory of train.py",
     ("show", "RUN", "5"): "RUN has no checkpoint 5; found: 2, 4, 6",
+    ("show", "RUN@2", "4"): "RUN@2 4: give the step once",
     ("verify", "RUN", "2", "3"): "RUN has no checkpoint 3; found: 2, 4, 6",
     ("verify", "EMPTY"): "EMPTY has no checkpoint; found: none",
     ("diff", "RUN", "RUN@8"): "RUN has no checkpoint 8; found: 2, 4, 6",

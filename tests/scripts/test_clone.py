@@ -3,6 +3,7 @@
 import ast
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,3 +42,15 @@ def test_a_command_imports_from_its_clone_and_not_from_an_installed_copy(name, t
         text=True,
     )
     assert done.stderr == "own clone\n"
+
+
+def test_ctrl_c_during_the_imports_of_a_command_ends_it_silently():
+    # importtime prints a line on stderr after every import.
+    command = [sys.executable, "-X", "importtime", "scripts/checkpoint.py", "--help"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+        assert any("jax.version" in line for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGINT
+    assert output == "" and "Traceback" not in errors and "KeyboardInterrupt" not in errors

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,12 @@ import pytest
 
 from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
-from training.directory import check_shared_filesystem, locked_run, move_aside
+from training.directory import (
+    check_not_in_use,
+    check_shared_filesystem,
+    locked_run,
+    move_aside,
+)
 
 
 def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
@@ -114,13 +120,24 @@ def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
 
 def test_a_run_directory_is_locked_for_the_context(tmp_path):
     directory = tmp_path / "deep" / "run"
-    with locked_run(directory, 0), pytest.raises(ValueError, match="is in use by another") as error:
+    with locked_run(directory, 0), pytest.raises(ValueError) as error:
         with locked_run(directory, 0):
             pytest.fail("two runs at once")
-    assert f"run.dir={str(directory)!r}" in str(error.value)
-    assert "give another run.dir" in str(error.value)
+    holder = f"process {os.getpid()} of {socket.gethostname()}"
+    refusal = f"run.dir={str(directory)!r} is in use by {holder}; give another run.dir"
+    assert str(error.value) == refusal
     with locked_run(directory, 0):
         assert directory.is_dir()
+        with pytest.raises(ValueError) as early:
+            check_not_in_use(directory)
+        assert str(early.value) == refusal
+    check_not_in_use(directory)
+
+
+def test_a_directory_without_a_run_is_not_in_use_and_stays_as_it_is(tmp_path):
+    check_not_in_use(tmp_path)
+    check_not_in_use(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_ends_with_its_process(tmp_path):

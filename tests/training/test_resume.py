@@ -3,6 +3,9 @@
 import pytest
 
 from configs.schema import Config, dump_config
+from data.config import DataConfig
+from model.config import ModelConfig
+from model.lora import LoRAConfig
 from training.logs import log
 from training.optimizers import OptimizerConfig
 from training.resume import library_versions, log_config_changes
@@ -48,6 +51,32 @@ def test_another_learning_rate_is_said_with_its_effect(lines_of):
     ]
 
 
+def test_a_batch_size_by_steps_is_one_value(lines_of):
+    growing = Config(data=DataConfig(global_batch_size={0: 16, 50: 32}))
+    assert lines_of(dump_config(growing)) == [
+        "changed since checkpoint 4: data.global_batch_size {0: 16, 50: 32} -> 16"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "altered"),
+    [
+        ({"model": ModelConfig(rope_theta=5e5)}, "model.rope_theta 500000.0 -> 10000.0", True),
+        ({"model": ModelConfig(remat="full")}, "model.remat full -> dots", False),
+        ({"lora": LoRAConfig(rank=2, alpha=4)}, "lora.alpha 4.0 -> null", True),
+    ],
+    ids=str,
+)
+def test_a_change_of_what_the_model_computes_is_a_warning(lines_of, before, change, altered):
+    lines = lines_of(dump_config(Config(**before)))
+    assert change in lines[0]
+    warning = (
+        f"{change.partition(' ')[0]} changed: the model computes something else with the restored "
+        "parameters, and the loss may jump"
+    )
+    assert (lines[-1] == warning) == altered
+
+
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
@@ -65,6 +94,6 @@ def test_an_optimizer_of_another_version_does_not_stop_the_resume(lines_of, writ
 
 def test_a_schedule_that_is_no_longer_registered_does_not_stop_the_resume(lines_of):
     assert lines_of(NOW.replace("schedule: cosine", "schedule: toy")) == [
-        "changed since checkpoint 4: optimizer.schedule 'toy' -> 'cosine'",
+        "changed since checkpoint 4: optimizer.schedule toy -> cosine",
         "schedule 'toy' is no longer registered; learning rates are not compared",
     ]
