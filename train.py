@@ -187,7 +187,7 @@ def open_cluster(config: Config, args: argparse.Namespace) -> ProcessGroup:
 def train(config: Config, args: argparse.Namespace) -> int:
     """Run one process of a training run, and return its exit code."""
     group = ProcessGroup()
-    stop = StopRequest().install(_answer, lambda: group.phase if group.is_connected else None)
+    stop = StopRequest().install(_show_notice, lambda: group.phase if group.is_connected else None)
     try:
         with contextlib.ExitStack() as stack:
             try:
@@ -253,7 +253,7 @@ class _ShowReference(argparse.Action):
         parser.exit()
 
 
-def _answer(text: str) -> None:
+def _show_notice(text: str) -> None:
     """Show the answer to a signal, also before the log of the run is open."""
     if log.handlers:
         log.info("%s", text)

@@ -86,7 +86,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
     )
     overlap = _choose_overlaps(config, tp.manager)
     fsdp = _choose_fsdp_overlap(config, tp.manager)
-    # It is worth a line of the plan where kernels are gathered, or if it was asked for.
+    # The plan shows it only where kernels are gathered, or where the user set a method.
     gathers = tp.manager.axis_size([FSDP, SP]) > 1 and tp.manager.axis_size(TP) == 1
     lines = {"fsdp": fsdp} if gathers or config.parallel.overlap_fsdp is not None else {}
     tp = tp.replace(
@@ -160,8 +160,12 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
     for kind in get_args(LinearKind):
         if kind not in _kinds_of(config):
             continue
-        named, why = _asked_for(config.parallel, kind)
-        if n > 1 and kind in shapes and (obstacle := _no_pieces(kind, named, n, shapes[kind])):
+        named, why = _configured_overlap(config.parallel, kind)
+        if (
+            n > 1
+            and kind in shapes
+            and (obstacle := _why_not_in_pieces(kind, named, n, shapes[kind]))
+        ):
             named, why = "bidirectional", f"{named} is not available: {obstacle}"
         if n > 1 and kind in shapes:
             _check_halves(config, kind, named, shapes[kind])
@@ -179,7 +183,9 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
     return choices
 
 
-def _no_pieces(kind: LinearKind, overlap: OverlapChoice, n: int, shape: RingShape) -> str | None:
+def _why_not_in_pieces(
+    kind: LinearKind, overlap: OverlapChoice, n: int, shape: RingShape
+) -> str | None:
     """Return why the blocks of this kind of linear cannot travel in pieces, if they should."""
     if overlap in ("split", "hypercube") and kind == "experts":
         return "pieces of a block would not hold whole groups of rows"
@@ -193,7 +199,7 @@ def _no_pieces(kind: LinearKind, overlap: OverlapChoice, n: int, shape: RingShap
 def _check_halves(
     config: Config, kind: LinearKind, overlap: OverlapChoice, shape: RingShape
 ) -> None:
-    """Raise: ValueError if `split` was asked for, but the blocks have an odd size."""
+    """Raise ValueError if `split` was asked for, but the blocks have an odd size."""
     if overlap != "split" or shape.halves:
         return
     size = "data.sequence_length / (mesh.sp * mesh.tp)"
@@ -207,7 +213,7 @@ def _check_halves(
 
 def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
     """Choose how kernels are gathered over fsdp and sp, and how their gradients are summed."""
-    named, why = _asked_for(config.parallel, "fsdp")
+    named, why = _configured_overlap(config.parallel, "fsdp")
     mla = config.model.mla
     stored = mesh_axes_of(manager.resolve(ColumnWise)[0])
     axes = [name for name in stored if manager.mesh.shape[name] > 1]
@@ -233,7 +239,7 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
     return choose_fsdp_overlap(min(widths) // n, chip)
 
 
-def _asked_for(parallel: ParallelConfig, kind: str) -> tuple[OverlapChoice, str]:
+def _configured_overlap(parallel: ParallelConfig, kind: str) -> tuple[OverlapChoice, str]:
     """Return the overlap method of a kind of linear, or of fsdp, and the key that sets it."""
     key = f"overlap_{kind}" if getattr(parallel, f"overlap_{kind}") else "overlap"
     return getattr(parallel, key), f"as parallel.{key} says"

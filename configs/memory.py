@@ -22,7 +22,7 @@ _ATTENTION_KEPT, _ALL_KEPT = 1.7, 2.0
 _ROWS_KEPT = 2
 # The fastest first. Not `none`: it keeps gathered kernels too, and estimates of it are far off.
 _POLICIES = ("dots", "attention", "full")
-_USABLE = 0.9  # share of the device memory that an estimate may fill
+_USABLE = 0.9  # share of `Chip.usable_bytes` that an estimate may fill
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class StepShape:
         tokens: Tokens of a microbatch on the devices of one tp group.
         layer: Parameters of the dense matmuls of all layers.
         experts: Parameters of the experts of all layers.
-        embedding: Parameters of the embedding; none if the head has them.
+        embedding: Parameters of the embedding; 0 with tied embeddings, where head counts them.
         head: Parameters of the head.
         b: Bytes of an activation.
     """
@@ -76,7 +76,7 @@ class StepShape:
 
 
 def step_memory(config: Config, chip: Chip) -> dict[str, float]:
-    """Estimate the bytes of one device by class. Adapters of LoRA are left out, as small."""
+    """Estimate the bytes of one device by category. Adapters of LoRA are left out, as small."""
     shape, model, mesh, tp = StepShape.of(config), config.model, config.mesh, config.mesh.tp
     size = jnp.dtype(model.param_dtype).itemsize
     trained = 0.0 if config.lora.rank else shape.parameters
@@ -140,8 +140,8 @@ def resolve_remat(
 ) -> tuple[Config, str]:
     """Return the configuration with the remat policy of a run, and the reason for it.
 
-    `auto` is the policy that keeps the most within 90 % of the device memory, by estimate. Where
-    the memory is unknown, it is `dots` on simulated devices, and `full` on others.
+    `auto` is the policy that keeps the most within 90 % of the memory that jax allocates, by
+    estimate. Where that is unknown, it is `dots` on simulated devices, and `full` on others.
 
     Args:
         config: The configuration.

@@ -18,7 +18,7 @@ from training.resume import library_versions
 _ROOT = Path(__file__).resolve().parent.parent
 # Environment variables that change the compiled program.
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
-_ROOMS = ("configs", "data", "model", "parallel", "training")
+_PACKAGES = ("configs", "data", "model", "parallel", "training")
 
 
 def describe_program(config: Config) -> dict[str, Any]:
@@ -31,18 +31,18 @@ def describe_program(config: Config) -> dict[str, Any]:
     }
 
 
-def describe_machine(rows: Dataset, devices: list[jax.Device]) -> dict[str, Any]:
+def describe_machine(dataset: Dataset, devices: list[jax.Device]) -> dict[str, Any]:
     """Return the devices of this process and the digests of its data."""
     return {
         "runtime": devices[0].client.platform_version,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        **{f"text of source {source.name}": source.store.digest for source in rows.sources},
+        **{f"text of source {source.name}": source.store.digest for source in dataset.sources},
         **{
             f"eval_files of source {source.name}": source.evaluation[0].digest
-            for source in rows.sources
+            for source in dataset.sources
             if source.evaluation is not None
         },
-        "order of the data": rows.order_hash(0),
+        "order of the data": dataset.order_hash(0),
     }
 
 
@@ -52,7 +52,7 @@ def _code_hash(plugins: Sequence[str]) -> str:
     for name in plugins:
         source = inspect.getsource(importlib.import_module(name))
         digest.update(f"{name}\0{source}\0".encode())
-    files = [*_ROOT.glob("*.py"), *(p for room in _ROOMS for p in (_ROOT / room).rglob("*.py"))]
-    for path in sorted(files):
+    in_packages = (path for package in _PACKAGES for path in (_ROOT / package).rglob("*.py"))
+    for path in sorted([*_ROOT.glob("*.py"), *in_packages]):
         digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]

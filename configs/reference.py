@@ -41,9 +41,9 @@ class Key:
 def sections(
     model: type[BaseModel] = Config, name: str = "", text: str = "", prefix: str = ""
 ) -> Iterator[Section]:
-    """Yield every section that has keys of its own; a section precedes those below it.
+    """Yield every section that has keys of its own, each before the sections inside it.
 
-    NAME stands for a name: of the user's choice, or one that the text of the section names.
+    NAME in a path is a key of a mapping, chosen by the user or listed in the text of the section.
     """
     below = {key: section_of(info.annotation) for key, info in model.model_fields.items()}
     keys = tuple(
@@ -60,7 +60,7 @@ def sections(
 
 
 def find_sections(name: str | None) -> list[Section]:
-    """Return the sections with this name or below it, all for None, or the one key of this name.
+    """Return the section `name` and those inside it, or else the one key `name`; None: all.
 
     Raises: ConfigError.
     """

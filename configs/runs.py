@@ -72,7 +72,7 @@ class Run:
             if not self.config.lora.rank:
                 return chosen, average
             params = checkpoints.restore_params(chosen, state)
-            return chosen, self.program.with_trained(params, average)
+            return chosen, self.program.with_trained(params, self.program.trained(average))
 
     def without_adapters(self, params: Any) -> tuple[Program, Any]:
         """Return the program of the model without adapters, and parameters with them merged.

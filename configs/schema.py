@@ -126,7 +126,7 @@ def make_config(tree: dict[str, Any]) -> Config:
     """
     import_plugins(tree)
     config = validate({**tree, "plugins": tuple(tree.get("plugins") or ())}, Config)
-    # What an automatic axis divides is checked by `fill_mesh`: its size is not known yet.
+    # fill_mesh checks the sizes that an automatic axis divides: its own size is not known yet.
     _cross_check(config.model_copy(update={"mesh": config.mesh.smallest()}))
     return config
 

@@ -82,7 +82,8 @@ class MoEConfig(
     first_k_dense_replace: NonNegativeInt = 0
     """Number of dense layers before the first mixture-of-experts layer."""
     decoder_sparse_step: PositiveInt = 1
-    """Every Nth of the remaining layers is a mixture of experts, counted from the first layer."""
+    """Layers N, 2N, ... of the model are mixtures of experts, except those that
+    first_k_dense_replace makes dense."""
     router: str = "softmax"
     """softmax: softmax over all experts, then top k (in the best groups: DeepSeek-V2);
     topk_softmax: top k, then softmax over those (Mixtral); sigmoid: sigmoid scores, top k within
@@ -108,8 +109,10 @@ class MoEConfig(
     """Give the router a bias on the choice of experts although bias_update_speed is 0: it stays as
     it is, for checkpoints with a trained bias (DeepSeek-V3, GLM)."""
     exchange: Literal["auto", ExchangeMethod] = "auto"
-    """How tokens reach experts on other devices: alltoall; ragged (ragged all-to-all); dense (every
-    expert computes every token: slow, a reference for tests)."""
+    """How tokens reach experts on other devices. alltoall: buffers of equal size; ragged: exactly
+    the assigned rows; dense: every expert computes every token (slow, for tests); auto: ragged on
+    TPU and GPU if no token is dropped, exchange_chunks is 1 and grouped_matmul allows it, else
+    alltoall."""
     capacity_factor: PositiveFloat | None = None
     """Expert capacity relative to an even load, per expert and sending device (ragged: receiving
     device); tokens beyond it are dropped. null: no token is dropped, and the buffers of alltoall
@@ -265,7 +268,8 @@ class ModelConfig(
     dtype: DTypeName = "bfloat16"
     """Type of activations and matmuls; softmax, norms and loss use float32."""
     param_dtype: DTypeName = "float32"
-    """Type of parameters and optimizer state."""
+    """Type of parameters, and of the optimizer state unless optimizer.moments_dtype is set.
+    Routers, gates of shared experts and attention sinks are float32."""
     matmul_dtype: MatmulDtype | None = None
     """Type to which the linears of attention and MLPs quantize both operands of a product, with a
     scale per row and per column; null: multiply in dtype. Embedding, head, routers and experts

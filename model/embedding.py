@@ -31,7 +31,7 @@ from parallel.sharding.specs import FEATURES, ROWS, SplitDim, mesh_axes_of, spli
 
 
 class Embedding(nnx.Module):
-    """Embedding table (V, D). Its features are split over tp; its rows if the head uses it too.
+    """Embedding table (V, D): features over tp, or rows over tp if the head is tied to it.
 
     Split by features, every device looks up all tokens, and only the features that it does not keep
     travel. Split by rows, as a tied head needs, devices look up their own tokens, and whole vectors

@@ -87,7 +87,10 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(value, semantic_axes=Replicated)
 
     def __call__(self, x_BLD: jax.Array, scale_D: jax.Array | None = None) -> jax.Array:
-        """Normalise the last dim; the layout stays. scale_D: takes the place of `scale`."""
+        """Normalise the last dim; the layout stays. scale_D: takes the place of `scale`.
+
+        Communication: an all-reduce of B L floats over tp if the last dim is split.
+        """
         with jax.named_scope("norm"):
             x = x_BLD.astype(jnp.float32)
             normed = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + self.eps)

@@ -40,6 +40,7 @@ LoRATarget = Literal[
 _ALL: tuple[LoRATarget, ...] = ("qkv", "o", "mlp", "experts")
 FACTORS = ("lora_a", "lora_b")
 """Names of the parameters of an adapter, beside the kernel of their linear."""
+_ALWAYS_FLOAT32 = ("router", "shared_gate")
 _LINEARS = (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -66,8 +67,8 @@ class LoRAConfig(
     """The scale of the update is alpha / rank; null: 2 * rank, so a scale of 2."""
     dropout: Annotated[NonNegativeFloat, Field(lt=1)] = 0.0
     """Probability with which an input feature of A is dropped in training. One set of features is
-    dropped for all tokens of a microbatch, in every layer another: it then acts on the rows of A,
-    so tokens need no masks of their own."""
+    dropped for all tokens of a microbatch, and another one in every layer. This acts on the rows
+    of A, so tokens need no masks of their own."""
     targets: Annotated[tuple[LoRATarget, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         _ALL
     )
@@ -195,7 +196,7 @@ def store_frozen(model: nnx.Module, dtype: FrozenDtype | None) -> None:
 
 
 def adapters_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree of parameters without all that are not of adapters."""
+    """Return the adapters of a tree of parameters, nested as they are there."""
     found = {}
     for name, value in params.items():
         if name in FACTORS:
@@ -278,7 +279,7 @@ def merge_adapters(
     """Return the parameters of a model without adapters: W + scale * A B in place of each W.
 
     The sum is computed in float32 and rounded once to `dtype`, the dtype of the other frozen
-    kernels and embeddings too.
+    kernels and embeddings too. Routers and gates of shared experts stay float32.
     """
     merged: dict[str, Any] = {}
     factors = [params.get(name) for name in FACTORS]
@@ -286,7 +287,9 @@ def merge_adapters(
     for name, value in params.items():
         if name in FACTORS or name == SCALE:
             continue
-        if name == "table":
+        if name in _ALWAYS_FLOAT32:
+            merged[name] = value
+        elif name == "table":
             merged[name] = value.astype(dtype)
         elif name != "kernel":
             is_tree = isinstance(value, Mapping)

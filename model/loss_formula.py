@@ -31,7 +31,7 @@ class LossTerms:
     z_loss: float = 0.0
 
     def __bool__(self) -> bool:
-        """Return whether there is any."""
+        """Return whether a term other than the cross-entropy is set."""
         return self != CROSS_ENTROPY
 
 

@@ -100,7 +100,7 @@ def _choose_exchange(
     if platform == "cpu":
         return "alltoall", "cpu has no ragged_all_to_all"
     uniform = moe.grouped_matmul != "auto" and GROUPED_MATMULS[moe.grouped_matmul].is_uniform
-    if dropless and moe.exchange_chunks == 1 and not uniform:
+    if dropless and not in_chunks and not uniform:
         return "ragged", "no token is dropped, and only assigned rows are sent"
     how = "collective permutes during the matmuls" if in_chunks else "one collective"
     return "alltoall", f"buffers of equal size are sent by {how}"

@@ -26,7 +26,10 @@ class Segment(NamedTuple):
 
 
 def shortest_period(values: Sequence[Any]) -> int:
-    """Return the length of the shortest prefix whose repetition gives a list with entries."""
+    """Return the length of the shortest prefix that gives the list when it is repeated.
+
+    The last repetition may be cut short. The list must not be empty.
+    """
     count = len(values)
     return next(n for n in range(1, count + 1) if values[n:] == values[: count - n])
 

@@ -3,7 +3,7 @@
 
 A run that was trained on any mesh is read on one CPU device, one array at a time. Only `prune`
 changes anything, and it refuses while the run is training.
-Exit codes: 0 done, 1 a checkpoint is damaged, 2 bad input.
+Exit codes: 0 done, 1 a checkpoint is damaged or cannot be read, 2 bad input.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import _clone  # noqa: F401 (first: it selects the packages below)
@@ -137,8 +138,8 @@ def verify_run(args: argparse.Namespace) -> int:
             tools.choose_step(checkpoints, run, wanted)
         for step in args.steps or checkpoints.steps:
             begin = time.perf_counter()
-            found = _find_damage(checkpoints, step)
-            if found and tools.was_deleted(run / "checkpoints" / str(step)):
+            found = _find_damage(checkpoints, step, run / "checkpoints" / str(step))
+            if found is None:
                 counts["deleted"] += 1
                 print(f"step {step}: deleted by the run meanwhile")
             elif found:
@@ -161,14 +162,23 @@ def verify_run(args: argparse.Namespace) -> int:
     return EXIT_DAMAGED if counts["damaged"] else 0
 
 
-def _find_damage(checkpoints: Checkpoints, step: int) -> list[str]:
-    """Return one line per damaged array; show progress on a terminal."""
+def _find_damage(checkpoints: Checkpoints, step: int, folder: Path) -> list[str] | None:
+    """Return one line per damaged array, or None if the run deletes the checkpoint meanwhile.
+
+    Show progress on a terminal.
+    """
     with Status("", console=Console(stderr=True)) as status:
 
         def progress(done: int, total: int, name: str) -> None:
             status.update(f"step {step}: {format_bytes(done)} of {format_bytes(total)}, {name}")
 
-        return tools.find_damage(checkpoints, step, progress)
+        try:
+            found = tools.find_damage(checkpoints, step, progress)
+        except CheckpointError:
+            if tools.was_deleted(folder):
+                return None
+            raise
+    return None if found and tools.was_deleted(folder) else found
 
 
 def diff_steps(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ def sum_over_parts(
     """Return the sum of `micro(params, microbatch, number)` over the microbatches of a batch.
 
     Args:
-        micro: returns a pytree of arrays, of which the last part is shaped and sharded as `params`.
+        micro: returns a tuple of pytrees; the last one has the shapes and shardings of `params`.
         params: the trained parameters.
         batch: fields (A, B/A, L): A microbatches.
         platform: platform of the devices, as jax names it.

@@ -77,7 +77,7 @@ class StepCoordinator:
         if times is None:  # no step yet in this process
             return
         self._num_reports += 1
-        # A wish is not kept for the next report: by then its save may have begun.
+        # wants_save is not kept for the next report: by then the save may have begun.
         report = [times, self._save_requested or wants_save, *ended_save]
         self._group.start_all_gather(f"report {self._num_reports}", report)
         self._save_requested, self._is_report_pending = False, True

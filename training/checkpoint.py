@@ -307,7 +307,7 @@ class Checkpoints:
     def restore_params(self, step: int, abstract_state: TrainState, part: str = "params") -> Any:
         """Return only the parameters of a step, or with `part="ema"` their moving average.
 
-        A checkpoint with parameters alone is one before the first step: they are the average too.
+        A checkpoint that holds only parameters precedes the first step: they are their own average.
         """
         if holds_only_parameters(self.record(step)["leaves"]):
             part = "params"

@@ -39,8 +39,8 @@ class SaveSchedule:
         """Return whether every process saves after this step: a function of the step alone."""
         return step == self._last_step or step % self._every == 0
 
-    def wants_save(self, step: int) -> bool:
-        """Return whether this process asks for a checkpoint soon after this step.
+    def wants_save(self) -> bool:
+        """Return whether this process asks for a checkpoint soon.
 
         Processes may see wall time differently, so they then agree on one step.
         """

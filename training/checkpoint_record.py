@@ -1,7 +1,7 @@
 """The record of a checkpoint, and the errors of reading one.
 
-The record describes the run, and holds shape, dtype and fingerprint of every array. Damage on disk
-is told apart from a machine that cannot read.
+The record describes the run, and holds shape, dtype and fingerprint of every array. Errors
+distinguish damage on disk from a machine that cannot read, such as one without memory.
 """
 
 import errno

@@ -23,7 +23,7 @@ from ruamel.yaml import YAML
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, steps_to_keep
-from training.checkpoint_record import CheckpointError
+from training.checkpoint_record import CheckpointError, DamageError
 from training.dotted_keys import as_yaml, flatten
 from training.writers.jsonl import metrics_by_step
 
@@ -91,8 +91,8 @@ class Entry:
 
     name: str
     state: str
-    """`whole`, `damaged`, `set aside: damaged` or `unfinished save`; of the record, not the
-    arrays."""
+    """`whole`, `damaged`, `unreadable` by this machine, `set aside: damaged` or `unfinished save`;
+    of the record, not the arrays."""
     saved: float | None
     """Seconds since the epoch; None if the folder has disappeared."""
     num_bytes: int
@@ -107,9 +107,10 @@ def list_entries(run: Path) -> list[Entry]:
             folder = run / "checkpoints" / str(step)
             try:
                 record = checkpoints.record(step)
-            except CheckpointError:
+            except CheckpointError as error:
                 if folder.exists():  # else the run has just deleted it
-                    entries.append(_entry(folder, "damaged"))
+                    is_damaged = isinstance(error, DamageError)
+                    entries.append(_entry(folder, "damaged" if is_damaged else "unreadable"))
                 continue
             saved = timegm(time.strptime(record["saved"], "%Y-%m-%dT%H:%M:%SZ"))
             entries.append(Entry(str(step), "whole", saved, bytes_on_disk(folder), record))
@@ -130,10 +131,14 @@ Progress = Callable[[int, int, str], None]
 
 
 def find_damage(checkpoints: Checkpoints, step: int, progress: Progress | None = None) -> list[str]:
-    """Read every array of a checkpoint; return one line per damaged one."""
+    """Read every array of a checkpoint; return one line per damaged one.
+
+    Raises:
+        CheckpointError: this machine cannot read the checkpoint, which may be whole.
+    """
     try:
         leaves = checkpoints.record(step)["leaves"]
-    except CheckpointError as error:
+    except DamageError as error:
         return [str(error)]
     found, done, total = [], 0, sum(map(leaf_bytes, leaves.values()))
     device = one_device()
@@ -142,7 +147,7 @@ def find_damage(checkpoints: Checkpoints, step: int, progress: Progress | None =
             progress(done, total, name)
         try:
             checkpoints.read(step, name, device)
-        except CheckpointError as error:
+        except DamageError as error:
             line = str(error).removeprefix(f"checkpoint {step}").lstrip(": ")
             line = line.removeprefix("is damaged: ")
             found.append(line if line.startswith(name) else f"{name}: {line}")
@@ -287,11 +292,11 @@ def plan_prune(
         damaged: delete damaged checkpoints too.
 
     Raises:
-        CheckpointError: no checkpoint is complete.
+        CheckpointError: no checkpoint is complete, or this machine cannot read one.
     """
     records: dict[int, Mapping[str, Any]] = {}
     for step in checkpoints.steps:
-        with contextlib.suppress(CheckpointError):  # kept with a remark below
+        with contextlib.suppress(DamageError):  # kept with a remark below
             records[step] = checkpoints.record(step)
     while records and find_damage(checkpoints, max(records)):
         records.pop(max(records))

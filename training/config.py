@@ -32,7 +32,7 @@ class TrainingConfig(
     steps: int = Field(default=1000, gt=0, le=10**12)
     """Total number of optimizer steps, those before a resume included."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of the initial parameters."""
+    """Seed of the initial parameters, of dropout and of text samples; data.seed orders the rows."""
     init_from: str | None = Field(default=None, min_length=1)
     """Source of the initial parameters: a run directory (its newest checkpoint),
     RUN_DIR/checkpoints/STEP, or a Hugging Face model directory; null: drawn from the seed.

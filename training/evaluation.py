@@ -175,7 +175,7 @@ class Sampling:
     clock: StepClock
 
     def is_due(self, step: int) -> bool:
-        """Return whether a sample follows this step; the one at the end of the run is apart."""
+        """Return whether a sample follows this step, apart from that at the end of the run."""
         every, last_step = self.config.sample_every, self.config.steps
         return every is not None and step % every == 0 and step < last_step
 

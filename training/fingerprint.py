@@ -40,7 +40,7 @@ def _add_both(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def fingerprint(x: jax.Array) -> jax.Array:
-    """Return uint32 (2,), replicated.
+    """Return the fingerprint of an array: two sums of mixed bits, uint32 (2,), replicated.
 
     Communication: an all-reduce of 8 bytes over the mesh axes of x.
     """

@@ -1,7 +1,7 @@
 """Goodput: every second of wall time has one label, and `step` is the useful one.
 
-The ledger adds up all processes of a run in time. The time between the end of one process and the
-start of the next is not counted. Process 0 measures its main thread.
+The ledger covers all processes that have trained the run, one after another. The time between the
+end of one and the start of the next is not counted. Process 0 measures its main thread.
 """
 
 import contextlib

@@ -37,7 +37,7 @@ class GuardConfig(
     """Standard deviations above the mean of the last steps that make a spike. With normal noise
     and 128 steps, one step in 10^8 exceeds 6; real spikes reach tens."""
     max_bad_steps: PositiveInt = 10
-    """Number of skipped steps in a row after which the run ends."""
+    """Skipped steps in a row after which the run ends; also the most rollbacks to a checkpoint."""
     recheck_every: NonNegativeInt = 0
     """Steps between rechecks of the devices, which end the run with code 77 if one computes
     wrongly; 0: never. Replicas of the state are compared bit for bit, and the gradients of one

@@ -157,9 +157,9 @@ class CheckpointParameters:
                 raise CheckpointError(f"{_KEY}: {error}; name another checkpoint") from error
 
     def _read_quantized(self, checkpoints: Checkpoints, wanted: Any) -> Any:
-        """Return stored floats, where `wanted` has int8 quantized, so that one array is in floats.
+        """Return the stored parameters; quantize those that are int8 in `wanted`, one at a time.
 
-        Raises: CheckpointError.
+        Only one of them exists in floats at a time. Raises: CheckpointError.
         """
         arrays = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(without_scales(wanted)):

@@ -43,21 +43,25 @@ class Profiler:
         self._is_requested = is_requested
         self._steps = range(0)
         """The steps of the profile that is being taken."""
+        self._num_ended = 0
+        """Those of them that have ended."""
 
     def begin_step(self, step: int) -> None:
         """Start a profile if one begins with this step."""
-        requested = self._is_requested()
-        if self._steps or not (requested or step == self._config.start):
+        if self._steps:  # a request waits for the end of this profile
+            return
+        if not (self._is_requested() or step == self._config.start):
             return
         try:
             jax.profiler.start_trace(self._path(step), create_perfetto_trace=True)
         except (OSError, RuntimeError) as error:
             log.warning("no profile of step %d: %s", step, error)
             return
-        self._steps = range(step, step + self._config.steps)
+        self._steps, self._num_ended = range(step, step + self._config.steps), 0
 
     def end_step(self, step: int, metrics: Any) -> None:
         """Write the profile if it ends with this step. metrics: arrays of the step."""
+        self._num_ended += 1
         if self._steps and step == self._steps[-1]:
             jax.block_until_ready(metrics)
             self.close()
@@ -76,7 +80,7 @@ class Profiler:
             log.info(
                 "profile of %d steps from step %d: %s; open perfetto_trace.json.gz in it with "
                 "ui.perfetto.dev, or the folder with xprof",
-                len(steps),
+                self._num_ended,
                 steps[0],
                 path,
             )

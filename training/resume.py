@@ -118,7 +118,9 @@ class Resumer:
             raise CheckpointError(str(error)) from error
 
     def restore(self, point: ResumePoint) -> tuple[ResumePoint, TrainState]:
-        """Return the state of a resume point, or the newest earlier one that is not damaged.
+        """Return (resume point, state) of this checkpoint, or of the newest undamaged older one.
+
+        Batches that the resume point leaves out stay left out.
 
         Raises:
             CheckpointError: none is left.
@@ -134,7 +136,7 @@ class Resumer:
                     raise ProcessGroupError(
                         f"{error}; it was set aside, start all processes again"
                     ) from error
-            point = self.find_again()
+            point = replace(self.find_again(), skipped=point.skipped)
 
     def _search(self) -> ResumePoint:
         checkpoints = self.checkpoints
@@ -193,7 +195,7 @@ class Resumer:
         except ValueError as error:
             changes = _changes(_keys(record["config"]), _keys(self.resolved_config))
             found = {key: values for key, values in changes.items() if key in _ARRAY_KEYS}
-            # That one of the two has no adapters, the error says itself.
+            # If only one of the two has adapters, the error already says so.
             if not found or 0 in found.get("lora.rank", ()):
                 raise
             before, now = (

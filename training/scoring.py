@@ -27,7 +27,7 @@ class Score(NamedTuple):
 
 
 def padded_lengths(longest: int, multiple: int) -> list[int]:
-    """Return the halves of the longest row, as far as they are multiples, ascending."""
+    """Return longest, longest / 2, ... down to 64 tokens, as multiples of `multiple`, ascending."""
     lengths = [longest]
     while lengths[0] % (2 * multiple) == 0 and lengths[0] // 2 >= _MIN_LENGTH:
         lengths.insert(0, lengths[0] // 2)
@@ -68,16 +68,11 @@ class Scorer:
         self._params, self._batch_size, self._progress = params, batch_size, progress
         self.max_length = max_length
         self._lengths = padded_lengths(max_length, manager.axis_size(LENGTH))
-        plan = program.plan
-        plan = make_plan(
-            plan.model,
-            plan.tp,
-            lengths=self._lengths,
-            overlap=plan.overlap,
-            lora=plan.lora,
-            attend_across_documents=plan.attend_across_documents,
-            tpu_forms=plan.tpu_forms,
-        )
+        plan, across = program.plan, program.plan.attend_across_documents
+        attention = make_plan(
+            plan.model, plan.tp, lengths=self._lengths, attend_across_documents=across
+        ).attention
+        plan = dataclasses.replace(plan, attention=attention)
         self._program = dataclasses.replace(program, plan=plan)
         self._score = jax.jit(partial(_score, self._program))
 

@@ -278,10 +278,13 @@ def _find_start(
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
-    """Return the bytes of the checkpoints that this run will add to the directory."""
+    """Return the least bytes that the checkpoints of this run will add to the directory.
+
+    Those that `keep_every` and `keep_best` keep are not counted.
+    """
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    existing = len(list(directory.glob("checkpoints/[0-9]*")))
+    existing = len(saved_steps(directory / "checkpoints"))
     policy = settings.checkpoint
     # An old checkpoint is deleted after the new one is complete: one more than are kept.
     num_saves = policy.keep + 1

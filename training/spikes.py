@@ -92,9 +92,9 @@ class SpikeHandler:
         limit = self._guard.max_bad_steps
         if self._num_rollbacks[found.step] > limit:
             raise TrainingError(
-                f"the loss spiked {limit} times after checkpoint {found.step}, the newest complete "
-                "one, whatever batches were left out; lower optimizer.learning_rate, or resume "
-                "from an older checkpoint"
+                f"the loss spiked {self._num_rollbacks[found.step]} times after checkpoint "
+                f"{found.step}, the newest complete one, whatever batches were left out; lower "
+                "optimizer.learning_rate, or resume from an older checkpoint"
             )
         # The checkpoint may be older than earlier rollbacks: keep what they left out.
         first_batch = batch_number(found.step, skipped)

@@ -203,7 +203,10 @@ class Program:
         dropless: bool,
         measure: bool = False,
     ) -> tuple[Transformer, jax.Array, Batch, Reports]:
-        """Return (model, hidden states of a microbatch, its fields in their order, reports)."""
+        """Return (model, hidden states of a microbatch, its fields in the same order, reports).
+
+        That order is `plan.row_order` of the tokens of a row.
+        """
         if dropout_key is not None and self.plan.lora.dropout:
             key = jax.random.fold_in(dropout_key, 2**31)
             params = drop_features(params, key, self.plan.lora.dropout)

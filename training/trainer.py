@@ -161,7 +161,7 @@ class Trainer:
             step,
             finished_save=self.checkpointing.checkpoints.ended_step,
             save_failed=self.checkpointing.checkpoints.has_failed,
-            wants_save=self.checkpointing.schedule.wants_save(step),
+            wants_save=self.checkpointing.schedule.wants_save(),
         )
         self.reporter.add_metrics(agreed.metrics)
         return agreed

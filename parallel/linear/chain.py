@@ -41,8 +41,11 @@ def chain(
     (`gather_matmul_scatter`). Otherwise the linears run one after the other, with the features
     between them on tp.
 
-    function: Elementwise function from the outputs of `column`, in order, to the input of `row`. It
-        sees some of the rows and this device's features, and must not close over arrays.
+    x: `... L D` in any residual layout, as is the result. function: Elementwise function from the
+    outputs of `column`, in order, to the input of `row`. It sees some of the rows and this device's
+    features, and must not close over arrays.
+    Communication: that of `gather_matmul_scatter`, or of the two linears.
+    Raises: ValueError for inputs of another width.
     """
     with mesh_context(column.mesh):
         config = _shared_config(x, column, row)

@@ -21,7 +21,7 @@ OverlapChoice = Literal[Overlap, "auto"]
 # as long.
 _EFFICIENCY, _FULL_ROWS, _SHORT_PENALTY = 0.88, 1024, 1.2
 _UNKNOWN_LINKS = "link bandwidth unknown; parallel.overlap=ring overlaps anyway"
-# The largest third of a block over a third of it: 6 of 16 sequences.
+# A block of 16 sequences is cut into 5, 6 and 5: the largest piece over the mean, 6 / (16 / 3).
 _UNEVEN = 1.125
 
 
@@ -66,9 +66,8 @@ def choose_overlap(
         return Choice("none", "one device, no communication")
     if chip is None or not chip.ici_bandwidth:
         return Choice("none", _UNKNOWN_LINKS)
-    # min() takes the first of equals.
-    # With one side there is nothing to gain; groups of rows of experts cannot be cut. Only the hops
-    # of a hypercube are scheduled in groups, so it comes before the others.
+    # min() takes the first of equal times. `hypercube` precedes the other rings, because only its
+    # hops are scheduled in groups. With n = 2 it gains nothing, and it cannot cut rows of experts.
     hypercube &= n > 2 and shape.rows >= n.bit_length() - 1 and shape.kernels == 1
     methods: tuple[Overlap, ...] = ("none", "hypercube", "bidirectional", "split", "ring")
     possible = {"hypercube": hypercube, "split": shape.halves}

@@ -1,7 +1,7 @@
 """Matmuls that overlap with their communication: each hop of a ring runs under a partial matmul.
 
 All functions run inside `jax.shard_map` on local blocks of a ring of n devices; s is this device.
-What is gathered or scattered is rows (dim -2, tokens) or features (dim -1).
+Rows (dim -2, tokens) or features (dim -1) are gathered or scattered.
 
 `overlap="none"` is the reference form of each function: one collective, one matmul, derivatives by
 autodiff. The other methods use a `Ring` and have derivative rules: the derivative of a gather ring

@@ -25,12 +25,12 @@ _ALIGNMENT = 128
 class Hypercube(Ring):
     """A `Ring` of n = 2**d devices at the corners of a hypercube; d = 3 is a cube.
 
-    A block travels in d pieces. At every hop each piece crosses another one of the d sides, so that
-    all links of a device carry one piece in both directions. There are n - 1 hops, as many as in a
+    A block travels in d pieces. At every hop the d pieces cross d different sides, so that every
+    link of a device carries one piece in each direction. There are n - 1 hops, as many as in a
     ring, but a hop moves a d-th of a block, and at most d hops wait for one another. Piece p
     reaches the corners as in recursive doubling: all corners that have it send it across side p,
-    then across side p + 1, and so on, one piece per hop. Sums take the same ways back. A hop and
-    the computation that hides it form a scheduling group, where rows travel.
+    then across side p + 1, and so on, one piece per hop. Sums travel the same paths in reverse. A
+    hop and the computation that hides it form a scheduling group, where rows travel.
 
     The corner of device s is the reflected Gray code of s, so that consecutive devices are
     neighbours on the cube too: the order of `parallel.sharding.mesh.ring_order` fits both. An

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) of linears: y = x W + scale * (x A) B, where x A are columns of x W.
+"""Low-rank adapters (LoRA) of linears: y = x W + scale * (x A) B, with x [W A] as one product.
 
 W is frozen; A `... D r` and B `... r F` are trained. A joins the kernels that x is multiplied by,
 so x A travels with x W: an adapter adds no collective to a linear but r columns. The factors are

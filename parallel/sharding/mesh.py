@@ -40,8 +40,9 @@ AUTO_SIZES = ("auto", -1)
 class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Number of devices along each mesh axis; their product is the number of devices.
 
-    One axis may be `auto` or -1: it takes the accelerators that the other axes leave. Until these
-    are counted (`filled`), and without accelerators, it makes the product at most 8.
+    One axis may be `auto` or -1: it takes the accelerators that the other axes leave. Before they
+    are counted (`filled`), and without accelerators, it has the largest size with which the product
+    is at most 8, but at least 1.
     """
 
     dp: PositiveInt = 1

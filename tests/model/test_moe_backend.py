@@ -61,6 +61,19 @@ def test_only_an_exchange_in_chunks_has_an_order(settings, dropless, has_order) 
     assert ("collective permutes during" in choice.reason) == has_order
 
 
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_evaluation_sends_only_assigned_rows_whatever_training_does(chunks) -> None:
+    """With 16 experts and 2 per token, buffers without a capacity hold 8 times the rows."""
+    chips = mesh("TPU v5", (2, 2, 4), ep=16)
+    manager = SimpleNamespace(mesh=chips, axis_size=lambda _: 16, resolve=lambda _: ("ep",))
+    moe = MoEConfig(num_experts=16, exchange_chunks=chunks, capacity_factor=1.25)
+    training, evaluation = (
+        choose_experts(SimpleNamespace(moe=moe), manager, dropless=dropless)
+        for dropless in (False, True)
+    )
+    assert (training.exchange, evaluation.exchange) == ("alltoall", "ragged")
+
+
 def test_an_absent_package_is_refused_with_the_extra_that_has_it(monkeypatch) -> None:
     gpu = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
     chips = SimpleNamespace(devices=np.array([gpu]), axis_names=("ep",))

@@ -24,10 +24,10 @@ def test_a_save_is_wanted_some_minutes_after_the_last_one(monkeypatch):
     by_steps = SaveSchedule(CheckpointConfig(), last_step=10)
     wanted = []
     for clock["now"] in (1029.0, 1030.0, 1059.0, 1060.0):
-        wanted.append(schedule.wants_save(1))
+        wanted.append(schedule.wants_save())
         if wanted[-1]:
             schedule.saved()
-        assert not by_steps.wants_save(1)
+        assert not by_steps.wants_save()
     assert wanted == [False, True, False, True]
 
 

@@ -11,18 +11,22 @@ import threading
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
+from training.checkpoint_policy import CheckpointConfig
 from training.directory import (
     check_not_in_use,
     check_shared_filesystem,
     locked_run,
     move_aside,
 )
+from training.session import _bytes_to_write
 
 
 def one_of_two(number: int, start_timeout: float = 60.0) -> ProcessGroup:
@@ -175,6 +179,17 @@ def test_too_little_disk_space_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has 100 MiB free, but its checkpoints need 102 MiB"):
         with locked_run(tmp_path, 102 * 2**20):
             pytest.fail("no room")
+
+
+def test_space_for_checkpoints_is_that_of_all_but_the_complete_ones(tmp_path):
+    for name in ("200.damaged", "400.damaged", "600"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    program = SimpleNamespace(abstract_state={"a": np.zeros(256, np.float32)})
+    settings = SimpleNamespace(
+        checkpoint=CheckpointConfig(keep=3, every=100), training=SimpleNamespace(steps=1000)
+    )
+    # Three are kept beside the one that is being written, and one is there.
+    assert _bytes_to_write(tmp_path, program, settings) == 3 * 1024
 
 
 def test_the_directory_of_a_refused_run_is_removed_if_it_is_new_and_has_no_content(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,13 @@ from conftest import MESHES, ONE_DEVICE, ROOT
 from test_step import TINY, assert_same_layout, fields, leaves, placed  # noqa: F401 (a fixture)
 
 from configs.build import build_program, build_sharding_table, describe_parameters
+from configs.runs import Run
 from configs.schema import load_config
 from model.lora import adapters_of, drop_features, merge_adapters, with_adapters
 from parallel.sharding.mesh import MeshConfig
+from training.checkpoint import Checkpoints
+from training.checkpoint_policy import CheckpointConfig
+from training.resume import describe_process, first_record
 from training.step import Program
 
 GRID = MESHES["dp2-fsdp2-tp2"]
@@ -289,6 +294,40 @@ def test_merged_parameters_equal_the_adapters(fields):  # noqa: F811
     # Stated bound: float32 rounding of the sum x W + x A B in another order.
     assert float(found) == pytest.approx(float(want), rel=2e-6)
     assert abs(float(found) - float(plain)) > 1e-3 * abs(float(plain))
+
+
+def test_routers_and_gates_stay_float32_when_adapters_are_merged():
+    sparse = (
+        "model.param_dtype=bfloat16",
+        "model.moe.num_experts=4",
+        "model.moe.num_experts_per_tok=2",
+        "model.moe.num_shared_experts=1",
+        "model.moe.shared_expert_gate=true",
+    )
+    program, base = program_on(GRID, *LORA, *sparse), program_on(GRID, *sparse)
+    with jax.set_mesh(program.tp.mesh):
+        merged = jax.eval_shape(
+            lambda p: merge_adapters(p, program.plan.lora, jnp.bfloat16),
+            program.abstract_state.params,
+        )
+    with jax.set_mesh(base.tp.mesh):
+        wanted = base.abstract_state.params
+    found = jax.tree.map(lambda x: x.dtype, merged)
+    assert found == jax.tree.map(lambda x: x.dtype, wanted)
+    assert jax.tree.leaves(found).count(jnp.float32) == 2
+
+
+def test_parameters_that_no_step_has_changed_are_their_own_average(tmp_path):
+    program, state = started(GRID, "optimizer.ema_decay=0.9")
+    with jax.set_mesh(program.tp.mesh):
+        checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+        checkpoints.save({"params": state.params}, 0, first_record(describe_process("", {}, 1)))
+        checkpoints.finish()
+        run = Run(tmp_path, SimpleNamespace(lora=program.plan.lora), program, None, None)
+        step, found = run.load_params(ema=True)
+    assert step == 0
+    for name, array in leaves(state.params).items():
+        np.testing.assert_array_equal(leaves(found)[name], array, err_msg=name)
 
 
 SHAPES = (

@@ -50,17 +50,35 @@ def test_a_profile_of_the_configured_steps_is_written_for_perfetto(tmp_path, lin
     assert list(tmp_path.rglob("*.xplane.pb"))
 
 
-def test_a_profile_starts_on_request_and_not_while_another_runs(tmp_path, monkeypatch):
-    calls = []
+def test_a_request_during_a_profile_starts_another_one_after_it(tmp_path, monkeypatch):
+    calls, signals = [], {2, 3}
     monkeypatch.setattr(jax.profiler, "start_trace", lambda path, **_: calls.append(path.name))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
-    requests = iter([False, True, True, False, False, True])
-    profiler = Profiler(ProfileConfig(steps=3), tmp_path, lambda: next(requests), Clock())
-    run(profiler, range(1, 7))
-    assert calls == ["step-2", "stop", "step-6"]
+    now = 0
+
+    def is_requested() -> bool:
+        """Return whether a signal has come since the last call."""
+        came = {step for step in signals if step <= now}
+        signals.difference_update(came)
+        return bool(came)
+
+    profiler = Profiler(ProfileConfig(steps=3), tmp_path, is_requested, Clock())
+    for now in range(1, 7):
+        run(profiler, [now])
+    assert calls == ["step-2", "stop", "step-5"]
     profiler.close()
     profiler.close()
     assert calls[3:] == ["stop"]
+
+
+def test_a_profile_that_the_end_of_the_run_cuts_short_says_so(tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *_, **__: None)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    profiler = Profiler(ProfileConfig(start=3, steps=3), tmp_path, lambda: False, Clock())
+    run(profiler, range(1, 5))
+    profiler.close()
+    (line,) = lines
+    assert line.startswith("profile of 2 steps from step 3: ")
 
 
 @pytest.mark.parametrize("name", ["start_trace", "stop_trace"])

@@ -1,4 +1,6 @@
-"""Log lines about the configuration of the checkpoint from which a run resumes."""
+"""The checkpoint from which a run resumes, and log lines about its configuration."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -6,9 +8,10 @@ from configs.schema import Config, dump_config
 from data.config import DataConfig
 from model.config import ModelConfig
 from model.lora import LoRAConfig
+from training.checkpoint_record import DamageError
 from training.logs import log
 from training.optimizers import OptimizerConfig
-from training.resume import library_versions, log_config_changes
+from training.resume import ResumePoint, Resumer, library_versions, log_config_changes
 
 NOW = dump_config(Config())
 
@@ -97,3 +100,23 @@ def test_a_schedule_that_is_no_longer_registered_does_not_stop_the_resume(lines_
         "changed since checkpoint 4: optimizer.schedule toy -> cosine",
         "schedule 'toy' is no longer registered; learning rates are not compared",
     ]
+
+
+def test_batches_that_a_rollback_left_out_stay_left_out_if_its_checkpoint_is_damaged(tmp_path):
+    class Older(Resumer):
+        def find_again(self) -> ResumePoint:
+            return ResumePoint(step=2)
+
+    def restore(step: int, _: object) -> str:
+        if step == 4:
+            raise DamageError("checkpoint 4 is damaged")
+        return f"state of {step}"
+
+    checkpoints = SimpleNamespace(
+        restore=restore,
+        set_aside=lambda step: tmp_path / f"{step}.damaged",
+        latest_step=2,
+        group=SimpleNamespace(num_processes=1),
+    )
+    point, state = Older(checkpoints, None, None, 9, "").restore(ResumePoint(4, skipped=((4, 6),)))
+    assert (point.step, point.skipped, state) == (2, ((4, 6),), "state of 2")

@@ -54,5 +54,5 @@ def test_a_run_rolls_back_to_one_checkpoint_a_limited_number_of_times() -> None:
         point = spikes.roll_back(6, point)
         # Batches 4 and 5 are left out, then 6 and 7, and so on.
         assert (point.step, point.skipped) == (4, ((4, 4 + 2 * count),))
-    with pytest.raises(TrainingError, match=f"spiked {LIMIT} times after checkpoint 4"):
+    with pytest.raises(TrainingError, match=f"spiked {LIMIT + 1} times after checkpoint 4"):
         spikes.roll_back(6, point)

@@ -1,8 +1,8 @@
 """Muon: orthogonalised momentum for matrices (kellerjordan.github.io/posts/muon).
 
 Kernels of attention, MLPs and experts are trained by Muon, and the other parameters by AdamW. The
-steps of matrices are scaled to the root mean square that AdamW's usually have, so that both share
-the learning rate and the weight decay (arXiv 2502.16982).
+steps of matrices are scaled to the root mean square that steps of AdamW usually have, so that both
+share the learning rate and the weight decay (arXiv 2502.16982).
 """
 
 from functools import partial
@@ -53,7 +53,7 @@ def muon(
         config: `beta1`, `beta2` and `eps` are those of AdamW.
         schedule: learning rate of a step, for all parameters.
         momentum: decay of the mean of gradients.
-        nesterov: whether the step also has the gradient itself.
+        nesterov: whether a step mixes the newest gradient into the momentum once more.
         iterations: steps of the Newton-Schulz iteration.
         rms: root mean square of a step before the learning rate.
         dtype: type in which matrices travel between devices, and of the factors of products; None:

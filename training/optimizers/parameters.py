@@ -15,7 +15,8 @@ _NOT_DECAYED = {"scale", "bias", "logit_bias", "sinks"}
 def decays(params: Any) -> Any:
     """Return a tree of bools: whether weight decay applies to a parameter.
 
-    True for kernels and embedding tables, False for norm scales, biases and attention sinks.
+    True for kernels, embedding tables and adapters; False for norm scales, biases and attention
+    sinks.
 
     Raises:
         ValueError: a parameter of an unknown kind.
