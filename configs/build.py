@@ -153,6 +153,7 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         manager,
         batch=max(config.data.batch_sizes) // config.training.gradient_accumulation,
         length=config.data.row_length,
+        shorter=values_by_step(config.data.sequence_length).values(),
     )
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
     hypercube = is_hypercube(manager.mesh, manager.partition_axis.tensor_parallel_axis)
@@ -191,8 +192,8 @@ def _why_not_in_pieces(
         return "pieces of a block would not hold whole groups of rows"
     if overlap == "hypercube" and n & (n - 1):
         return f"mesh.tp={n} is no power of two"
-    if overlap == "hypercube" and shape.rows < (sides := n.bit_length() - 1):
-        return f"a block of {shape.rows} rows has no {sides} pieces"
+    if overlap == "hypercube" and shape.pieces < (sides := n.bit_length() - 1):
+        return f"a block of {shape.pieces} rows has no {sides} pieces"
     return None
 
 

@@ -227,14 +227,18 @@ def export_model(
         config, source = stored.config, load_source(run)
         others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
         tokenizer = None
-        if source is None:
-            name = str(saved_tokenizer(run) or config.data.tokenizer)
-            tokenizer = open_tokenizer(name, config.data.eos_token)
+        saved = saved_tokenizer(run, config.data.tokenizer)
+        # An imported model keeps its own, unless the run was trained with another one.
+        is_replaced = saved is not None and saved.name == TOKENIZER_FILE
+        if source is None or (is_replaced and (run / TOKENIZER_FOLDER / TOKENIZER_FILE).is_file()):
+            tokenizer = open_tokenizer(str(saved or config.data.tokenizer), config.data.eos_token)
             others |= token_ids(tokenizer)
         export = plan_export(config.model, stored.shapes, source, dtype=dtype, others=others)
         with new.filling():
             write_tensors(directory, export, stored.chunks, progress)
-            export_companions(run, tokenizer, directory)
+            export_companions(
+                run, None if saved == run / TOKENIZER_FOLDER else tokenizer, directory
+            )
             write_config(directory, export)
     return stored.step
 

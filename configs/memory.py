@@ -63,7 +63,7 @@ class StepShape:
             microbatches=parts,
             tokens=rows * config.data.row_length / mesh.sp,
             layer=(model.num_parameters - experts - embedding - head) / split,
-            experts=experts / split / mesh.ep,
+            experts=experts / _expert_parts(config)[0] / mesh.tp,
             embedding=embedding / embedding_split,
             head=head / split,
             b=jnp.dtype(model.dtype).itemsize,
@@ -81,7 +81,9 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     size = jnp.dtype(model.param_dtype).itemsize
     trained = 0.0 if config.lora.rank else shape.parameters
     frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
-    copies = (config.optimizer.ema_decay is not None) + (config.training.objective == "dpo")
+    held = 2 if config.lora.base_dtype == "bfloat16" else size  # of embedding and head
+    copies = 4 * (config.optimizer.ema_decay is not None)  # the average is float32
+    copies += size * (config.training.objective == "dpo")
     optimizer, kernels = OPTIMIZERS[config.optimizer.name], shape.layer + shape.experts
     others = shape.embedding + shape.head
     moments = optimizer.matrix_moments * kernels + optimizer.moments * others
@@ -95,12 +97,14 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     }
     per_token = kept.get(model.remat, stream + _ALL_KEPT * products)
     chunk = min(tokens_per_chunk_on(model, chip, tp), shape.tokens)
-    gathered = (shape.layer + shape.experts) / layers * mesh.fsdp * mesh.sp
+    gathered = shape.layer * mesh.fsdp * mesh.sp + shape.experts * _expert_parts(config)[1]
+    gathered /= layers
     accumulated = 4 * trained if shape.microbatches > 1 else 0.0
     return {
-        "parameters": (frozen if config.lora.rank else size) * shape.parameters,
-        "optimizer": size * copies * trained
-        + moment_bytes * (0.0 if config.lora.rank else moments),
+        "parameters": frozen * kernels + held * others
+        if config.lora.rank
+        else size * shape.parameters,
+        "optimizer": copies * trained + moment_bytes * (0.0 if config.lora.rank else moments),
         "gradients": size * trained + accumulated,
         "kept activations": shape.tokens * per_token * layers * shape.b
         + (gathered * layers * shape.b if model.remat == "none" else 0.0),
@@ -109,6 +113,17 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
         + 4 * chunk * model.padded_vocab_size / tp
         + shape.tokens * shape.b * (4 * products + 8 * stream),
     }
+
+
+def _expert_parts(config: Config) -> tuple[int, int]:
+    """Return the devices that divide the experts, without tp, and those that divide their width."""
+    mesh = config.mesh
+    stored = mesh.fsdp * mesh.sp
+    return {
+        "split": (mesh.ep * mesh.fsdp, mesh.fsdp),
+        "alt": (mesh.ep * stored, stored),
+        "unified": (mesh.ep * stored, 1),
+    }[config.model.moe.expert_rule]
 
 
 def kept_per_token(config: Config) -> tuple[float, float, float]:

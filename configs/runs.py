@@ -100,7 +100,7 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
     config = load_config(path, overrides)
     devices, notice = open_devices(config)
     config = fill_mesh(config, len(devices))
-    saved = saved_tokenizer(directory)
+    saved = saved_tokenizer(directory, config.data.tokenizer)
     name = config.data.tokenizer if saved is None else str(saved)
     tokenizer = open_tokenizer(name, config.data.eos_token)
     return Run(directory, config, build_program(config, devices), tokenizer, notice)

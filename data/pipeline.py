@@ -273,10 +273,10 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     said = {"sources", "undivided", "eval_files"} | (
         set() if old.keys() == new.keys() else {"weight"}
     )
-    for key in sorted(now.keys() - said):
-        if before.get(key) != now[key]:
+    for key in sorted((now.keys() | before.keys()) - said):
+        if before.get(key) != now.get(key):
             name = _KEYS.get(key, f"data.{key}")
-            was, is_now = _by_step(before.get(key)), _by_step(now[key])
+            was, is_now = _by_step(before.get(key)), _by_step(now.get(key))
             changes.append(f"{name} was {was!r}, is now {is_now!r}")
     return "; ".join(changes)
 
@@ -396,6 +396,8 @@ def train_batches(
     batches = iter(ahead)
     try:
         yield from batches
+    except jax.errors.JaxRuntimeError:  # a device that has no room for the batch, for example
+        raise
     except RuntimeError as error:  # raised by grain when a worker process dies
         raise DataError(f"rows cannot be read: {' '.join(str(error).split())[:500]}") from error
     finally:

@@ -316,6 +316,11 @@ def _locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             log.warning("waiting for another process that prepares %s", folder)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                f"{file.name} cannot be locked: {error.strerror}; mount the file system with locks "
+                "(Lustre: -o flock), or give another data.cache_dir"
+            ) from error
         yield
 
 
@@ -340,18 +345,19 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
             )
         if report:
             report(bytes_before[done], bytes_before[-1], writer.num_tokens)
+        is_current = True
         try:
             with closing(tokenize_shards(shards[done:], settings, workers)) as results:
                 for index, (documents, skipped) in enumerate(results, done):
                     writer.append(keys[index], documents, skipped)
                     if report:
                         report(bytes_before[index + 1], bytes_before[-1], writer.num_tokens)
-            if replace(job).key != job.key:  # a copy computes its key, and so its files, again
-                writer.discard()
+            # A copy computes its key, and so its files, again.
+            if not (is_current := replace(job).key == job.key):
                 raise DataError(f"{job.files_key}: files changed while they were read; run again")
             return writer.finish()
         except DataError:
-            if not writer.num_tokens:
+            if not (is_current and writer.num_tokens):
                 writer.discard()
             raise
 

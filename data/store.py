@@ -267,10 +267,9 @@ def _read_info(folder: Path) -> StoreInfo:
         if version == VERSION and checksum == _checksum(tree):
             return StoreInfo.model_validate(tree)
     except FileNotFoundError as error:
-        raise DataError(
-            f"{folder} has no {INFO}, so it is not a complete store; "
-            f"{remedy(folder) if folder.exists() else 'prepare it'}"
-        ) from error
+        is_store = any((folder / name).exists() for name in CHECKSUM_BLOCKS)
+        what = remedy(folder) if is_store else "name another folder, or prepare a new one"
+        raise DataError(f"{folder} has no {INFO}, so it is not a complete store; {what}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} is damaged; {remedy(folder)}") from error
     if version != VERSION:

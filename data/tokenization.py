@@ -232,9 +232,6 @@ class _RangeTokens:
         both = {"chosen": document.messages, "rejected": document.rejected}
         num_shared = _count_shared(*both.values())
         encoded = {name: self._encode(chat, num_shared) for name, chat in both.items()}
-        for name, (_, loss_mask, _) in encoded.items():
-            if not loss_mask.any():
-                raise ConversationError(f"the {name} answer has no token")
         for chat in encoded.values():
             self.append(*chat)
 

@@ -7,6 +7,7 @@ Letters: B batch, L length, D embed, H query heads, K kv heads, h head dim, F in
 of a loss chunk on all devices, V vocab; in latent attention R latents, v value dims.
 """
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -89,12 +90,18 @@ def _dense_mlp_size(config: ModelConfig) -> int:
 
 
 def ring_shapes(
-    config: ModelConfig, manager: PartitionManager, *, batch: int, length: int
+    config: ModelConfig,
+    manager: PartitionManager,
+    *,
+    batch: int,
+    length: int,
+    shorter: Collection[int] = (),
 ) -> dict[LinearKind, RingShape]:
     """Return the block that each kind of linear sends around the tp ring, for one microbatch.
 
     The result is empty if the residual stream is replicated, because nothing is gathered then. A
-    block counts as divisible in halves only along the gathered dim: generation has single rows.
+    block counts as divisible only if those of shorter rows are, too, and only along the gathered
+    dim: generation has single rows.
     """
     n = manager.axis_size(TP)
     axis = manager.partition_axis.tensor_parallel_axis
@@ -102,15 +109,16 @@ def ring_shapes(
     if dim is None:
         return {}
     local_batch = batch // manager.axis_size(BATCH)
-    local_length = length // manager.axis_size(QUERY_LENGTH)
-    rows = local_batch * local_length // n
-    halved = local_length // n if dim == ROWS else config.hidden_size // n
+    lengths = [size // manager.axis_size(QUERY_LENGTH) for size in (length, *shorter)]
+    rows = local_batch * lengths[0] // n
+    sizes = [size // n for size in (lengths if dim == ROWS else [config.hidden_size])]
+    halves = all(size % 2 == 0 for size in sizes)
 
     def ring(rows: int, width: int = config.hidden_size, **columns: Any) -> RingShape:
         block_bytes = rows * width * jnp.dtype(config.dtype).itemsize
         return RingShape(rows=rows, width=width, block_bytes=block_bytes, **columns)
 
-    dense = partial(ring, rows, halves=halved % 2 == 0)
+    dense = partial(ring, rows, halves=halves, pieces=min(sizes))
     heads = config.num_attention_heads * config.head_size // n
     kv_heads = config.num_key_value_heads * config.head_size // n
     shapes: dict[LinearKind, RingShape] = {
@@ -119,7 +127,8 @@ def ring_shapes(
         # The loss sends its tokens in chunks.
         "head": ring(
             max(min(tokens_per_chunk(config, manager) // n, rows), 1),
-            halves=dim == ROWS or halved % 2 == 0,
+            halves=dim == ROWS or halves,
+            pieces=max(min(tokens_per_chunk(config, manager) // n, rows), 1),
             gather_columns=config.padded_vocab_size // n,
         ),
     }
@@ -135,14 +144,19 @@ def ring_shapes(
     if width := _dense_mlp_size(config) // n:
         shapes["mlp"] = dense(gather_columns=2 * width, scatter_columns=width)
     if True in config.sparse_layers:
-        width = config.expert_size // n
-        # A token is sent once per expert that it visits. Rows are grouped by expert, and half of a
-        # block would not hold whole groups.
+        # A token is sent once per expert that it visits.
         shapes["experts"] = ring(
-            rows * config.moe.num_experts_per_tok,
-            halves=False,
-            kernels=config.moe.num_experts // manager.axis_size(EP),
-            gather_columns=2 * width,
-            scatter_columns=width,
+            rows * config.moe.num_experts_per_tok, **_expert_columns(config, manager)
         )
     return shapes
+
+
+def _expert_columns(config: ModelConfig, manager: PartitionManager) -> dict[str, Any]:
+    """Return fields of the `RingShape` of experts."""
+    width = config.expert_size // manager.axis_size(TP)
+    return {
+        "halves": False,  # rows are grouped by expert, and half of a block has no whole groups
+        "kernels": config.moe.num_experts // manager.axis_size(EP),
+        "gather_columns": 2 * width,
+        "scatter_columns": width,
+    }

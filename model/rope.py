@@ -134,7 +134,9 @@ class RopeScaling(
             )
         if rule.increasing is not None:
             low, high = rule.increasing
-            if getattr(self, low) >= getattr(self, high):
+            # A ramp of yarn may have no width, as that of Kimi-K2.
+            is_step = self.type == "yarn" and getattr(self, low) == getattr(self, high)
+            if getattr(self, low) >= getattr(self, high) and not is_step:
                 raise ValueError(
                     f"rope_scaling.{low}={getattr(self, low)} must be less than "
                     f"{high}={getattr(self, high)}; lower {low} or raise {high}"

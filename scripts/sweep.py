@@ -148,6 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except KeyboardInterrupt:  # before there is a trial to stop
+        print("interrupted", file=sys.stderr)
+        return EXIT_STOPPED
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class StepCoordinator:
     ):
         self._group, self._stop, self._stragglers = group, stop, stragglers
         self._every = every
-        self._save_requested = self._is_report_pending = False
+        self._save_requested = self._is_report_pending = self._has_saved = False
         self._num_reports = 0
 
     def begin_step(self) -> None:
@@ -67,6 +67,10 @@ class StepCoordinator:
             self._send_report((finished_save, save_failed), wants_save)
         return agreement
 
+    def saved(self) -> None:
+        """Forget the wishes for a checkpoint in the report under way, because a save has begun."""
+        self._has_saved = True
+
     @property
     def late_stop(self) -> signal.Signals | None:
         """The signal that came after `agree_on_step`, if this process can stop alone."""
@@ -78,21 +82,21 @@ class StepCoordinator:
             return
         self._num_reports += 1
         # wants_save is not kept for the next report: by then the save may have begun.
-        report = [times, self._save_requested or wants_save, *ended_save]
+        report = [times, self._save_requested, wants_save, *ended_save]
         self._group.start_all_gather(f"report {self._num_reports}", report)
-        self._save_requested, self._is_report_pending = False, True
+        self._save_requested, self._is_report_pending, self._has_saved = False, True, False
 
     def _read_reports(self, step: int, stop: signal.Signals | None) -> StepAgreement:
         if not self._is_report_pending:
             return StepAgreement(stop)
         self._is_report_pending = False
         reports = self._group.wait_all_gather(f"report {self._num_reports}")
-        times, save_requests, finished, failed = zip(*reports, strict=True)
+        times, save_requests, wishes, finished, failed = zip(*reports, strict=True)
         # Where a save has failed in one process, the others wait for it in vain.
         ended = [save for save, has_failed in zip(finished, failed, strict=True) if has_failed]
         return StepAgreement(
             stop,
-            any(save_requests),
+            any(save_requests) or (any(wishes) and not self._has_saved),
             ended[0] if ended else finished[0] if len(set(finished)) == 1 else None,
             self._stragglers.compare(step, list(times)),
         )

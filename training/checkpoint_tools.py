@@ -25,7 +25,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, steps_to_keep
 from training.checkpoint_record import CheckpointError, DamageError
 from training.dotted_keys import as_yaml, flatten
-from training.writers.jsonl import metrics_by_step
+from training.writers.jsonl import metrics_by_step, read_values
 
 _SECONDS_PER_LOOK = 0.3  # within this time a checkpoint that is being deleted loses a file
 
@@ -302,7 +302,10 @@ def plan_prune(
         records.pop(max(records))
     if not records:
         raise CheckpointError("no checkpoint is complete: nothing was deleted")
-    losses = {n: record["metrics"].get("eval_loss", math.nan) for n, record in records.items()}
+    losses = dict.fromkeys(records, math.nan)
+    # A checkpoint that precedes its evaluation, as after a signal, has no loss in its record.
+    losses |= read_values(run / "metrics.jsonl", "eval_loss")
+    losses |= {n: record["metrics"].get("eval_loss", losses[n]) for n, record in records.items()}
     wanted = steps_to_keep(
         records,
         losses,

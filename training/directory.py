@@ -132,6 +132,11 @@ def _lock(file: IO[str]) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={os.path.dirname(file.name)!r} cannot be locked: {error.strerror}; mount the "
+            "file system with locks (Lustre: -o flock), or give another run.dir"
+        ) from error
     return True
 
 

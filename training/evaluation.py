@@ -79,11 +79,13 @@ class Evaluation:
             num_bytes = source.eval_bytes(len(sums) * self._batch_size)
             totals += nats, count, num_bytes
             metrics[f"eval/{source.name}/loss"] = nats / count
-            metrics[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
+            if num_bytes:  # empty answers have ends in the loss, and no text
+                metrics[f"eval/{source.name}/bits_per_byte"] = nats / math.log(2) / num_bytes
         if metrics:
             nats, count, num_bytes = totals
             metrics["eval_loss"] = nats / count
-            metrics["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
+            if num_bytes:
+                metrics["eval_bits_per_byte"] = nats / math.log(2) / num_bytes
             metrics |= activation_metrics(scales)
         return metrics
 
@@ -92,7 +94,7 @@ class Evaluation:
             "step %d  eval loss %.4f nats, %.3f bits per byte%s",
             step,
             metrics["eval_loss"],
-            metrics["eval_bits_per_byte"],
+            metrics.get("eval_bits_per_byte", math.nan),
             self._losses_by_source(metrics),
         )
 

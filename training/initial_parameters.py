@@ -6,6 +6,7 @@ configuration, as long as every parameter has the same shape.
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from data.files import download_remedy
 from model.config import ModelConfig
 from model.families.base import FamilyError, mathematics
 from model.int8_base import is_scale, quantize_array, scale_path, without_scales
-from model.lora import is_adapter, without_adapters
+from model.lora import LoRAConfig, is_adapter, without_adapters
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
@@ -100,6 +101,7 @@ class CheckpointParameters:
     """The folder `checkpoints` of a run directory."""
     step: int
     model: ModelConfig
+    lora: LoRAConfig
     leaves: Leaves
     """Shape and dtype of every parameter, by its dotted path."""
 
@@ -252,9 +254,20 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
     if problem := found.find_problem({leaf_name(path): leaf.shape for path, leaf in paths}):
         remedy = _remedy(different, found.has_adapters)
         raise ValueError(f"{_KEY}: {found.description}: {problem}; {remedy}")
+    if isinstance(found, CheckpointParameters) and found.has_adapters:
+        _check_scale(found, program.plan.lora)
     for key, (before, now) in different.items():
         log.info("%s: model.%s was %r, is %r", _KEY, key, before, now)
     return found
+
+
+def _check_scale(found: CheckpointParameters, lora: LoRAConfig) -> None:
+    """Raise ValueError if adapters would act with another scale than that of their training."""
+    if not math.isclose(found.lora.scale, lora.scale):
+        raise ValueError(
+            f"{_KEY}: {found.description} has adapters of scale {found.lora.scale:g}, and this run "
+            f"has {lora.scale:g}; set lora.alpha={found.lora.scale * lora.rank:g}"
+        )
 
 
 def _compare(source: Mapping[str, Any], model: Mapping[str, Any]) -> Differences:
@@ -286,8 +299,9 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
         record = read_record(folder / str(step), step)
         # A checkpoint that no run has written has no configuration of its own.
         text = record.get("config") or (run / "config.yaml").read_text("utf-8")
-        section = YAML(typ="safe", pure=True).load(text).get("model") or {}
-        model = ModelConfig.model_validate(section)
+        tree = YAML(typ="safe", pure=True).load(text)
+        model = ModelConfig.model_validate(tree.get("model") or {})
+        lora = LoRAConfig.model_validate(tree.get("lora") or {})
     except (CheckpointError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{_KEY}={path}: {reason}; name another checkpoint") from error
@@ -296,7 +310,7 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
         for name, leaf in record["leaves"].items()
         if name.startswith("params.")
     }
-    return CheckpointParameters(folder, step, model, leaves)
+    return CheckpointParameters(folder, step, model, lora, leaves)
 
 
 def _find_step(path: Path, folder: Path, asked: int | None) -> int:

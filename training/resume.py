@@ -123,11 +123,16 @@ class Resumer:
         Batches that the resume point leaves out stay left out.
 
         Raises:
-            CheckpointError: none is left.
+            CheckpointError: none of a training step is left.
             ProcessGroupError: a checkpoint was damaged, and there are several processes. The
                 others may wait in the restore for ever, so all processes start again.
         """
         while True:
+            if not point.step:  # at most parameters, such as those of a converted model
+                raise CheckpointError(
+                    "no checkpoint of a training step is left; start again to train from the "
+                    "beginning"
+                )
             try:
                 return point, self.checkpoints.restore(point.step, self.abstract_state)
             except DamageError as error:
@@ -211,7 +216,8 @@ class Resumer:
         """Rename a damaged checkpoint, and log an error."""
         try:
             target = self.checkpoints.set_aside(step)
-        except FileNotFoundError:  # another process was faster
+        except FileNotFoundError:  # another process was faster, or somebody has deleted it
+            self.checkpoints.reload()
             log.error("%s; it was set aside", error)
             return
         newest = self.checkpoints.latest_step

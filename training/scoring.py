@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from data.batch import FIELDS
+from model.generation.generator import ROWS_PER_DEVICE
 from model.plan import make_plan
 from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import BATCH, LENGTH, TokenSharding
@@ -67,7 +68,7 @@ class Scorer:
             )
         self._params, self._batch_size, self._progress = params, batch_size, progress
         self.max_length = max_length
-        self._lengths = padded_lengths(max_length, manager.axis_size(LENGTH))
+        self._lengths = padded_lengths(max_length, ROWS_PER_DEVICE * manager.axis_size(LENGTH))
         plan, across = program.plan, program.plan.attend_across_documents
         attention = make_plan(
             plan.model, plan.tp, lengths=self._lengths, attend_across_documents=across

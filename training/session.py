@@ -95,8 +95,7 @@ def open_run(
         if group.is_primary:
             required_bytes = _bytes_to_write(directory, program, settings)
             stack.enter_context(locked_run(directory, required_bytes, group))
-        is_fresh = settings.checkpoint.resume == "never"
-        moved = move_aside(directory) if group.is_primary and is_fresh else None
+        moved = _move_old_run(directory, settings, group)
         check_shared_filesystem(directory, group)
         terminal = find_terminal() if group.is_primary else None
         log_file, group.stack_file = _files_of_process(directory, group)
@@ -132,6 +131,19 @@ def open_run(
         if group.is_primary:
             stack.callback(trainer.goodput.save, directory)
         yield trainer
+
+
+def _move_old_run(directory: Path, settings: RunSettings, group: ProcessGroup) -> Path | None:
+    """Move an old run aside if `checkpoint.resume` is never; return it, or None if there was none.
+
+    Raises:
+        ValueError: it cannot be moved, or this run would start from its parameters.
+    """
+    if settings.checkpoint.resume != "never":
+        return None
+    if (path := settings.training.init_from) is not None:
+        check_is_elsewhere(path, directory)
+    return move_aside(directory) if group.is_primary else None
 
 
 def _describe_run(
@@ -278,14 +290,15 @@ def _find_start(
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
-    """Return the least bytes that the checkpoints of this run will add to the directory.
+    """Return the least bytes that the checkpoints of this run will add to its disk.
 
     Those that `keep_every` and `keep_best` keep are not counted.
     """
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    existing = len(saved_steps(directory / "checkpoints"))
     policy = settings.checkpoint
+    # With `never`, old ones are moved aside and stay on the disk.
+    existing = 0 if policy.resume == "never" else len(saved_steps(directory / "checkpoints"))
     # An old checkpoint is deleted after the new one is complete: one more than are kept.
     num_saves = policy.keep + 1
     if policy.every_minutes is None:

@@ -75,7 +75,7 @@ class SpikeHandler:
                 f"{'none' if newest is None else newest}; lower optimizer.learning_rate, or check "
                 "the data of these steps"
             )
-        if newest is not None:
+        if newest:  # not checkpoint 0, which holds only parameters
             raise Rollback(step)
 
     def roll_back(self, step: int, resume_point: ResumePoint) -> ResumePoint:

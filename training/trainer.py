@@ -193,6 +193,7 @@ class Trainer:
             early_stop=self.early_stop.record,
         )
         self.reporter.add_metrics(metrics)
+        self.coordinator.saved()
 
     def _stop(
         self,

@@ -267,9 +267,10 @@ def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document
     if not {*PAIR_FIELDS[1:]} <= record.keys():
         return missing_pair_field(file_range, number, record)
     found: dict[str, Messages] = {}
+    has_conversations = all(_begins_before_an_answer(record[name]) for name in PAIR_FIELDS[1:])
     for name, role in zip(PAIR_FIELDS, ("user", "assistant", "assistant"), strict=True):
         value = record.get(name)
-        if value is None and name == "prompt":
+        if name == "prompt" and (value is None or has_conversations):
             continue
         if not isinstance(value, str | list) or not value:
             what = "empty" if value in ("", []) else type_name(value)
@@ -295,6 +296,15 @@ def _to_pair(file_range: FileRange, number: int | None, record: Any) -> Document
                 )
             found[name] = (*prompt, *messages)
     return Document(file_range, number, None, found["chosen"], found["rejected"])
+
+
+def _begins_before_an_answer(value: Any) -> bool:
+    """Return whether a value is a list of messages whose first one is not the assistant's."""
+    first = value[0] if isinstance(value, list) and value else None
+    role = (first.get("role") or first.get("from")) if isinstance(first, dict) else None
+    if not isinstance(role, str):
+        return False
+    return _usual_role(_SHAREGPT_ROLES.get(role, role)) != "assistant"
 
 
 def _to_messages(

@@ -90,10 +90,16 @@ def save_tokenizer(tokenizer: Tokenizer, run_directory: Path) -> None:
             replace_file(folder / name, content)
 
 
-def saved_tokenizer(run_directory: Path) -> Path | None:
-    """Return what `save_tokenizer` wrote, as `open_tokenizer` takes it, or None."""
+def saved_tokenizer(run_directory: Path, name: str) -> Path | None:
+    """Return what `save_tokenizer` wrote, as `open_tokenizer` takes it, or None.
+
+    name: the tokenizer of the run, `data.tokenizer`. The folder is that of a tokenizer with
+    settings, or of an imported model, whose run may have another tokenizer: a registered name or a
+    file.
+    """
     folder, file = run_directory / TOKENIZER_FOLDER, run_directory / TOKENIZER_FILE
-    if (folder / TOKENIZER_FILE).is_file():
+    has_settings = name.partition(":")[0] not in TOKENIZERS and Path(name).suffix != ".json"
+    if has_settings and (folder / TOKENIZER_FILE).is_file():
         return folder
     return file if file.is_file() else None
 

@@ -55,16 +55,14 @@ class HuggingFaceTokenizer:
         eos_token: str | None = None,
         settings: TokenizerSettings | None = None,
     ) -> None:
-        library = load_library("tokenizers")
+        self._library = load_library("tokenizers")
         self.name = name
         self.settings = settings or TokenizerSettings()
         try:
             value = _make_deterministic(json.loads(content), {IM_START, IM_END, eos_token})
-            self._content = json.dumps(value, ensure_ascii=False)
-            self._tokenizer = library.Tokenizer.from_str(self._content)
+            self._load(value)
         except Exception as error:  # the library raises Exception itself
             raise DataError(_not_a_tokenizer(name, error)) from error
-        self._tokenizer.encode_special_tokens = True  # text that spells a control token stays text
         special = [token["content"] for token in value["added_tokens"] if token["special"]]
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if eos_token is None and not set(_USUAL_ENDS) & set(special):
@@ -72,6 +70,11 @@ class HuggingFaceTokenizer:
             named = next((token for token, number in vocabulary.items() if number in first), None)
             eos_token = self.settings.special_tokens.get("eos_token", named)
         self._eos_token = _find_end(name, eos_token, special, vocabulary)
+        added = {token["content"]: token["special"] for token in value["added_tokens"]}
+        if not added.get(self._eos_token, True):
+            # An end that only the settings name: text may not spell it, here and in a worker.
+            value = _make_deterministic(value, {self._eos_token})
+            self._load(value)
         self.eos_id = vocabulary[self._eos_token]
         self.vocab_size = 1 + max(vocabulary.values())
         self.digest = tokenizer_digest(value, self.eos_id)
@@ -86,6 +89,12 @@ class HuggingFaceTokenizer:
         ends = [self.eos_id, vocabulary.get(self.settings.special_tokens.get("eos_token"))]
         ends += [token for token in self.settings.eos_ids if token < self.vocab_size]
         self.eos_ids = tuple(dict.fromkeys(token for token in ends if token is not None))
+
+    def _load(self, value: dict[str, Any]) -> None:
+        """Make the tokenizer of a tokenizer.json."""
+        self._content = json.dumps(value, ensure_ascii=False)
+        self._tokenizer = self._library.Tokenizer.from_str(self._content)
+        self._tokenizer.encode_special_tokens = True  # text that spells a control token stays text
 
     def _find_bos(self, vocabulary: Mapping[str, int]) -> tuple[int | None, bool]:
         """Return BOS and whether documents begin with it; the settings must name it."""

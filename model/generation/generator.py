@@ -37,6 +37,8 @@ from parallel.sharding.axes import (
 
 CacheKind = Literal["dense", "int8", "paged"]
 _MIN_BUCKET = 64
+ROWS_PER_DEVICE = 8
+"""Padded rows have multiples of so many tokens per device: every overlap method can cut those."""
 _GREEDY = SamplingConfig()
 
 
@@ -157,7 +159,8 @@ class Generator:
         ]
 
     def _bucket(self, length: int) -> int:
-        return bucket_length(int(length), self.plan.tp.manager.axis_size(LENGTH))
+        multiple = ROWS_PER_DEVICE * self.plan.tp.manager.axis_size(LENGTH)
+        return bucket_length(int(length), multiple)
 
     def _prompt_lengths(self, prompts: Sequence[np.ndarray]) -> np.ndarray:
         """Return the tokens of every row, with rows of 0 tokens up to a multiple of the mesh.

@@ -41,6 +41,8 @@ class RingShape:
     """Features that the row-parallel kernel contracts; 0: nothing is scattered."""
     halves: bool = True
     """Whether a block can be split in two."""
+    pieces: int = 1 << 30
+    """Most pieces into which a block can be cut."""
     kernels: int = 1
     """Number of kernels (experts) that share the rows of a partial matmul."""
 
@@ -68,7 +70,7 @@ def choose_overlap(
         return Choice("none", _UNKNOWN_LINKS)
     # min() takes the first of equal times. `hypercube` precedes the other rings, because only its
     # hops are scheduled in groups. With n = 2 it gains nothing, and it cannot cut rows of experts.
-    hypercube &= n > 2 and shape.rows >= n.bit_length() - 1 and shape.kernels == 1
+    hypercube &= n > 2 and shape.pieces >= n.bit_length() - 1 and shape.kernels == 1
     methods: tuple[Overlap, ...] = ("none", "hypercube", "bidirectional", "split", "ring")
     possible = {"hypercube": hypercube, "split": shape.halves}
     times = {

@@ -42,6 +42,15 @@ check_restarts() {
   [[ $1 =~ ^[0-9]+$ ]] || die "--restarts=$1 is not a number; give 0 or more"
 }
 
+# Check that a restart would continue the run: checkpoint.resume=never moves it aside each time.
+# check_resume RESTARTS arguments of train.py
+check_resume() {
+  local restarts=$1
+  shift
+  ((restarts == 0)) || [[ " $*" != *resume=never* ]] ||
+    die "checkpoint.resume=never with restarts would start over each time; give --restarts 0, or leave it out"
+}
+
 # Prints a new token of a run, 256 random bits. The processes of one attempt know each other by it.
 # It travels in files and environments: every user of a machine sees its command lines.
 # shellcheck disable=SC2034
@@ -73,7 +82,7 @@ ask_planner() {
     shift
   done
   case $topology in
-    v[23]-* | tpu7x*)
+    v[23]-* | tpu-v[23]-* | tpu7x*)
       printf '# not checked: scripts/plan.py has no model of %s\n' "$topology" >&2
       return
       ;;

@@ -113,6 +113,7 @@ up() {
   local filled copies="" code=0
   ((slices == 1)) || copies="*$slices"
   check_config "${train[@]}"
+  check_resume "$restarts" "${train[@]}"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; remove it"
   if [[ $xpk ]]; then
     need name image cluster location project tpu_type

@@ -70,9 +70,10 @@ ask() {
 look() {
   local queue=(gcloud compute tpus queued-resources list "${where[@]}"
     --filter="name ~ /$name\$" --format="value(state.state)")
+  local states number=""
+  ((slices == 1)) || number="-[0-9]+"
   local nodes=(gcloud compute tpus tpu-vm list "${where[@]}"
-    --filter="name ~ /$name(-[0-9]+)?\$" --format="value(state)")
-  local states
+    --filter="name ~ /$name$number\$" --format="value(state)")
   if [[ $dry ]]; then
     show "${queue[@]}"
     [[ $state != ACTIVE ]] || show "${nodes[@]}"
@@ -132,8 +133,12 @@ up() {
     ready
     code=0
     run bash -c "umask 077; rm -f $token; $new_token > $token"
-    queued scp "$archive" "$token" "$name:." --node=all --worker=all && run rm -f "$token" &&
-      on_all "$launch" && on_all "$watch" || code=$?
+    if queued scp "$archive" "$token" "$name:." --node=all --worker=all && run rm -f "$token" &&
+      on_all "$launch"; then
+      on_all "$watch" || code=$?
+    else
+      code=1 # of the installation, and none of train.py
+    fi
     if [[ $dry ]]; then
       say "exit codes 0, 2, 75 and 77 end here; any other repeats all of this, $restarts times"
       return
@@ -207,6 +212,7 @@ case $action in
       esac
     fi
     check_config "${train[@]}"
+    check_resume "$restarts" "${train[@]}"
     # Python comes from uv: the TPU software's own is older than 3.11.
     launch="set -eu
 if [ -e ~/torus.pid ] && [ ! -e ~/torus.code ] && kill -0 \"\$(cat ~/torus.pid)\"; then
@@ -216,7 +222,8 @@ fi
 token=\$(cat ~/torus.token)
 $setup
 mkdir -p ~/torus
-find ~/torus -mindepth 1 -maxdepth 1 ! -name .cache -exec rm -rf {} +
+# The code of before. Other files stay: run.dir may be here, on the disk of the host or mounted.
+tar -tzf ~/torus.tar.gz | cut -d/ -f1 | sort -u | (cd ~/torus && xargs -d '\\n' rm -rf)
 tar -xzf ~/torus.tar.gz -C ~/torus
 cd ~/torus
 python3 -m pip install --quiet --user uv

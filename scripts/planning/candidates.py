@@ -32,7 +32,8 @@ def change(config: Config, changes: dict[str, Any]) -> Candidate | None:
 
     changes: Values by "section.key". Values that are already set are left out of the overrides.
     """
-    tree = config.model_dump(mode="json")
+    # Not as JSON, whose keys of a value by steps would be texts.
+    tree = {**config.model_dump(), "plugins": [*config.plugins]}
     overrides = []
     for path, value in changes.items():
         section, key = path.split(".")

@@ -54,6 +54,7 @@ class RunLog:
 def read_log(path: Path) -> RunLog:
     """Return what a `log.txt` says; nothing if it does not exist."""
     found, last_step, samples = RunLog(), 0, dict[int, str]()
+    rolls_back = False
     for time, text in _records(path):
         if step := _STEP.match(text):
             last_step = int(step[1])
@@ -66,7 +67,10 @@ def read_log(path: Path) -> RunLog:
         elif start := _SUMMARY.match(text):
             found.summary[start[1]] = text[start.end() :].strip()
         elif (event := _event(time, text)) is not None:
-            found.events.append(event)
+            # A rollback restores a checkpoint as a restart does.
+            if not (rolls_back and event.kind == "restart"):
+                found.events.append(event)
+            rolls_back = event.kind == "rollback"
     found.samples = sorted(samples.items())
     return found
 

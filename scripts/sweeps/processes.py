@@ -1,5 +1,6 @@
 """Processes of the trials of a sweep: started in order, stopped by a signal, killed by a second."""
 
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from sweeps.trials import Trial
 State = Literal["finished", "failed", "stopped", "waiting"]
 OUTPUT = "output.txt"
 _EXIT_DONE, _EXIT_STOPPED = 0, 75  # the exit codes of train.py
-_POLL_SECONDS = 0.1
+_POLL_SECONDS, _SAME_SIGNAL_SECONDS = 0.1, 1.0
 _START_BOUND = """
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -87,16 +88,22 @@ class TrialProcess:
 
 
 class Stopper:
-    """Counts the signals that ask the sweep to stop."""
+    """Counts the signals that ask the sweep to stop.
+
+    Those within a second count as one: a terminal may send a signal to the process, and once more
+    to its group.
+    """
 
     def __init__(self) -> None:
-        self.num_signals = 0
+        self.num_signals, self._last = 0, -math.inf
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self._count)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        self.num_signals += 1
+        now = time.monotonic()
+        self.num_signals += now - self._last > _SAME_SIGNAL_SECONDS
+        self._last = now
 
 
 class Supervisor:

@@ -12,7 +12,7 @@ from configs.schema import Config, load_config
 from parallel.cluster.process_group import ProcessGroup
 from sweeps.space import Point, overrides_of
 from training.checkpoint_record import CheckpointError, read_record, saved_steps
-from training.dotted_keys import flatten
+from training.dotted_keys import as_yaml, flatten
 from training.early_stop import EarlyStopping, check_metric, evaluation_metrics, higher_is_better
 from training.writers.jsonl import last_goodput, read_values
 
@@ -137,17 +137,17 @@ def _check(trial: Trial) -> None:
     before, now = (_comparable(config) for config in (load_config(path), trial.config))
     if trial.config.mesh.auto_axis is not None:  # the run has stored its size on this machine
         before, now = ({k: v for k, v in x.items() if k[:5] != "mesh."} for x in (before, now))
-    changed = [key for key in now if now[key] != before.get(key)]
+    changed = [key for key in {**now, **before} if now.get(key) != before.get(key)]
     if changed:
         key = changed[0]
         raise ValueError(
-            f"{path} has {key}={before.get(key)}, and this sweep asks for {now[key]}; give "
-            "another --dir"
+            f"{path} has {key}={as_yaml(before.get(key))}, and this sweep asks for "
+            f"{as_yaml(now.get(key))}; give another --dir"
         )
 
 
 def _comparable(config: Config) -> dict[str, object]:
-    return flatten(config.model_dump(mode="json", exclude={"run"}))
+    return flatten(config.model_dump(exclude={"run"}))
 
 
 def make_objective(metric: str, mode: str, trials: Sequence[Trial]) -> Objective:

@@ -103,6 +103,9 @@ def test_blocks_that_cannot_be_halved_are_refused() -> None:
     ):
         build(MeshConfig(tp=4), *odd)
     build(MeshConfig(tp=2), *odd)
+    shorter = "data.sequence_length={0: 12, 2: 24}", "data.global_batch_size=2"
+    with pytest.raises(ValueError, match=r"sends half blocks, but .* is odd"):
+        build(MeshConfig(tp=4), "parallel.overlap=split", *shorter)
 
 
 @pytest.mark.parametrize(

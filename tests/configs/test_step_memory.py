@@ -37,6 +37,42 @@ def test_estimates_are_near_compiled_steps(overrides: list[str], gib: float) -> 
     assert sum(step_memory(llama(*overrides), V5P).values()) / GIB == pytest.approx(gib, rel=0.06)
 
 
+def held_bytes(config: Config) -> dict[str, int]:
+    """Return the bytes of one device of each part of the state."""
+    program = build_program(config, jax.devices())
+    with jax.set_mesh(program.tp.manager.mesh):
+        state = program.abstract_state
+    return {
+        part: sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(getattr(state, part))
+        )
+        for part in ("params", "opt_state", "ema")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("moe_ep8", ["mesh.ep=2", "mesh.sp=4"]),
+        ("moe_ep8", ["mesh.ep=2", "mesh.sp=2", "mesh.fsdp=2", "model.moe.expert_rule=alt"]),
+        ("moe_ep8", ["mesh.ep=2", "mesh.sp=2", "mesh.tp=2", "model.moe.expert_rule=unified"]),
+        ("tp8", ["lora.rank=1", "lora.base_dtype=int8", "lora.targets=[o]"]),
+        ("tp8", ["lora.rank=1", "lora.base_dtype=bfloat16", "lora.targets=[o]"]),
+        ("tp8", ["model.param_dtype=bfloat16", "optimizer.ema_decay=0.9", "optimizer.name=sgd"]),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_parameters_and_averages_are_those_of_the_state(name, keys) -> None:
+    sizes = ["mesh.ep=1", "mesh.tp=1"] if name == "moe_ep8" else []
+    config = load_config(ROOT / "configs" / f"{name}.yaml", [*sizes, *keys])
+    held, memory = held_bytes(config), step_memory(config, V5P)
+    assert memory["parameters"] == pytest.approx(held["params"], rel=0.06)  # norms, adapters
+    if config.optimizer.ema_decay is not None:
+        kept = held["ema"] + held["opt_state"]
+        assert memory["optimizer"] == pytest.approx(kept, rel=0.03)
+
+
 @pytest.mark.parametrize("moments", ["null", "bfloat16", "int8"])
 @pytest.mark.parametrize(
     "name", ["adamw", "muon", "lion", "adafactor", "sgd", "schedule_free_adamw"]
@@ -47,14 +83,7 @@ def test_the_bytes_of_an_optimizer_are_those_of_its_state(name: str, moments: st
     if name == "schedule_free_adamw":
         keys += ["optimizer.schedule=constant", "optimizer.moments_dtype=null"]
     config = load_config(ROOT / "configs" / "tp8.yaml", keys)
-    program = build_program(config, jax.devices())
-    with jax.set_mesh(program.tp.manager.mesh):
-        state = program.abstract_state.opt_state
-    held = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(state)
-    )
-    memory = step_memory(config, V5P)
+    held, memory = held_bytes(config)["opt_state"], step_memory(config, V5P)
     rest = 0.03 * memory["parameters"]  # norms, counters, sums of rows and columns
     assert memory["optimizer"] == pytest.approx(held, abs=rest)
 

@@ -395,7 +395,9 @@ def test_another_order_has_another_hash_and_says_what_changed(folder, changes, e
     before, now = rows_in(folder), rows_in(folder, **changes)
     assert before.order_hash(3) != now.order_hash(3)
     assert expected_text in explain_change(before.order(3), now.order(3))
-    assert explain_change(before.order(3), before.order(3)) == ""
+    order = before.order(3)
+    assert explain_change(order, order) == ""
+    assert explain_change(order | {"x": 1}, order) == "data.x was 1, is now None"
 
 
 def test_the_source_that_changed_is_named(folder, tmp_path):

@@ -29,6 +29,7 @@ FORMS = {
     "text and answers": {"prompt": "Hé?", "chosen": YES, "rejected": "Nem."},
     "conversations": {"chosen": TURN + YES, "rejected": TURN + NO},
     "both": {"prompt": "Hé?", "chosen": TURN + YES, "rejected": TURN + NO, "score": 3.5},
+    "an empty prompt too": {"prompt": "", "chosen": TURN + YES, "rejected": TURN + NO},
     "sharegpt": {
         "prompt": [{"from": "human", "value": "Hé?"}],
         "chosen": [{"from": "gpt", "value": "Jó."}],

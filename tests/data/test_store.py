@@ -417,7 +417,7 @@ def test_a_folder_that_is_no_store_of_this_version_is_refused(stored, tmp_path) 
         path.write_text(text)
         with pytest.raises(DataError, match=r"store\.json is damaged; delete"):
             Store(stored.folder)
-    with pytest.raises(DataError, match=r"has no store\.json, so it is not a complete store"):
+    with pytest.raises(DataError, match=r"has no store\.json, .* store; name another folder"):
         Store(tmp_path)
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,15 +185,15 @@ def test_a_run_keeps_the_files_beside_the_tokenizer(tmp_path):
         write_model_directory(tmp_path / "model", "t", generation={"top_p": 0.5})
     )
     save_tokenizer(given, tmp_path / "run")
-    kept = open_tokenizer(str(saved_tokenizer(tmp_path / "run")))
+    kept = open_tokenizer(str(saved_tokenizer(tmp_path / "run", "folder")))
     for name in ("digest", "bos_id", "adds_bos", "eos_ids", "settings"):
         assert getattr(kept, name) == getattr(given, name)
         assert getattr(pickle.loads(pickle.dumps(given)), name) == getattr(given, name)
     assert kept.settings.sampling == {"top_p": 0.5} and kept.settings.chat_template == "t"
     save_tokenizer(ByteTokenizer(), tmp_path / "plain")
     assert [path.name for path in (tmp_path / "plain").iterdir()] == ["tokenizer.json"]
-    assert saved_tokenizer(tmp_path / "plain").name == "tokenizer.json"
-    assert saved_tokenizer(tmp_path) is None
+    assert saved_tokenizer(tmp_path / "plain", "plain").name == "tokenizer.json"
+    assert saved_tokenizer(tmp_path, "folder") is None
 
 
 @pytest.mark.parametrize(("name", "content"), [("config.json", "{"), ("config.json", "[]")])
@@ -207,3 +208,30 @@ def test_the_bos_and_the_stop_id_are_no_part_of_a_generated_text():
     ids = np.array([1, 5, 6, 2])
     assert without_ends(ids, 1, (2, 3)).tolist() == [5, 6]
     assert without_ends(ids, None, (3,)).tolist() == [1, 5, 6, 2]
+
+
+def test_an_end_that_only_the_settings_name_cannot_be_spelled_by_text(tmp_path):
+    """Here and in a worker process, which gets a pickled tokenizer."""
+    folder = Path(write_model_directory(tmp_path))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] != EOS]
+    for token in content["added_tokens"]:
+        token["special"] &= token["content"] != TURN_END
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    found = open_tokenizer(str(folder))
+    assert found.eos_id == TURN_ID and TURN_END in found.special_tokens
+    assert TURN_ID not in found.encode(f"a {TURN_END} b")
+    again = pickle.loads(pickle.dumps(found))
+    assert again.digest == found.digest
+    assert again.encode(f"a {TURN_END} b").tolist() == found.encode(f"a {TURN_END} b").tolist()
+
+
+@pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
+def test_a_run_with_another_tokenizer_than_its_imported_model_is_opened_with_it(tmp_path, name):
+    folder = write_model_directory(tmp_path / "model", "t")
+    save_tokenizer(open_tokenizer(folder), tmp_path / "run")  # as an import does
+    used = "bytes" if name == "bytes" else f"{folder}/{name}"
+    save_tokenizer(open_tokenizer(used), tmp_path / "run")
+    saved = saved_tokenizer(tmp_path / "run", used)
+    assert saved == tmp_path / "run" / "tokenizer.json"
+    assert open_tokenizer(str(saved)).digest == open_tokenizer(used).digest

@@ -97,6 +97,8 @@ def yarn_scaling(factor, original, **betas) -> RopeScaling:
             yarn_scaling(4, 18730, beta_fast=100, beta_slow=0.1),
             yarn(8, 1e4, 4, 18730, 100, 0.1),
         ),
+        # Kimi-K2: both ends of the ramp are at one rotation, rounded down and up.
+        (64, 1e4, yarn_scaling(4, 4096, beta_fast=1, beta_slow=1), yarn(64, 1e4, 4, 4096, 1, 1)),
         # At most one rotation over the original length: a ramp without width is a step.
         (32, 1e4, yarn_scaling(4, 4), [f / (4 if i else 1) for i, f in enumerate(plain(32, 1e4))]),
     ],

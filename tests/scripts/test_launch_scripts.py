@@ -129,6 +129,8 @@ BAD = [
     (["tpu_pod.sh", *UP], "needs --config"),
     (["tpu_pod.sh", *UP, "--slices", "0", "--", *TRAIN], "--slices=0"),
     (["tpu_pod.sh", *UP, "--restarts", "-1", "--", *TRAIN], "--restarts=-1"),
+    (["tpu_pod.sh", *UP, "--restarts", "1", "--", *TRAIN, "checkpoint.resume=never"],
+     "--restarts 0"),
     (["gke.sh"], "give an action"),
     (["gke.sh", "build"], "build needs --image"),
     (["gke.sh", "up", "--name", "n", "--", *TRAIN], "up needs --image"),
@@ -146,6 +148,8 @@ BAD = [
      "prepare needs --pvc"),
     (["gke.sh", "prepare", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l",
       "--pvc", "p"], "arguments of scripts/prepare_data.py"),
+    (["gke.sh", "up", "--name", "n", "--", *TRAIN, "checkpoint.resume=never"], "--restarts 0"),
+    (["slurm.sbatch", *TRAIN, "checkpoint.resume=never"], "--restarts 0"),
     (["slurm.sbatch"], "needs --config"),
     (["slurm.sbatch", "--restarts", "x", *TRAIN], "--restarts=x"),
 ]  # fmt: skip
@@ -220,6 +224,8 @@ esac
 WORKER = """
 echo "$*" >> "$STAND_INS/started"
 echo "$TORUS_RUN_TOKEN" >> "$STAND_INS/tokens"
+mkdir -p runs/tp8
+echo saved >> runs/tp8/checkpoint
 read -r line < "$STAND_INS/plan"
 sed -i 1d "$STAND_INS/plan"
 case $line in
@@ -278,6 +284,21 @@ def test_a_failed_run_restarts_on_the_same_slice(pod, first) -> None:
     assert len(set(tokens)) == 2 and all(re.fullmatch("[0-9a-f]{64}", each) for each in tokens)
     assert not any(token in out + err for token in tokens)
     assert not [*pod.rglob("torus.token")]
+
+
+def test_a_restart_replaces_the_code_and_keeps_the_runs(pod) -> None:
+    (pod / "host" / "torus" / "train.py").mkdir(parents=True)  # an old version of it
+    assert go(pod, "1", "0", restarts=1)[0] == 0
+    assert (pod / "host" / "torus" / "train.py").is_file()
+    checkpoint = pod / "host" / "torus" / "runs" / "tp8" / "checkpoint"
+    assert checkpoint.read_text() == "saved\nsaved\n"
+
+
+def test_an_installation_that_fails_with_the_code_of_bad_input_is_tried_again(pod) -> None:
+    once = '[[ -e $STAND_INS/tried ]] || { touch "$STAND_INS/tried"; exit 2; }'
+    write_program(pod / "bin" / "uv", once)
+    assert go(pod, "0", restarts=1)[0] == 0
+    assert (pod / "tried").exists()
 
 
 @pytest.mark.parametrize("how", ["preempt", "lost"])

@@ -131,6 +131,14 @@ def test_candidates_train_the_same_model_on_all_chips() -> None:
         assert fill_mesh(again, topology.num_chips) == candidate.config
 
 
+def test_a_batch_size_by_steps_has_candidates_too() -> None:
+    growing = "data.global_batch_size={0: 16, 500: 32}"
+    config = load_config(ROOT / "configs" / "tp8.yaml", [growing])
+    found = change(config, {"model.remat": "full"})
+    assert found is not None and found.overrides == ("model.remat=full",)
+    assert found.config.data == config.data
+
+
 def test_the_ranking_leaves_out_what_cannot_fit() -> None:
     topology = read_topology("v5p-16")
     machine = slice_machine(V5P, topology)

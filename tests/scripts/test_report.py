@@ -191,6 +191,7 @@ second line
 2026-11-24 11:00:03,100 step 4: loss 50, grad norm 9: 8.0 and 1.0 standard deviations above their \
 means; the update was skipped
 2026-11-24 11:00:04,100 back to step 3; batches 3 to 3 are left out
+2026-11-24 11:00:04,200 resumed from step 3 in 0.1 s
 2026-11-24 11:00:05,100 step 9/9  loss 2.0  grad 1.00
 2026-11-24 11:00:06,100 sample:
 the end

@@ -23,6 +23,8 @@ from sweeps.report import Row, plot, ranked, table_lines, write_tables
 from sweeps.space import grid_points, parse_space, random_points, varied_keys
 from sweeps.trials import Objective, Result, make_trials, read_result, trial_name
 
+from configs.schema import dump_config
+
 LOSS = Objective("eval_loss", higher_is_better=False)
 RATES = ["--grid", "optimizer.learning_rate=1e-3,1e-2"]
 SHORT = ["training.steps=4", "training.eval_every=2", "training.sample_tokens=0"]
@@ -142,6 +144,7 @@ def supervise(tmp_path, monkeypatch):
                 while not ready.exists() or sum("ing" in line for line in lines) < number - 1:
                     time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1.1)  # signals within a second count as one
 
         with kept_signals():
             hangup = signal.getsignal(signal.SIGHUP)
@@ -193,6 +196,39 @@ def test_a_second_ctrl_c_kills_a_trial_that_does_not_stop(supervise):
         "killing the running trials",
         "stopped ",
     ]
+
+
+def test_signals_within_a_second_count_as_one():
+    with kept_signals():
+        hangup, stopper = signal.getsignal(signal.SIGHUP), Stopper()
+        for pause in (0.0, 0.0, 1.1):
+            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopper.num_signals == 2
+        signal.signal(signal.SIGHUP, hangup)
+
+
+def test_a_trial_with_a_source_that_is_gone_is_not_taken_for_finished(tmp_path):
+    config, folder = write_config(tmp_path), tmp_path / "sweep"
+    both = f"data.sources={{a: {{files: {tmp_path}/a.txt}}, b: {{files: {tmp_path}/a.txt}}}}"
+    one = f"data.sources={{a: {{files: {tmp_path}/a.txt}}}}"
+    points, varied = [{"training.seed": "1"}], ["training.seed"]
+    (trial,) = make_trials(config, folder, points, varied, ["data.files=null", both])
+    trial.directory.mkdir(parents=True)
+    (trial.directory / "config.yaml").write_text(dump_config(trial.config))
+    make_trials(config, folder, points, varied, ["data.files=null", both])
+    with pytest.raises(ValueError, match=r"has data\.sources\.b\..*, and this sweep asks for null"):
+        make_trials(config, folder, points, varied, ["data.files=null", one])
+
+
+def test_ctrl_c_while_trials_are_checked_is_one_line(tmp_path, capsys, monkeypatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(script, "make_trials", interrupt)
+    given = ["--config", write_config(tmp_path), "--dir", str(tmp_path / "sweep"), *RATES]
+    assert script.main(given) == script.EXIT_STOPPED
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_sweep_under_nohup_goes_on_after_the_terminal_is_closed():

@@ -328,6 +328,15 @@ def test_a_step_that_does_not_run_is_a_failure(capsys, tiny, monkeypatch) -> Non
     assert "FAILED  TypeError: no rule for this\n" in capsys.readouterr().out
 
 
+def test_a_full_disk_is_one_line_and_no_result(tiny, capsys, monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verification.results.replace_file", fail)
+    assert verify.main([*tiny, "--mesh", "dp8", "--sample", "1"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -40,15 +40,21 @@ class Processes:
         return group
 
     def agree(
-        self, step: int, finished_saves: list[int | None] | None = None, failed: int | None = None
+        self,
+        step: int,
+        finished_saves: list[int | None] | None = None,
+        failed: int | None = None,
+        wants_save: bool = False,
     ) -> StepAgreement:
         """Return what all processes agree on; that it is the same on all is a law.
 
-        failed: the process whose save has failed.
+        failed: the process whose save has failed. wants_save: of all processes.
         """
         finished = finished_saves or [None] * len(self.stops)
         first, *others = [
-            coordinator.agree_on_step(step, finished_save=save, save_failed=number == failed)
+            coordinator.agree_on_step(
+                step, finished_save=save, save_failed=number == failed, wants_save=wants_save
+            )
             for number, (coordinator, save) in enumerate(
                 zip(self.coordinators, finished, strict=True)
             )
@@ -124,6 +130,21 @@ def test_a_checkpoint_request_before_the_first_report_is_kept():
 def test_two_checkpoint_requests_are_two_saves():
     found = run(even(2, 12), every=2, requests={1: 0, 6: 1})
     assert [step for step, agreement in found.items() if agreement.save] == [3, 7]
+
+
+@pytest.mark.parametrize("is_due_after", [None, 2], ids=["by minutes", "due meanwhile"])
+def test_minutes_that_have_run_out_give_one_save(is_due_after):
+    """Step 2 asks for it in a report that is read after step 3."""
+    processes, saves = Processes(2, every=1), []
+    for step in range(1, 7):
+        for monitor in processes.stragglers:
+            monitor.add(1.0, 0.2)
+        agreement = processes.agree(step, wants_save=step >= 2 and not saves)
+        if agreement.save or step == is_due_after:
+            saves.append(step)
+            for coordinator in processes.coordinators:
+                coordinator.saved()
+    assert saves == [is_due_after or 3]
 
 
 @pytest.mark.parametrize(

@@ -57,3 +57,13 @@ def test_a_list_tells_them_apart(error, state, tmp_path, monkeypatch):
         tools, "open_checkpoints", lambda _: contextlib.nullcontext(checkpoints(error, "record"))
     )
     assert [entry.state for entry in tools.list_entries(tmp_path)] == ["whole", state]
+
+
+def test_the_loss_of_a_later_evaluation_counts_for_the_best_checkpoint(tmp_path):
+    """A signal saves step 2 before its evaluation, whose loss the next process writes."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 2, "loss": 1.0, "eval_loss": 0.1}\n{"step": 4, "loss": 1.0, "eval_loss": 0.9}\n'
+    )
+    policy = CheckpointConfig(keep=1, keep_best=1)
+    plan = tools.plan_prune(tmp_path, checkpoints(BUSY, "nothing"), policy, damaged=False)
+    assert plan.kept == {2: "kept", 4: "kept"}

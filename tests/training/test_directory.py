@@ -190,6 +190,18 @@ def test_space_for_checkpoints_is_that_of_all_but_the_complete_ones(tmp_path):
     )
     # Three are kept beside the one that is being written, and one is there.
     assert _bytes_to_write(tmp_path, program, settings) == 3 * 1024
+    settings.checkpoint = CheckpointConfig(keep=3, every=100, resume="never")
+    assert _bytes_to_write(tmp_path, program, settings) == 4 * 1024
+
+
+def test_a_file_system_without_locks_is_refused_with_a_remedy(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ValueError, match=r"cannot be locked: Function not .*-o flock") as e:
+        enter(tmp_path, None)
+    assert str(e.value).startswith(f"run.dir={str(tmp_path)!r} ")
 
 
 def test_the_directory_of_a_refused_run_is_removed_if_it_is_new_and_has_no_content(tmp_path):

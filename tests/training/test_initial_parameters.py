@@ -171,6 +171,16 @@ def test_what_is_no_checkpoint_is_refused(first, tmp_path, capsys, path, message
     assert message in refusal(capsys, config, f"training.init_from={path}")
 
 
+def test_a_run_that_starts_anew_from_itself_is_refused_before_it_is_moved(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert run(config, "training.steps=1", *QUIET) == 0
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    same = f"training.init_from={tmp_path}/run"
+    message = refusal(capsys, config, "checkpoint.resume=never", same)
+    assert "is run.dir itself" in message
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
 def edit_record(checkpoint: Path, edit: Callable[[dict], dict]) -> None:
     """Replace the record of a checkpoint."""
     file = checkpoint / "_CHECKPOINT_METADATA"

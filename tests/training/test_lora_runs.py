@@ -103,7 +103,7 @@ def test_settings_without_effect_are_refused(tmp_path, capsys, overrides, messag
 def test_another_rank_does_not_continue_a_run(run_directories, capsys):
     folder = run_directories[1].parent
     error = refusal(capsys, str(folder / "tiny.yaml"), *LORA, "lora.rank=3", "training.steps=7")
-    assert "lora_a" in error
+    assert "checkpoint 6 was saved with lora.rank=2, but this run has lora.rank=3;" in error
 
 
 STILL = ("training.steps=1", "training.sample_tokens=0", "optimizer.learning_rate=1e-30")
@@ -136,6 +136,12 @@ def test_a_second_stage_with_another_rank_is_refused(run_directories, tmp_path, 
     source = f"training.init_from={run_directories[0]}"
     error = refusal(capsys, write_config(tmp_path), *LORA, "lora.rank=3", *STILL, source)
     assert "lora_a" in error and error.endswith("; set the section lora as in that run\n")
+
+
+def test_a_second_stage_with_another_scale_is_refused(run_directories, tmp_path, capsys):
+    source = f"training.init_from={run_directories[0]}"
+    error = refusal(capsys, write_config(tmp_path), *LORA, "lora.alpha=1", *STILL, source)
+    assert "has adapters of scale 2, and this run has 0.5; set lora.alpha=4" in error
 
 
 @pytest.mark.parametrize("ema", [False, True])

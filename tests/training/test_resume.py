@@ -8,7 +8,9 @@ from configs.schema import Config, dump_config
 from data.config import DataConfig
 from model.config import ModelConfig
 from model.lora import LoRAConfig
-from training.checkpoint_record import DamageError
+from parallel.cluster.process_group import ProcessGroup
+from training.checkpoint_policy import CheckpointConfig
+from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
 from training.optimizers import OptimizerConfig
 from training.resume import ResumePoint, Resumer, library_versions, log_config_changes
@@ -120,3 +122,40 @@ def test_batches_that_a_rollback_left_out_stay_left_out_if_its_checkpoint_is_dam
     )
     point, state = Older(checkpoints, None, None, 9, "").restore(ResumePoint(4, skipped=((4, 6),)))
     assert (point.step, point.skipped, state) == (2, ((4, 6),), "state of 2")
+
+
+class Listed:
+    """Checkpoints whose list of steps is that of the last `reload`, as orbax keeps it."""
+
+    config, group = CheckpointConfig(), ProcessGroup()
+
+    def __init__(self, *steps: int):
+        self.kept, self.listed = list(steps), list(steps)
+
+    @property
+    def latest_step(self) -> int | None:
+        return self.listed[-1] if self.listed else None
+
+    def record(self, step: int) -> dict:
+        raise DamageError(f"checkpoint {step} has no record")
+
+    def set_aside(self, step: int) -> None:
+        raise FileNotFoundError(step)
+
+    def reload(self) -> None:
+        self.listed = list(self.kept)
+
+    def leftovers(self) -> tuple[list, list]:
+        return [], []
+
+
+def test_a_checkpoint_that_somebody_deletes_is_passed_over():
+    checkpoints = Listed(4)
+    checkpoints.kept.clear()
+    assert Resumer(checkpoints, None, None, 9, "").find() == ResumePoint()
+
+
+def test_a_checkpoint_of_parameters_alone_is_not_restored_as_a_state():
+    """It would lack the state of the optimizer, and count as damaged."""
+    with pytest.raises(CheckpointError, match="no checkpoint of a training step is left; start"):
+        Resumer(Listed(0), None, None, 9, "").restore(ResumePoint(0))

@@ -44,6 +44,7 @@ def test_only_a_finite_spike_rolls_back_and_only_to_a_checkpoint() -> None:
     assert reaction(GOOD, policy="rollback") is None
     assert reaction(SPIKE, 1, policy="rollback") == "Rollback"
     assert reaction(SPIKE, 1, policy="rollback", latest_step=None) is None
+    assert reaction(SPIKE, 1, policy="rollback", latest_step=0) is None  # only parameters
     assert reaction(SPIKE, 1, policy="skip") is None
     assert reaction(NAN, 1, policy="rollback") is None
 

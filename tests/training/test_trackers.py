@@ -4,8 +4,10 @@ Stand-ins for the packages show what is sent. Slow tests at the end use the pack
 installed: an offline run of wandb, and a server of MLflow.
 """
 
+import dataclasses
 import importlib.util
 import json
+import logging
 import os
 import socket
 import struct
@@ -121,6 +123,7 @@ class FakeMLflow:
             raise self.MlflowException("connection refused\nmore")
 
     def update_run(self, number, status):
+        self.check()
         assert number in self.status
         self.status[number] = status
 
@@ -246,6 +249,31 @@ def test_a_lost_mlflow_server_does_not_end_the_run(directory, mlflow, caplog):
         writer.write(1, {"loss": 1.0})
         mlflow.is_lost = True
     assert "mlflow: the last 1 requests were not sent" in caplog.messages
+
+
+def test_a_rollback_while_a_tracker_is_lost_does_not_end_the_run(
+    directory, wandb, mlflow, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("torus"), "propagate", True)
+    writers = MLflowWriter(context(directory)), WandbWriter(context(directory))
+    for writer in writers:
+        with begun(writer, 0):
+            writer.write(1, {"loss": 1.0})
+            wandb.refuses = mlflow.is_lost = True
+        with begun(writer, 1):
+            writer.write(2, {"loss": 2.0})
+            mlflow.is_lost = False
+        wandb.refuses = False
+    assert mlflow.metrics["run0", "train/loss"] == {1: 1.0, 2: 2.0}
+    assert "wandb cannot continue the run (No API key configured.); it gets no more" in caplog.text
+
+
+def test_names_of_sources_are_allowed_as_parameters_of_mlflow(directory, mlflow):
+    text = CONFIG + "data:\n  sources:\n    c++: {field: x}\n"
+    writer = MLflowWriter(dataclasses.replace(context(directory), resolved_config=text))
+    with begun(writer, 0):
+        pass
+    assert mlflow.params["data.sources.c__.field"] == "x"
 
 
 class StoreError(Exception):

@@ -75,15 +75,15 @@ def copy_companions(directory: Path, run: Path) -> bool:
 def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write tokenizer and generation files of a run into a model directory.
 
-    A folder `tokenizer` in the run is copied, except its config.json. A run without one gets
-    settings that name the tokens of its tokenizer, if it has one.
+    A tokenizer gets settings that name its tokens. Without one, the folder `tokenizer` of the run
+    is copied, except its config.json.
     """
     folder = run / TOKENIZER_FOLDER
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
+    if tokenizer is None:
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.name != CONFIG:
                 replace_file(directory / path.name, path.read_bytes())
-    elif tokenizer is not None:
+    else:
         tokenizer.save(directory / TOKENIZER_FILE)
         ends = [token for token, number in tokenizer.controls.items() if number == tokenizer.eos_id]
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0]}

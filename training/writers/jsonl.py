@@ -85,7 +85,7 @@ def last_goodput(path: Path) -> dict[str, float]:
 
 def read_values(path: Path, name: str) -> dict[int, float]:
     """Return the values of one metric of a `metrics.jsonl`, by step."""
-    return {entry["step"]: entry[name] for _, entry in read_lines(path, f'"{name}"')}
+    return {entry["step"]: entry[name] for _, entry in read_lines(path, json.dumps(name))}
 
 
 def metrics_by_step(path: Path, names: Sequence[str]) -> dict[int, dict[str, float]]:

@@ -30,6 +30,11 @@ SECONDS_PER_SEND = 5.0
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_CHARACTERS = 1000, 100, 5000
 
 
+def _allowed(name: str) -> str:
+    """Return a name of a metric or a parameter, without characters that MLflow does not allow."""
+    return re.sub(r"[^\w./: -]", "_", name)
+
+
 @register("mlflow")
 class MLflowWriter(MetricsWriter):
     """Writes scalars, texts, images and the configuration to MLflow."""
@@ -50,6 +55,10 @@ class MLflowWriter(MetricsWriter):
     def begin(self, resumed_step: int) -> None:
         """Continue the run of the directory, or start one. Raises: TrainingError."""
         self._sent, self._has_warned, self._is_finished = time.monotonic(), False, False
+        if self._run_id:  # after a rollback, when the server may be away
+            self._unsent.append(partial(self._client.update_run, self._run_id, "RUNNING"))
+            self._sender = ThreadPoolExecutor(1, "mlflow")
+            return
         try:
             self._client = self._mlflow.MlflowClient()
             self._run_id = self._open_run(resumed_step)
@@ -66,8 +75,7 @@ class MLflowWriter(MetricsWriter):
         """Add the scalars of a step to those that are sent next."""
         now, metric = int(1000 * time.time()), self._mlflow.entities.Metric
         for name, value in values.items():
-            key = re.sub(r"[^\w./: -]", "_", grouped_name(name))  # MLflow allows no others
-            self._metrics.append(metric(key, float(value), now, step))
+            self._metrics.append(metric(_allowed(grouped_name(name)), float(value), now, step))
         if time.monotonic() - self._sent > SECONDS_PER_SEND:
             self._send()
 
@@ -98,7 +106,6 @@ class MLflowWriter(MetricsWriter):
             self._sender = None
         if self._unsent:
             log.warning("mlflow: the last %d requests were not sent", len(self._unsent))
-            self._unsent.clear()
             return
         try:
             self._client.set_terminated(self._run_id, "FINISHED" if self._is_finished else "KILLED")
@@ -119,7 +126,7 @@ class MLflowWriter(MetricsWriter):
         run_id = str(client.create_run(number, run_name=name).info.run_id)
         client.set_tag(run_id, "command", context.command[:_MOST_CHARACTERS])
         parameters = [
-            self._mlflow.entities.Param(key, str(value)[:_MOST_CHARACTERS])
+            self._mlflow.entities.Param(_allowed(key), str(value)[:_MOST_CHARACTERS])
             for key, value in flatten(
                 YAML(typ="safe", pure=True).load(context.resolved_config)
             ).items()

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from ruamel.yaml import YAML
 
+from training.logs import log
 from training.spikes import TrainingError
 from training.writers.groups import grouped_name
 from training.writers.registry import MetricsWriter, WriterContext, register
@@ -32,7 +33,7 @@ class WandbWriter(MetricsWriter):
         self._context = context
         self._wandb: Any = importlib.import_module("wandb")  # only this writer needs the extra
         self._run: Any = None
-        self._first_step = 1
+        self._first_step, self._has_begun = 1, False
 
     def begin(self, resumed_step: int) -> None:
         """Continue the run of the directory, or start one. Raises: TrainingError."""
@@ -53,10 +54,14 @@ class WandbWriter(MetricsWriter):
             )
         except self._wandb.Error as error:
             reason = str(error).strip().partition("\n")[0]
+            if self._has_begun:  # after a rollback, training goes on without it
+                log.warning("wandb cannot continue the run (%s); it gets no more metrics", reason)
+                return
             raise TrainingError(
                 f"training.writers: wandb cannot start a run ({reason}); log in with `wandb "
                 "login`, or set WANDB_MODE=offline"
             ) from error
+        self._has_begun = True
         store_id(context.directory, "wandb", self._run.id)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -78,4 +83,5 @@ class WandbWriter(MetricsWriter):
             self._run = None
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log(values, step=max(step, self._first_step))
+        if self._run is not None:
+            self._run.log(values, step=max(step, self._first_step))

@@ -13,7 +13,13 @@ from flax import nnx
 from data.tokenizers.byte_level import ByteTokenizer
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
-from model.generation.generator import Generator, _step, bucket_length, stream_text
+from model.generation.generator import (
+    ROWS_PER_DEVICE,
+    Generator,
+    _step,
+    bucket_length,
+    stream_text,
+)
 from model.generation.sampling import SamplingConfig
 from model.plan import make_plan
 from model.rope import RopeScaling
@@ -211,6 +217,13 @@ def test_rows_end_at_their_stop_tokens() -> None:
         new = free[len(prompt) :]
         kept = new[: new.index(stop) + 1] if stop in new else new
         assert got == [*map(int, prompt), *kept]
+
+
+@pytest.mark.parametrize("sp", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("tp", [1, 2, 3, 6, 8, 16, 32])
+def test_every_overlap_method_can_cut_a_prompt(sp, tp) -> None:
+    rows, rest = divmod(bucket_length(1, ROWS_PER_DEVICE * sp * tp), sp * tp)
+    assert rest == 0 and rows % 2 == 0 and rows >= tp.bit_length() - 1
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
