@@ -61,16 +61,18 @@ def read_log(path: Path) -> RunLog:
         elif sample := _SAMPLE.match(text):
             samples[int(sample[1] or last_step)] = text[sample.end() :].rstrip("\n")
         elif text.startswith("command: "):
+            rolls_back = False
             found.commands.append(text.removeprefix("command: ").strip())
         elif text.startswith("versions: "):
             found.versions = text.removeprefix("versions: ").strip()
         elif start := _SUMMARY.match(text):
             found.summary[start[1]] = text[start.end() :].strip()
         elif (event := _event(time, text)) is not None:
-            # A rollback restores a checkpoint as a restart does.
-            if not (rolls_back and event.kind == "restart"):
-                found.events.append(event)
-            rolls_back = event.kind == "rollback"
+            if rolls_back and event.kind == "restart":  # it restores a checkpoint as a restart does
+                rolls_back = False
+                continue
+            rolls_back |= event.kind == "rollback"
+            found.events.append(event)
     found.samples = sorted(samples.items())
     return found
 
