@@ -193,7 +193,7 @@ def _why_not_in_pieces(
     if overlap == "hypercube" and n & (n - 1):
         return f"mesh.tp={n} is no power of two"
     if overlap == "hypercube" and shape.pieces < (sides := n.bit_length() - 1):
-        return f"a block of {shape.pieces} rows has no {sides} pieces"
+        return f"a block of size {shape.pieces} has no {sides} pieces"
     return None
 
 

@@ -232,7 +232,10 @@ def export_model(
         is_replaced = saved is not None and saved.name == TOKENIZER_FILE
         if source is None or (is_replaced and (run / TOKENIZER_FOLDER / TOKENIZER_FILE).is_file()):
             tokenizer = open_tokenizer(str(saved or config.data.tokenizer), config.data.eos_token)
-            others |= token_ids(tokenizer)
+            if source is not None:  # perhaps its own all the same, named by its file
+                own = open_tokenizer(str(run / TOKENIZER_FOLDER), config.data.eos_token)
+                tokenizer = None if own.digest == tokenizer.digest else tokenizer
+            others |= {} if tokenizer is None else token_ids(tokenizer)
         export = plan_export(config.model, stored.shapes, source, dtype=dtype, others=others)
         with new.filling():
             write_tensors(directory, export, stored.chunks, progress)

@@ -80,8 +80,9 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     shape, model, mesh, tp = StepShape.of(config), config.model, config.mesh, config.mesh.tp
     size = jnp.dtype(model.param_dtype).itemsize
     trained = 0.0 if config.lora.rank else shape.parameters
-    frozen = {"int8": 1, "bfloat16": 2}.get(config.lora.base_dtype or "", size)
-    held = 2 if config.lora.base_dtype == "bfloat16" else size  # of embedding and head
+    widths = {"bfloat16": 2, "float32": 4}
+    held = widths.get(config.lora.base_dtype or "", size)  # of embedding and head
+    frozen = 1 if config.lora.base_dtype == "int8" else held
     copies = 4 * (config.optimizer.ema_decay is not None)  # the average is float32
     copies += size * (config.training.objective == "dpo")
     optimizer, kernels = OPTIMIZERS[config.optimizer.name], shape.layer + shape.experts

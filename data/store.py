@@ -269,6 +269,8 @@ def _read_info(folder: Path) -> StoreInfo:
     except FileNotFoundError as error:
         is_store = any((folder / name).exists() for name in CHECKSUM_BLOCKS)
         what = remedy(folder) if is_store else "name another folder, or prepare a new one"
+        if not folder.exists():  # such as one that was deleted during a run
+            what = "prepare it"
         raise DataError(f"{folder} has no {INFO}, so it is not a complete store; {what}") from error
     except (ValueError, LookupError, TypeError) as error:
         raise DataError(f"{path} is damaged; {remedy(folder)}") from error

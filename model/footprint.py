@@ -155,7 +155,9 @@ def _expert_columns(config: ModelConfig, manager: PartitionManager) -> dict[str,
     """Return fields of the `RingShape` of experts."""
     width = config.expert_size // manager.axis_size(TP)
     return {
-        "halves": False,  # rows are grouped by expert, and half of a block has no whole groups
+        # Rows are grouped by expert, and a part of a block has no whole groups.
+        "halves": False,
+        "pieces": 1,
         "kernels": config.moe.num_experts // manager.axis_size(EP),
         "gather_columns": 2 * width,
         "scatter_columns": width,

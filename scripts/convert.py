@@ -92,10 +92,12 @@ def from_hf(args: argparse.Namespace) -> None:
             imported = import_model(directory, config, group, bar.update, adapters)
     except BaseException as error:
         group.abort(f"{type(error).__name__}: {error}".partition("\n")[0], EXIT_FAILED)
-        if group.num_processes > 1 and isinstance(error, ValueError | OSError | CheckpointError):
+        known = ValueError | OSError | CheckpointError | ProcessGroupError
+        if group.num_processes > 1 and isinstance(error, known):
             # At a normal exit, the processes of a failed conversion could wait for each other.
             print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED)
+            failed = getattr(error, "exit_code", EXIT_FAILED)
+            os._exit(EXIT_BAD_INPUT if isinstance(error, ValueError) else failed)
         raise
     if group.is_primary:
         if imported.notice:

@@ -160,7 +160,7 @@ OTHER_WRITERS = {
     "parallel.cluster.distributed": "the standard output, and /dev/null",
     "parallel.planning.trace": "the user names the file, which may be a pipe",
     "report": "the user names the file",
-    "training.directory": "an empty file for a lock, and a marker that only the running job reads",
+    "training.directory": "a lock with its holder, and a marker that only the running job reads",
     "training.hugging_face.tensor_files": "synced before config.json completes the folder",
     "training.logs": "/dev/null",
 }

@@ -106,9 +106,9 @@ def _in_use(directory: Path, lock: IO[str]) -> str:
 def _sign(lock: IO[str]) -> None:
     """Write into a lock which process holds it."""
     with contextlib.suppress(OSError):  # the disk is full: `_check_space` says so
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} of {socket.gethostname()}")
-        lock.flush()
+        # Past the buffer, which would repeat a failed write when the file is closed.
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} of {socket.gethostname()}".encode())
 
 
 def _check_space(directory: Path, required_bytes: int) -> None:

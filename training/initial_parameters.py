@@ -266,7 +266,7 @@ def _check_scale(found: CheckpointParameters, lora: LoRAConfig) -> None:
     if not math.isclose(found.lora.scale, lora.scale):
         raise ValueError(
             f"{_KEY}: {found.description} has adapters of scale {found.lora.scale:g}, and this run "
-            f"has {lora.scale:g}; set lora.alpha={found.lora.scale * lora.rank:g}"
+            f"has {lora.scale:g}; set lora.alpha={found.lora.scale * lora.rank:.12g}"
         )
 
 

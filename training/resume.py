@@ -25,6 +25,7 @@ from training.schedules import describe_change
 from training.state import TrainState
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_NONE_LEFT = "no checkpoint of a training step is left; start again to train from the beginning"
 # Keys that decide the arrays of a checkpoint.
 _ARRAY_KEYS = {f"model.{key}" for key in (*SHAPE_KEYS, "param_dtype")}
 _ARRAY_KEYS |= {"lora.rank", "lora.targets", "lora.base_dtype"}
@@ -111,11 +112,18 @@ class Resumer:
         )
 
     def find_again(self) -> ResumePoint:
-        """Return the resume point of a run that has begun. Raises: CheckpointError."""
+        """Return the resume point of a run that has begun.
+
+        Raises:
+            CheckpointError: no checkpoint of a training step is left.
+        """
         try:
-            return self.find()
+            found = self.find()
         except ValueError as error:
             raise CheckpointError(str(error)) from error
+        if not found.step:  # at most parameters: training would begin anew
+            raise CheckpointError(_NONE_LEFT)
+        return found
 
     def restore(self, point: ResumePoint) -> tuple[ResumePoint, TrainState]:
         """Return (resume point, state) of this checkpoint, or of the newest undamaged older one.
@@ -129,10 +137,7 @@ class Resumer:
         """
         while True:
             if not point.step:  # at most parameters, such as those of a converted model
-                raise CheckpointError(
-                    "no checkpoint of a training step is left; start again to train from the "
-                    "beginning"
-                )
+                raise CheckpointError(_NONE_LEFT)
             try:
                 return point, self.checkpoints.restore(point.step, self.abstract_state)
             except DamageError as error:
@@ -198,8 +203,9 @@ class Resumer:
         try:
             self.checkpoints.check(step, self.abstract_state)
         except ValueError as error:
-            changes = _changes(_keys(record["config"]), _keys(self.resolved_config))
-            found = {key: values for key, values in changes.items() if key in _ARRAY_KEYS}
+            saved = _keys(record["config"])
+            changes = _changes(saved, _keys(self.resolved_config))
+            found = {key: x for key, x in changes.items() if key in _ARRAY_KEYS & saved.keys()}
             # If only one of the two has adapters, the error already says so.
             if not found or 0 in found.get("lora.rank", ()):
                 raise
@@ -218,7 +224,7 @@ class Resumer:
             target = self.checkpoints.set_aside(step)
         except FileNotFoundError:  # another process was faster, or somebody has deleted it
             self.checkpoints.reload()
-            log.error("%s; it was set aside", error)
+            log.error("%s; it was set aside or deleted", error)
             return
         newest = self.checkpoints.latest_step
         outcome = "no other is left" if newest is None else f"resuming from {newest}"
@@ -296,8 +302,16 @@ def _keys(config: str) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old value, new value) of the keys that differ."""
-    return {key: (before.get(key), x) for key, x in now.items() if before.get(key) != x}
+    """Return (old value, new value) of the keys that differ, also of a section that became null."""
+    found = {key: (before.get(key), x) for key, x in now.items() if before.get(key) != x}
+    gone = sorted(key for key in before.keys() - now.keys() if _is_in_null(key, now))
+    return found | {key: (before[key], None) for key in gone}
+
+
+def _is_in_null(key: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a section that would hold this key is a value, which is null or empty."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in values for n in range(1, len(parts)))
 
 
 def _alters_the_model(key: str) -> bool:
@@ -336,7 +350,8 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
     if changed:
         log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
     # Earlier versions of the program lacked some keys.
-    if altered := [key for key in changes if key in before and _alters_the_model(key)]:
+    known = [key for key in changes if key in before or _is_in_null(key, before)]
+    if altered := [key for key in known if _alters_the_model(key)]:
         log.warning(
             "%s changed: the model computes something else with the restored parameters, and the "
             "loss may jump",

@@ -48,7 +48,11 @@ def test_ctrl_c_during_the_imports_of_a_command_ends_it_silently():
     # importtime prints a line on stderr after every import.
     command = [sys.executable, "-X", "importtime", "scripts/checkpoint.py", "--help"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
+    # Children of a background job would ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=ROOT, **pipes)
+    signal.signal(signal.SIGINT, before)
+    with process:
         assert any("jax.version" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
         output, errors = process.communicate(timeout=100)
