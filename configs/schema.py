@@ -156,11 +156,10 @@ def _divided_between_axes(config: Config, axis: str, num_devices: int) -> str | 
     """
     mesh = config.mesh
     parts, remainder = divmod(num_devices, mesh.smallest().num_devices)
-    for size in range(parts, 0, -1):
-        if remainder or parts % size:
-            continue
+    for size in [n for n in range(parts, 0, -1) if not (remainder or parts % n)]:
         for other in [name for name in ("fsdp", "dp") if name != axis]:
-            sizes = {axis: size, other: getattr(mesh, other) * parts // size}
+            least = getattr(mesh.smallest(), axis)
+            sizes = {axis: size * least, other: getattr(mesh, other) * parts // size}
             try:
                 changed = MeshConfig(**(mesh.model_dump() | sizes))
                 _cross_check(config.model_copy(update={"mesh": changed}))

@@ -32,6 +32,7 @@ from typing import Any, Literal
 from _clone import ROOT
 
 from configs.command_line import CommandLine
+from safe_files import replace_file
 
 FAULTS = "tests/mutants/faults.toml"
 ENOUGH = 0.95
@@ -207,6 +208,12 @@ class Results:
                 digest = entry.pop("digest")
                 self._done[digest] = Result(**entry)
         path.parent.mkdir(parents=True, exist_ok=True)
+        whole = (self._line(digest, result) for digest, result in self._done.items())
+        replace_file(path, "".join(whole))
+
+    @staticmethod
+    def _line(digest: str, result: Result) -> str:
+        return json.dumps({"digest": digest, **asdict(result)}) + "\n"
 
     def get(self, digest: str) -> Result | None:
         """Return the result with this digest, or None."""
@@ -216,7 +223,7 @@ class Results:
         """Keep a result."""
         self._done[digest] = result
         with self._path.open("a") as file:
-            file.write(json.dumps({"digest": digest, **asdict(result)}) + "\n")
+            file.write(self._line(digest, result))
         return result
 
 

@@ -37,6 +37,11 @@ AUTO_SIZES = ("auto", -1)
 """Sizes of a mesh axis that takes the devices which the other axes leave."""
 
 
+def _as_count(value: Any) -> int:
+    """Return a number of slices, or 1 for what the check of its field will refuse."""
+    return value if isinstance(value, int) and value > 0 else 1
+
+
 class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
     """Number of devices along each mesh axis; their product is the number of devices.
 
@@ -76,8 +81,10 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
                 f"mesh.{automatic[1]}=1"
             )
         (axis,) = automatic
-        others = validate({**data, axis: 1}).num_devices
-        config = validate({**data, axis: max(1, NUM_SIMULATED // others)})
+        # dp spans whole slices.
+        unit = _as_count(data.get("dcn_dp")) if axis == "dp" else 1
+        others = validate({**data, axis: unit}).num_devices
+        config = validate({**data, axis: unit * max(1, NUM_SIMULATED // others)})
         config._auto = axis  # type: ignore[misc]  # private attributes are not frozen
         return config
 
@@ -96,12 +103,11 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
         return None if self._auto else self.num_devices
 
     def smallest(self) -> "MeshConfig":
-        """Return the mesh with one device along its automatic axis."""
-        return (
-            self
-            if self._auto is None
-            else self.filled(self.num_devices // getattr(self, self._auto))
-        )
+        """Return the mesh with the fewest devices on its automatic axis: one, or one per slice."""
+        if self._auto is None:
+            return self
+        least = self.dcn_dp if self._auto == "dp" else 1
+        return self.filled(least * self.num_devices // getattr(self, self._auto))
 
     def filled(self, num_devices: int) -> "MeshConfig":
         """Return the mesh whose automatic axis takes all of these devices, as a size.

@@ -27,7 +27,7 @@ def bench_model(path: str, topology: str, overrides: Sequence[str]) -> dict[str,
     hbm = (compiled.memory.held + compiled.memory.temporary) / 2**30
     prediction = compiled.prediction
     num_tokens = batch["tokens"].size
-    flops = config.model.flops_per_token(config.data.row_length) * num_tokens
+    flops = program.flops_per_token(config.data.row_length) * num_tokens
     mfu = flops / prediction.total / mesh.size / chip_of(topology).peak_flops
     print(prediction.table(25))
     seconds = compiled.compile_seconds

@@ -275,7 +275,13 @@ def soak_conversions(folder: Path, *, limit: Limit, seed: int) -> dict[str, Any]
     run_undisturbed(config, run, "training.steps=1")
     exported, imported = folder / "exported", folder / "imported"
     script = "scripts/convert.py"
-    writing = Job("to-hf", [script, "to-hf", str(run), str(exported)], exported, last="config.json")
+    writing = Job(
+        "to-hf",
+        [script, "to-hf", str(run), str(exported)],
+        exported,
+        model_differences,
+        last="config.json",
+    )
     # The source of imports is the reference of exports.
     source = str(folder / "to-hf-undisturbed")
     rows = ["data.sequence_length=32", "data.global_batch_size=8"]

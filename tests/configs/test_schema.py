@@ -445,8 +445,10 @@ def test_an_automatic_axis_takes_the_devices_that_the_others_leave(size):
     assert fill_mesh(load_config(TP8, [FIXED]), 1).mesh == MeshConfig(tp=8)
 
 
-def test_an_override_takes_over_from_the_automatic_axis_of_the_file():
+def test_an_override_takes_over_from_the_automatic_axis_of_the_file_and_dp_spans_slices():
     assert load_config(TP8).mesh == MeshConfig(tp="auto")
+    slices = load_config(TP8, ["mesh.tp=8", "mesh.dp=auto", "mesh.dcn_dp=2"])
+    assert fill_mesh(slices, 32).mesh == MeshConfig(tp=8, dp=4, dcn_dp=2)
     assert load_config(TP8, ["mesh.fsdp=auto"]).mesh == MeshConfig(fsdp="auto")
     assert load_config(TP8, ["mesh.dp=4"]).mesh.tp == 2
 

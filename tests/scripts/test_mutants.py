@@ -111,3 +111,12 @@ def test_a_wrong_list_or_test_is_an_error(toy: Path, capsys, file, old, new, mes
 def test_a_sample_of_the_faults_is_killed(tmp_path: Path) -> None:
     arguments = ["--sample", "6", "--output", str(tmp_path / "results.jsonl")]
     assert mutants.main(arguments) == 0
+
+
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
+    path, result = tmp_path / "results.jsonl", mutants.Result("a", "killed", 1.0)
+    mutants.Results(path).add("first", result)
+    path.write_text(path.read_text() + '{"digest": "sec')
+    mutants.Results(path).add("third", result)
+    again = mutants.Results(path)
+    assert again.get("first") == again.get("third") == result

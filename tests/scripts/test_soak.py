@@ -239,6 +239,14 @@ def test_a_soak_that_waits_for_a_line_that_the_log_has_no_more_fails(trainer_of,
         found.one_run(Path("run"))
 
 
+def test_a_run_that_is_killed_after_its_last_save_is_over(trainer_of, monkeypatch):
+    found, line = new_kills(), "step 9 is the last: nothing left to train"
+    monkeypatch.setattr(found, "start_run", lambda directory: trainer_of(f"print('{line}')"))
+    monkeypatch.setattr(kills, "PLANS", ("steps",))
+    found.one_run(Path("run"))
+    assert not found.mismatches
+
+
 # Writes a file in two parts, and finishes what a kill left.
 TOY = """
 import pathlib, sys, time
