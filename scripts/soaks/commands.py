@@ -262,8 +262,11 @@ def model_differences(wanted: Path, found: Path) -> list[str]:
 
 
 def run_differences(wanted: Path, found: Path) -> list[str]:
-    """Return the differences between two imported runs; files of checkpoints have random names."""
-    names = file_differences(wanted, found, ["checkpoints/0/*", MARKER])
+    """Return the differences between two imported runs.
+
+    Files of checkpoints have random names, and a lock names the process that held it.
+    """
+    names = file_differences(wanted, found, ["checkpoints/0/*", MARKER, ".lock"])
     return names + array_differences(wanted, found, 0)
 
 
