@@ -68,7 +68,7 @@ class StepCoordinator:
         return agreement
 
     def saved(self) -> None:
-        """Forget the wishes for a checkpoint in the report under way, because a save has begun."""
+        """Say that a save has begun: the report under way needs no other for `wants_save`."""
         self._has_saved = True
 
     @property
