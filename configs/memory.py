@@ -63,7 +63,7 @@ class StepShape:
             microbatches=parts,
             tokens=rows * config.data.row_length / mesh.sp,
             layer=(model.num_parameters - experts - embedding - head) / split,
-            experts=experts / _expert_parts(config)[0] / mesh.tp,
+            experts=experts / expert_parts(config)[0] / mesh.tp,
             embedding=embedding / embedding_split,
             head=head / split,
             b=jnp.dtype(model.dtype).itemsize,
@@ -98,7 +98,7 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     }
     per_token = kept.get(model.remat, stream + _ALL_KEPT * products)
     chunk = min(tokens_per_chunk_on(model, chip, tp), shape.tokens)
-    gathered = shape.layer * mesh.fsdp * mesh.sp + shape.experts * _expert_parts(config)[1]
+    gathered = shape.layer * mesh.fsdp * mesh.sp + shape.experts * expert_parts(config)[1]
     gathered /= layers
     accumulated = 4 * trained if shape.microbatches > 1 else 0.0
     return {
@@ -116,7 +116,7 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     }
 
 
-def _expert_parts(config: Config) -> tuple[int, int]:
+def expert_parts(config: Config) -> tuple[int, int]:
     """Return the devices that divide the experts, without tp, and those that divide their width."""
     mesh = config.mesh
     stored = mesh.fsdp * mesh.sp

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from configs.memory import StepShape, kept_per_token, resolve_remat, step_memory
+from configs.memory import StepShape, expert_parts, kept_per_token, resolve_remat, step_memory
 from configs.schema import Config
 from model.attention.pallas_flash import dq_fits
 from parallel.planning.slices import Topology
@@ -59,7 +59,8 @@ def slice_machine(chip: Chip, topology: Topology) -> Machine:
     The shares are those of compiled steps of Llama-3-8B on v5p and v5e (docs/predicted.md).
     """
     node = topology.num_chips // topology.num_slices
-    return Machine(chip, chip.ici_bandwidth, chip.dcn_bandwidth, node, 0.85, 0.5, 0.8, 0.5)
+    far = chip.dcn_bandwidth / 2  # `bandwidth` counts two ways, as on a torus
+    return Machine(chip, chip.ici_bandwidth, far, node, 0.85, 0.5, 0.8, 0.5)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Estimate:
     Attributes:
         memory: Bytes by class.
         compute: Seconds by kind of work.
-        communication: Seconds on the links by mesh axis, and to the host, hidden or not.
+        communication: Seconds on the links by mesh axis, between slices ("dcn_dp") and to the host,
+            hidden or not.
         exposed: The part of it that no compute hides, by mesh axis.
     """
 
@@ -98,8 +100,19 @@ def estimate(config: Config, machine: Machine) -> Estimate:
     communication = _communication(config, shape, machine)
     exposed = {}
     for axis, seconds in communication.items():
-        exposed[axis] = _exposed_share(axis, config, machine) * seconds
+        if axis == "dcn_dp":
+            exposed[axis] = exposed_between_slices(seconds, sum(compute.values()), config)
+        else:
+            exposed[axis] = _exposed_share(axis, config, machine) * seconds
     return Estimate(*map(MappingProxyType, (memory, compute, communication, exposed)))
+
+
+def exposed_between_slices(seconds: float, compute: float, config: Config) -> float:
+    """Return what is exposed of sums of gradients between slices: at least that of one layer.
+
+    They hide under the backward pass, two thirds of the compute.
+    """
+    return max(seconds / config.model.num_hidden_layers, seconds - 2 / 3 * compute)
 
 
 def _exposed_share(axis: str, config: Config, machine: Machine) -> float:
@@ -134,7 +147,13 @@ def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, fl
     # The backward pass computes the scores again: 10 FLOPs instead of 8, and in two kernels 14.
     group = model.num_attention_heads // model.num_key_value_heads
     backward = 10 if dq_fits(group, config.data.row_length // mesh.sp, model.head_size) else 14
-    attention *= (backward + (8 if model.remat == "full" else 4)) / 12
+    forward = 1
+    if model.remat == "full":
+        forward += 1
+    if config.training.objective == "dpo":  # the reference model
+        matmul += 2.0 * model.num_matmul_parameters
+        forward += 1
+    attention *= (backward + 4 * forward) / 12
     seconds = {
         "matmul": tokens * matmul / (machine.matmul * chip.peak_flops),
         "kernels": tokens * attention / (machine.attention * chip.peak_flops),
@@ -170,16 +189,21 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         # Two gathers and two scatters forward, the same and two more gathers backward.
         count = 10 + (3 if recomputes else 0)
         found["tp"] = ring(mesh.tp, parts * layers * count * stream, mesh.tp)
-    shards = mesh.fsdp * mesh.sp
+    # Weights forward and backward; the sum of gradients is an all-reduce on some chips.
+    shards, span = mesh.fsdp * mesh.sp, mesh.num_devices // mesh.dp
+    width = expert_parts(config)[1]
     if shards > 1:
-        # Weights forward and backward; the sum of gradients is an all-reduce on some chips.
-        moved = parts * 4 * weights * shards
-        found["fsdp"] = ring(shards, moved, shards * mesh.tp)
-    if mesh.dp > 1 or mesh.ep > 1:
-        size = mesh.dp * mesh.ep
-        dense = shape.layer + shape.embedding + shape.head
-        trained = 0.0 if config.lora.rank else dense
-        found["dp"] = ring(size, 2 * shape.b * trained, mesh.num_devices)
+        found["fsdp"] = ring(shards, parts * 4 * weights * shards, span)
+        found["fsdp"] += ring(width, parts * 4 * shape.experts * shape.b * width, span)
+    if (mesh.dp > 1 or mesh.ep > 1) and not config.lora.rank:
+        # Sums of float32, for every microbatch. The copies of experts are those over dp.
+        dense, within = shape.layer + shape.embedding + shape.head, mesh.dp // mesh.dcn_dp
+        beyond = mesh.num_devices // mesh.dcn_dp
+        found["dp"] = ring(within * mesh.ep, parts * 8 * dense, beyond)
+        found["dp"] += ring(within, parts * 8 * shape.experts, beyond)
+        if mesh.dcn_dp > 1:
+            summed = dense / (within * mesh.ep) + shape.experts / within
+            found["dcn_dp"] = ring(mesh.dcn_dp, parts * 8 * summed, mesh.num_devices)
     if mesh.ep > 1:
         routed = shape.tokens / mesh.tp * model.moe.num_experts_per_tok * model.hidden_size
         factor = model.moe.capacity_factor or 1.0

@@ -4,8 +4,9 @@ More chips of a slice go to fsdp (by formula if the compiled step has none); bey
 slice, more slices go to dp. Compute is that of the compiled step. Weak scaling keeps the rows per
 chip: activations and their collectives stay as they are, each chip updates fewer parameters. Strong
 scaling keeps the global batch: compute and the collectives of activations shrink, those of weights
-and gradients do not, and less compute is left to hide them. Sums between slices hide under the
-backward pass, two thirds of the compute, except for those of one layer.
+and gradients over fsdp do not, and less compute is left to hide them. Sums over dp shrink with the
+shards in both. Sums between slices hide under the backward pass, two thirds of the compute, except
+for those of one layer.
 """
 
 import importlib
@@ -14,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from parallel.planning.prediction import CollectiveTime
+from parallel.planning.device_groups import BETWEEN_SLICES
 from parallel.planning.slices import GENERATIONS, Topology, read_topology
-from planning.estimate import estimate, slice_machine
+from planning.estimate import estimate, exposed_between_slices, slice_machine
 from planning.step import StepPlan
 from units import milliseconds
 
@@ -88,17 +89,25 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     within = larger.num_chips * plan.topology.num_slices / plan.topology.num_chips
     shards = config.mesh.fsdp * config.mesh.sp
     hops = sum(larger.sides) - sum(plan.topology.sides)
+    more_slices = num_slices > plan.topology.num_slices
     exposed = 0.0
     for one in prediction.collectives:
-        if _moves_weights(one):
-            more = _ring_share(round(shards * within)) / (_ring_share(shards) or 1.0)
-            latency = one.count * _HOP_LATENCY * hops
-            exposed += max(0.0, one.seconds * more + latency - one.hidden * share)
+        latency = one.count * _HOP_LATENCY * hops
+        if one.axes == BETWEEN_SLICES:
+            if more_slices:
+                continue  # `_between_slices` counts all of them
+            more, latency = 1 / within, 0.0
+        elif "fsdp" in one.axes:
+            more = _ring_share(round(shards * within)) / _ring_share(shards)
+        elif "dp" in one.axes:
+            more = 1 / within  # each device sums the gradients of its shard
         else:
-            exposed += one.exposed * share
+            exposed += one.exposed * share  # activations
+            continue
+        exposed += max(0.0, one.seconds * more + latency - one.hidden * share)
     if shards == 1 and within > 1:
         exposed += _first_shards(plan, round(within), larger)
-    if num_slices > plan.topology.num_slices:
+    if more_slices:
         exposed += _between_slices(plan, num_slices, within, share * compute)
     seconds = compute * share + update / within + exposed
     tokens = plan.num_tokens * (factor if mode == "weak" else 1)
@@ -130,11 +139,6 @@ def _first_shards(plan: StepPlan, shards: int, topology: Topology) -> float:
     return estimate(config, slice_machine(plan.chip, topology)).exposed["fsdp"]
 
 
-def _moves_weights(one: CollectiveTime) -> bool:
-    """Whether a collective moves weights or their gradients rather than activations."""
-    return "fsdp" in one.axes or "dp" in one.axes
-
-
 def _ring_share(size: int) -> float:
     """Return the share of an array that passes each link of a ring of this size."""
     return (size - 1) / size if size > 1 else 0.0
@@ -148,7 +152,7 @@ def _between_slices(plan: StepPlan, num_slices: int, within: float, compute: flo
     shards = mesh.fsdp * mesh.sp * mesh.tp * within
     gradients = 4 * plan.config.model.num_parameters / shards
     seconds = 2 * gradients * _ring_share(num_slices) / plan.chip.dcn_bandwidth
-    return max(seconds / plan.config.model.num_hidden_layers, seconds - 2 / 3 * compute)
+    return exposed_between_slices(seconds, compute, plan.config)
 
 
 def table(points: Sequence[Point]) -> Iterator[str]:

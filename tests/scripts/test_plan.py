@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import ROOT
@@ -26,12 +27,14 @@ from planning.step import StepPlan, check_mesh, check_slices
 from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.compiler import CompiledProgram
 from parallel.planning.memory import MemoryUse
+from parallel.planning.prediction import CollectiveTime
 from parallel.planning.refusals import OutOfMemory
 from parallel.planning.slices import read_topology
 from parallel.planning.timeline import predict
 from parallel.sharding.devices import CHIPS
 
 V5E, V5P = CHIPS["TPU v5 lite"], CHIPS["TPU v5"]
+V5P_32 = read_topology("v5p-32")
 LLAMA = ROOT / "configs" / "llama3_8b_tp8.yaml"
 GIB = 2**30
 
@@ -94,19 +97,70 @@ def test_check_mesh_confirms_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]
 
 # docs/predicted.md: compiled by libtpu 0.0.42 in November 2026.
 @pytest.mark.parametrize(
-    ("overrides", "milliseconds"),
+    ("overrides", "topology", "milliseconds"),
     [
-        ([], 1945),
-        (["mesh.tp=4", "mesh.fsdp=2"], 1876),
-        (["mesh.tp=1", "mesh.fsdp=8"], 1669),
-        (["mesh.tp=1", "mesh.fsdp=8", "model.remat=dots"], 1473),
-        (["mesh.tp=1", "mesh.fsdp=8", "model.remat=attention"], 1636),
+        ([], "v5p-16", 1945),
+        (["mesh.tp=4", "mesh.fsdp=2"], "v5p-16", 1876),
+        (["mesh.tp=1", "mesh.fsdp=8"], "v5p-16", 1669),
+        (["mesh.tp=1", "mesh.fsdp=8", "model.remat=dots"], "v5p-16", 1473),
+        (["mesh.tp=1", "mesh.fsdp=8", "model.remat=attention"], "v5p-16", 1636),
+        (["mesh.dp=2", "mesh.dcn_dp=2", "data.global_batch_size=32"], "v5p-16*2", 1964),
+        (
+            "mesh.tp=1 mesh.dp=8 mesh.fsdp=8 data.global_batch_size=128 model.remat=dots".split(),
+            "v5p-128",
+            1523,
+        ),
     ],
 )
-def test_estimates_are_near_compiled_steps(overrides: list[str], milliseconds: float) -> None:
-    machine = slice_machine(V5P, read_topology("v5p-16"))
+def test_estimates_are_near_compiled_steps(
+    overrides: list[str], topology: str, milliseconds: float
+) -> None:
+    machine = slice_machine(V5P, read_topology(topology))
     found = estimate(llama(*overrides), machine).seconds * 1e3
     assert found == pytest.approx(milliseconds, rel=0.15)
+
+
+def test_estimates_count_kernels_of_experts_over_fsdp_and_their_sums_over_dp() -> None:
+    config = load_config(
+        ROOT / "configs" / "qwen3_30b_a3b_ep16.yaml",
+        ["mesh.ep=1", "mesh.fsdp=8", "mesh.dp=2", "model.moe.expert_rule=split"],
+    )
+    model = config.model
+    experts = 3 * model.hidden_size * model.expert_size * model.moe.num_experts * 48
+    found = estimate(config, slice_machine(V5P, V5P_32)).communication
+    # bfloat16 forward, in the recomputation and twice backward; float32 sums of an eighth.
+    assert found["fsdp"] > 4 * 2 * experts * 7 / 8 / 180e9
+    assert found["fsdp"] < 1.1 * 4 * 2 * model.num_parameters * 7 / 8 / 180e9
+    assert found["dp"] == pytest.approx(2 * 4 * model.num_parameters / 8 / 2 / 180e9, rel=0.01)
+
+
+def test_collectives_over_fsdp_use_the_links_that_their_devices_have() -> None:
+    nodes = gpus.read_gpus("h100-8*2")
+    assert nodes is not None
+    config = load_config(ROOT / "configs" / "qwen3_30b_a3b_ep16.yaml", ["mesh.ep=8", "mesh.fsdp=2"])
+    near = replace(nodes.machine, near=1e15)
+    for machine in (nodes.machine, near):
+        found = estimate(config, machine).communication
+        assert found["fsdp"] == estimate(config, nodes.machine).communication["fsdp"]
+
+
+def test_microbatches_are_summed_over_dp_one_by_one_and_dpo_runs_its_reference() -> None:
+    machine = slice_machine(V5P, read_topology("v5p-16"))
+
+    def of(*overrides: str):
+        return estimate(llama("mesh.tp=4", "mesh.dp=2", *overrides), machine)
+
+    once, twice = of(), of("training.gradient_accumulation=2")
+    gradients = 4 * llama().model.num_parameters / 4
+    assert once.communication["dp"] == pytest.approx(gradients / 180e9, rel=0.01)
+    assert twice.communication["dp"] == pytest.approx(2 * once.communication["dp"])
+    pairs = of(
+        "training.objective=dpo",
+        "data.packing=pairs",
+        "data.files=pairs.jsonl",
+        "training.init_from=model",
+    )
+    assert pairs.compute["matmul"] == pytest.approx(once.compute["matmul"] * 10 / 8)
 
 
 def test_candidates_train_the_same_model_on_all_chips() -> None:
@@ -236,6 +290,37 @@ def test_sums_between_slices_make_steps_longer() -> None:
     plan = answer(llama("mesh.tp=1", "mesh.fsdp=256", rows), "v5e-256")
     one, two = [point for point in scale(plan, 256, 512) if point.mode == "weak"]
     assert two.seconds > one.seconds and two.exposed > 0
+
+
+def with_collective(plan: StepPlan, one: CollectiveTime) -> StepPlan:
+    """Return the plan of a step that is longer by a collective."""
+    before = plan.compiled.prediction
+    total, exposed = before.total + one.exposed, before.exposed + one.exposed
+    prediction = replace(before, total=total, exposed=exposed, collectives=[one])
+    return replace(plan, answer=replace(plan.compiled, prediction=prediction))
+
+
+def test_sums_over_dp_stay_and_those_of_more_shards_are_shorter() -> None:
+    one = CollectiveTime("all-reduce", "dp", "mlp", 1, 1e9, 0.1, 0.1)
+    plan = with_collective(answer(llama("mesh.tp=4", "mesh.dp=2"), "v5p-16"), one)
+    points = {(p.mode, p.chips): p for p in scale(plan, 8, 16)}
+    assert points["weak", 8].exposed == pytest.approx(0.1)
+    assert points["strong", 8].seconds == pytest.approx(plan.compiled.prediction.total)
+    # Twice the chips: half of the gradients to sum over two more hops of 1 us, and kernels that
+    # are gathered.
+    gathers = estimate(llama("mesh.tp=4", "mesh.dp=2", "mesh.fsdp=2"), slice_machine(V5P, V5P_32))
+    assert points["weak", 16].exposed == pytest.approx(0.05 + 2e-6 + gathers.exposed["fsdp"])
+
+
+def test_sums_between_slices_are_counted_once_and_are_no_activations() -> None:
+    one = CollectiveTime("all-reduce", "between slices", "mlp", 1, 1e9, 0.5, 0.2)
+    mesh = ("mesh.tp=4", "mesh.fsdp=64", "mesh.dp=2", "mesh.dcn_dp=2", "data.global_batch_size=512")
+    plan = with_collective(answer(llama(*mesh), "v5e-256*2"), one)
+    points = {(p.mode, p.chips): p for p in scale(plan, 512, 1024)}
+    assert points["weak", 512].exposed == points["strong", 512].exposed == pytest.approx(0.2)
+    gradients = 4 * plan.config.model.num_parameters / 256
+    crossing = 2 * gradients * 3 / 4 / V5E.dcn_bandwidth
+    assert points["weak", 1024].exposed == pytest.approx(crossing / 32)
 
 
 @pytest.mark.parametrize("text", ["hbm>0.95", " mfu < 0.4", "step_time>=2"])
