@@ -1,5 +1,6 @@
 """One process with eight simulated CPU devices, and compiled programs kept in the checkout."""
 
+import gc
 import os
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
@@ -28,6 +29,9 @@ from parallel.sharding.residual import residual_rules
 pytest_plugins = ["runs", "process_groups", "launch_scripts"]
 
 ROOT = Path(__file__).parent.parent
+
+# Tracing makes many objects of which few are garbage: collections would take a tenth of the time.
+gc.set_threshold(100_000, 50, 50)
 
 # A busy machine is no failure.
 hypothesis.settings.register_profile("unhurried", deadline=None)
@@ -63,13 +67,22 @@ def few_memory_maps() -> Iterator[None]:
         jax.clear_caches()
 
 
-def sample(cases: Iterable[Any], every: int = 4) -> list[Any]:
-    """Return the cases of a product: of `every` consecutive ones, the first is slow.
+def slow(*case: Any) -> Any:
+    """Return the case of a parametrized test as a slow one, which CI runs in its second stage."""
+    return pytest.param(*case, marks=pytest.mark.slow)
 
-    The others are a sweep, run by hand.
+
+def release(*case: Any) -> Any:
+    """Return the case of a parametrized test as one that runs before a release, and not in CI."""
+    return pytest.param(*case, marks=pytest.mark.release)
+
+
+def sample(cases: Iterable[Any], every: int = 4) -> list[Any]:
+    """Return the cases of a product: of `every` consecutive ones, the first is a slow one.
+
+    The others run before a release.
     """
-    marks = (pytest.mark.slow, *[pytest.mark.sweep] * (every - 1))
-    return [pytest.param(*case, marks=marks[number % every]) for number, case in enumerate(cases)]
+    return [release(*case) if number % every else slow(*case) for number, case in enumerate(cases)]
 
 
 def tensor_parallel(mesh: MeshConfig, residual="sequence", overlap="none") -> TensorParallelConfig:

@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from conftest import slow
 from hf_files import (
     CONFIG,
     SMALL,
@@ -301,7 +302,7 @@ def gpt_oss_mxfp4(rng):
     ("config", "make", "mesh"),
     [
         (QWEN3_FP8, qwen3_fp8, ("mesh.tp=2", "mesh.fsdp=2")),
-        (GPT_OSS_MXFP4, gpt_oss_mxfp4, ("mesh.tp=2", "mesh.ep=2")),
+        slow(GPT_OSS_MXFP4, gpt_oss_mxfp4, ("mesh.tp=2", "mesh.ep=2")),
     ],
 )
 def test_quantized_weights_are_decoded_on_one_device_and_on_a_mesh(

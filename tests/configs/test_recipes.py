@@ -96,7 +96,7 @@ SAMPLE = {"tp8", "moe_ep8", "bpe_400m", "llama3_8b_pretrain", "qwen3_0_6b_lora"}
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else pytest.mark.sweep)
+        pytest.param(name, marks=pytest.mark.slow if name in SAMPLE else pytest.mark.release)
         for name in STEPS
     ],
 )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,7 +148,8 @@ print(*kinds[-2:], peak() - before)
 
 
 @pytest.mark.parametrize(
-    ("name", "last"), [("a.txt", "too long"), ("a.jsonl", "too long text"), ("b.txt", "text text")]
+    ("name", "last"),
+    [("a.txt", "too long"), ("a.jsonl", "too long text"), slow("b.txt", "text text")],
 )
 def test_a_file_of_a_gibibyte_is_read_in_a_fraction_of_its_size(tmp_path, name, last):
     path, size = tmp_path / name, 2**30

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import peft
 import torch
-from conftest import ROOT
+from conftest import ROOT, release, slow
 from flax import nnx
 from safetensors.numpy import save_file
 from tiny_models import make_model, save_model, tokens
@@ -106,16 +106,16 @@ def write_random_adapters(base: Path, run: Path, directory: Path, outputs: set[s
     ("name", "outputs"),
     [
         ("llama", {"q", "v"}),
-        pytest.param("qwen3", ALL, marks=pytest.mark.slow),
+        slow("qwen3", ALL),
         ("phi3", ALL),
-        pytest.param("phi3", {"k", "up"}, marks=pytest.mark.slow),
+        release("phi3", {"k", "up"}),
         ("qwen3-moe", ALL),
-        pytest.param("mixtral", {"q", "k", "v", "o", "down"}, marks=pytest.mark.slow),
+        slow("mixtral", {"q", "k", "v", "o", "down"}),
         ("gpt-oss", ALL),
-        pytest.param("qwen2-moe", {"gate", "o"}, marks=pytest.mark.slow),
-        pytest.param("dots1", ALL, marks=pytest.mark.slow),
-        pytest.param("glm4-moe", ALL, marks=pytest.mark.slow),
-        pytest.param("deepseek-v3", LATENT, marks=pytest.mark.slow),
+        release("qwen2-moe", {"gate", "o"}),
+        release("dots1", ALL),
+        release("glm4-moe", ALL),
+        slow("deepseek-v3", LATENT),
     ],
 )
 def test_adapters_go_to_peft_and_back(name, outputs, tmp_path) -> None:

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from conftest import MESHES, ONE_DEVICE, release, slow, tensor_parallel
 from model_runs import ModelRun, assert_equal_runs, batch, model_loss, run_model
 
 from model.config import LayerKind, ModelConfig, MoEConfig, Segment
@@ -52,8 +52,8 @@ def test_every_feature_equals_one_device_with_heads_and_rows_split(one_device) -
 @pytest.mark.parametrize(
     ("name", "mesh", "changes"),
     [
-        pytest.param("ring", SP8, {}, marks=pytest.mark.slow),
-        pytest.param("ring", SP4, {"zigzag": False}, marks=pytest.mark.slow),
+        slow("ring", SP8, {}),
+        release("ring", SP4, {"zigzag": False}),
         ("ring", SP4, {"scan_ring_attention": True}),
         ("ulysses", SP4, {}),
     ],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE, tensor_parallel
+from conftest import MESHES, ONE_DEVICE, release, tensor_parallel
 
 from model.config import ModelConfig
 from model.loss import loss_sums, token_losses
@@ -82,8 +82,8 @@ def test_loss_and_gradients_equal_the_formula_on_every_mesh(arrays, mesh, layout
     [
         ("dp2-fsdp2-tp2", "sequence", "none", 6),
         ("tp4-sp2", "sequence", "bidirectional", 40),
-        pytest.param("tp8", "hidden", "none", 8, marks=pytest.mark.slow),
-        pytest.param("ep2-fsdp2-sp2", "replicated", "none", 1000, marks=pytest.mark.slow),
+        release("tp8", "hidden", "none", 8),
+        release("ep2-fsdp2-sp2", "replicated", "none", 1000),
     ],
 )
 def test_losses_and_gradients_of_tokens_equal_the_formula(
@@ -108,7 +108,7 @@ def test_losses_and_gradients_of_tokens_equal_the_formula(
         np.testing.assert_allclose(np.asarray(losses_BL)[b, t], want, rtol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [8, 40, 1000])
+@pytest.mark.parametrize("chunk", [8, release(40), 1000])
 @pytest.mark.parametrize("overlap", ["ring", "bidirectional", "split", "hypercube"])
 @pytest.mark.parametrize(("mesh", "layout"), [("tp8", "sequence"), ("tp4-sp2", "hidden")])
 def test_overlapped_loss_and_gradients_equal_the_formula(

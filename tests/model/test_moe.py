@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ONE_DEVICE, sample, tensor_parallel
+from conftest import ONE_DEVICE, release, sample, slow, tensor_parallel
 from flax import nnx
 from model_runs import with_noise
 
@@ -210,7 +210,7 @@ def test_every_residual_layout_and_overlap_equals_the_dense_layer(residual, over
         assert_equal_runs(got, dense_layer())
 
 
-@pytest.mark.parametrize("rule", [pytest.param("alt", marks=pytest.mark.slow), "unified"])
+@pytest.mark.parametrize("rule", [release("alt"), "unified"])
 def test_other_sharding_rules_of_expert_kernels_change_no_number(rule) -> None:
     mesh = MeshConfig(ep=2, fsdp=2, sp=2)
     # For unified the experts are sharded over fsdp, sp and ep: not the order of the mesh axes.
@@ -242,8 +242,8 @@ def all_to_one(params):
     return {**params, "router": router}
 
 
-@pytest.mark.parametrize("mesh", ["ep8", pytest.param("ep2-tp4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("exchange", ["alltoall", pytest.param("ragged", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["ep8", release("ep2-tp4")])
+@pytest.mark.parametrize("exchange", ["alltoall", slow("ragged")])
 def test_a_collapsed_router_with_empty_experts_equals_the_dense_layer(exchange, mesh) -> None:
     changes = {"bias_update_speed": 0.1}
     want = run(config_of(exchange="dense", **changes), ONE_DEVICE, alter=all_to_one)
@@ -254,7 +254,7 @@ def test_a_collapsed_router_with_empty_experts_equals_the_dense_layer(exchange, 
     assert_equal_runs(got, want)
 
 
-@pytest.mark.parametrize("exchange", [pytest.param("alltoall", marks=pytest.mark.slow), "ragged"])
+@pytest.mark.parametrize("exchange", [release("alltoall"), "ragged"])
 def test_ninety_six_experts_on_eight_devices_equal_the_dense_layer(exchange) -> None:
     sizes = {"num_experts": 96, "num_experts_per_tok": 4, "moe_intermediate_size": 8}
     want = run(config_of(exchange="dense", **sizes), ONE_DEVICE)
@@ -317,7 +317,7 @@ BIASES = [
 
 @pytest.mark.parametrize(
     ("exchange", "mesh", "residual", "overlap", "changes"),
-    [*BIASES[:4], *(pytest.param(*case, marks=pytest.mark.slow) for case in BIASES[4:])],
+    [*BIASES[:4], *(release(*case) for case in BIASES[4:])],
 )
 def test_biases_and_shared_gate_equal_the_dense_layer(
     exchange, mesh, residual, overlap, changes

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE
+from conftest import MESHES, ONE_DEVICE, release, slow
 from flax import nnx
 
 from configs.build import build_program
@@ -104,7 +104,7 @@ MORE = {"ep8": MeshConfig(ep=8), "ep2-tp2-sp2": MeshConfig(ep=2, tp=2, sp=2)}
 
 
 @pytest.mark.parametrize(
-    "mesh", ["ep2-fsdp2-sp2", *(pytest.param(m, marks=pytest.mark.slow) for m in
+    "mesh", ["ep2-fsdp2-sp2", *(release(m) for m in
      ("ep8", "tp8", "fsdp8", "dp8", "dp2-fsdp2-tp2", "tp4-sp2", "ep2-tp2-sp2"))]
 )  # fmt: skip
 def test_loss_and_every_gradient_equal_one_device(one_device, mesh) -> None:
@@ -142,7 +142,7 @@ def test_accumulation_changes_no_loss_and_no_count(one_device) -> None:
     assert_equal_gradients(gradients(ONE_DEVICE, model, 2), gradients(ONE_DEVICE, model))
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
+@pytest.mark.parametrize("objective", ["sft", slow("dpo")])
 def test_two_equal_microbatches_have_the_loss_and_gradients_of_one(objective) -> None:
     """So the loss of experts, which is large here, is a mean over microbatches too."""
     changes = {"router_aux_loss_coef": 1.0, "first_k_dense_replace": 0, "decoder_sparse_step": 1}
@@ -217,7 +217,7 @@ def full_forward(moe: MoEConfig):
     return run
 
 
-@pytest.mark.parametrize("cache", ["dense", "paged"])
+@pytest.mark.parametrize("cache", [slow("dense"), "paged"])
 def test_generation_equals_the_argmax_of_the_full_forward(cache) -> None:
     """With an expert capacity that drops tokens in training, but never in generation."""
     tight = MOE.model_copy(update={"capacity_factor": 0.5, "bias_update_speed": 0.0})

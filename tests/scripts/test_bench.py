@@ -10,7 +10,7 @@ from conftest import ROOT
 # Arguments, the ratios in the result, and the stage.
 BENCHMARKS = {
     "step": (["step"], lambda result: [result["ratio"]], "slow"),
-    "moe-step": (["moe-step"], lambda result: [result["ratio"]], "sweep"),
+    "moe-step": (["moe-step"], lambda result: [result["ratio"]], "release"),
     "attention": (
         ["attention", "--lengths", "128"],
         lambda result: [result["rows"][0]["ratio"]],

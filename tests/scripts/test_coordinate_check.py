@@ -3,6 +3,7 @@
 import re
 import sys
 
+import pytest
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -13,6 +14,7 @@ TINY = ["data.sequence_length=16", "data.global_batch_size=4", "model.num_hidden
 TINY += ["optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0", "run.compilation_cache=null"]
 
 
+@pytest.mark.slow
 def test_changes_of_logits_grow_with_the_width_without_mup_alone(tmp_path, capsys):
     picture = tmp_path / "check.png"
     widths = ["--steps", "3", "--output", str(picture), "--widths", "256", "32", "64"]

@@ -78,6 +78,7 @@ def test_survivors_are_told_from_killed_faults_and_results_are_kept(
     assert found(toy, capsys=capsys) == {name: name for name in FAULTS}
 
 
+@pytest.mark.slow
 def test_slow_tests_get_more_time(toy: Path, capsys) -> None:
     path = toy / "tests" / "test_double.py"
     path.write_text(path.read_text().replace("():\n", "():\n    import time; time.sleep(3)\n"))

@@ -48,7 +48,7 @@ def predict(*arguments: str) -> dict:
 @pytest.mark.parametrize(
     ("mesh", "remat", "milliseconds", "exposed", "gib"),
     [
-        pytest.param(*step, marks=pytest.mark.slow if step[:2] == FASTEST else pytest.mark.sweep)
+        pytest.param(*step, marks=pytest.mark.slow if step[:2] == FASTEST else pytest.mark.release)
         for step in STEPS
     ],
 )

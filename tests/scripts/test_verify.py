@@ -218,6 +218,7 @@ def test_nothing_is_within_the_bounds_of_a_reference_that_is_not_finite(
 # Runs.
 
 
+@pytest.mark.slow
 def test_a_verification_passes_and_continues_where_it_stopped(tiny, capsys) -> None:
     assert verify.main([*tiny, "--sample", "1"]) == 0
     assert "497 of 498 cases were not run" in capsys.readouterr().out

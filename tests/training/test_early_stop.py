@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from conftest import slow
 from runs import losses, read_lines, refusal, run, write_config
 
 from parallel.cluster.process_group import ProcessGroup
@@ -181,7 +182,7 @@ def test_a_killed_run_ends_at_the_same_step_with_the_same_record(stopped, tmp_pa
     assert records(folder) == before and losses(folder) == found
 
 
-@pytest.mark.parametrize("last", [2, 6])
+@pytest.mark.parametrize("last", [2, slow(6)])
 def test_an_interrupted_evaluation_counts_in_the_next_process(stopped, tmp_path, monkeypatch, last):
     """Also if it is the one that ends the run: no step is trained after it."""
     again = [*STOPS, *OFTEN, f"run.dir={tmp_path}/again"]

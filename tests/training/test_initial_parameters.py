@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import ONE_DEVICE, tensor_parallel
+from conftest import ONE_DEVICE, slow, tensor_parallel
 from flax import nnx
 from runs import kept_signals, losses, read_lines, refusal, run, write_config
 
@@ -57,7 +57,9 @@ def said_differences(folder: Path) -> list[str]:
     return [line.partition("init_from: ")[2] for line in lines]
 
 
-@pytest.mark.parametrize("mesh", [("mesh.dp=1", "mesh.tp=1"), ("mesh.tp=1", "mesh.fsdp=4"), ()])
+@pytest.mark.parametrize(
+    "mesh", [slow(("mesh.dp=1", "mesh.tp=1")), ("mesh.tp=1", "mesh.fsdp=4"), ()]
+)
 def test_a_second_stage_starts_from_the_parameters_of_the_first_on_every_mesh(
     first, tmp_path, mesh
 ):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE, ROOT
+from conftest import MESHES, ONE_DEVICE, ROOT, release, slow
 from jax.sharding import PartitionSpec as P
 from test_lora import GRID, LATENT, SPARSE, program_on, started
 from test_step import TINY, fields, leaves, placed  # noqa: F401 (a fixture)
@@ -42,19 +42,13 @@ def gradients(program, params, batch):
     ("mesh", "options"),
     [
         (GRID, ("parallel.overlap=ring",)),
-        (ONE_DEVICE, SPARSE),
-        (ONE_DEVICE, (LATENT, "model.dtype=bfloat16")),
-        pytest.param(
-            GRID,
-            (LATENT, "model.dtype=bfloat16", "parallel.overlap=ring"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(MESHES["tp4-sp2"], (LATENT, "parallel.overlap=split"), marks=pytest.mark.slow),
-        pytest.param(
-            MESHES["ep2-fsdp2-sp2"], (*SPARSE, "model.dtype=bfloat16"), marks=pytest.mark.slow
-        ),
+        slow(ONE_DEVICE, SPARSE),
+        slow(ONE_DEVICE, (LATENT, "model.dtype=bfloat16")),
+        release(GRID, (LATENT, "model.dtype=bfloat16", "parallel.overlap=ring")),
+        release(MESHES["tp4-sp2"], (LATENT, "parallel.overlap=split")),
+        release(MESHES["ep2-fsdp2-sp2"], (*SPARSE, "model.dtype=bfloat16")),
         *(
-            pytest.param(MESHES[mesh], options, marks=pytest.mark.slow)
+            release(MESHES[mesh], options)
             for mesh, options in {
                 "tp8": ("parallel.overlap=split", "model.remat=full"),
                 "fsdp8": ("parallel.overlap=none", "parallel.residual=replicated"),
@@ -63,20 +57,14 @@ def gradients(program, params, batch):
                 "ep2-fsdp2-sp2": (*SPARSE, "model.moe.exchange=ragged"),
             }.items()
         ),
-        pytest.param(
-            MeshConfig(ep=2, fsdp=2, tp=2),
-            (*SPARSE, "parallel.overlap=bidirectional"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        slow(MeshConfig(ep=2, fsdp=2, tp=2), (*SPARSE, "parallel.overlap=bidirectional")),
+        release(
             MeshConfig(ep=2, tp=2, fsdp=2),
             (*SPARSE, "model.moe.exchange=dense", "lora.targets=[qkv,experts]"),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        release(
             MeshConfig(ep=2, fsdp=2, tp=2),
             (*SPARSE, "model.moe.expert_rule=unified", "lora.targets=[o,down]"),
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -108,7 +96,7 @@ def test_kernels_are_rounded_to_the_largest_entry_of_their_column():
     ("meshes", "options"),
     [
         ((ONE_DEVICE, GRID), ()),
-        pytest.param((ONE_DEVICE, MeshConfig(ep=2, fsdp=2, tp=2)), SPARSE, marks=pytest.mark.slow),
+        release((ONE_DEVICE, MeshConfig(ep=2, fsdp=2, tp=2)), SPARSE),
     ],
 )
 def test_the_base_is_equal_on_every_mesh_and_takes_a_byte_per_parameter(meshes, options):

@@ -32,6 +32,7 @@ def run_directories(tmp_path_factory):
     return whole / "run", resumed / "run"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_equal(run_directories):
     whole, resumed = run_directories
     assert losses(whole) == losses(resumed) and len(losses(whole)) == 4
@@ -65,6 +66,7 @@ def test_merged_parameters_generate_the_same_text_and_are_exported(run_directori
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_base_of_another_run_is_quantized(
     undisturbed, run_directories, tmp_path, capsys, monkeypatch
 ):

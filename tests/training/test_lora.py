@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE, ROOT
+from conftest import MESHES, ONE_DEVICE, ROOT, release, slow
 from test_step import TINY, assert_same_layout, fields, leaves, placed  # noqa: F401 (a fixture)
 
 from configs.build import build_program, build_sharding_table, describe_parameters
@@ -128,9 +128,9 @@ def steps_by_hand(batch, count, params):
     ("mesh", "overlap", "residual"),
     [
         ("dp2-fsdp2-tp2", "ring", "sequence"),
-        pytest.param("tp8", "bidirectional", "sequence", marks=pytest.mark.slow),
-        pytest.param("tp4-sp2", "none", "hidden", marks=pytest.mark.slow),
-        pytest.param("fsdp8", "none", "replicated", marks=pytest.mark.slow),
+        release("tp8", "bidirectional", "sequence"),
+        release("tp4-sp2", "none", "hidden"),
+        slow("fsdp8", "none", "replicated"),
     ],
 )
 def test_train_steps_equal_steps_written_by_hand(fields, mesh, overlap, residual):  # noqa: F811
@@ -174,24 +174,16 @@ LATENT = (
     ("mesh", "options"),
     [
         (GRID, ("parallel.overlap=split", "model.remat=full")),
-        pytest.param(GRID, (LATENT, "parallel.overlap=ring"), marks=pytest.mark.slow),
-        pytest.param(
-            MESHES["tp4-sp2"], (LATENT, "parallel.residual=hidden"), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            MeshConfig(ep=2, fsdp=2, tp=2),
-            (*SPARSE, "parallel.overlap=ring"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        release(GRID, (LATENT, "parallel.overlap=ring")),
+        slow(MESHES["tp4-sp2"], (LATENT, "parallel.residual=hidden")),
+        slow(MeshConfig(ep=2, fsdp=2, tp=2), (*SPARSE, "parallel.overlap=ring")),
+        release(
             MeshConfig(ep=2, tp=4),
             (*SPARSE, "parallel.residual=hidden", "model.moe.expert_rule=unified"),
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        release(
             MESHES["ep2-fsdp2-sp2"],
             (*SPARSE, "parallel.residual=replicated", "model.moe.exchange=ragged"),
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -357,10 +349,10 @@ def kernel_shaped(program, batch) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("overlap", "residual"),
     [
-        ("none", "sequence"),
         ("ring", "sequence"),
-        pytest.param("ring", "hidden", marks=pytest.mark.slow),
-        pytest.param("none", "hidden", marks=pytest.mark.slow),
+        slow("none", "sequence"),
+        release("ring", "hidden"),
+        release("none", "hidden"),
     ],
 )
 def test_frozen_kernels_have_no_gradient_in_the_compiled_step(

@@ -109,6 +109,7 @@ def test_another_rank_does_not_continue_a_run(run_directories, capsys):
 STILL = ("training.steps=1", "training.sample_tokens=0", "optimizer.learning_rate=1e-30")
 
 
+@pytest.mark.slow
 def test_adapters_start_fresh_on_the_parameters_of_another_run(undisturbed, tmp_path):
     config = write_config(tmp_path)
     assert run(config, "lora.rank=2", *STILL, f"training.init_from={undisturbed}/run") == 0

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ONE_DEVICE
+from conftest import ONE_DEVICE, slow
 from runs import read_lines, run, write_config
 from test_step import GRID, fields, leaves, placed, program_on  # noqa: F401
 
@@ -42,7 +42,7 @@ def test_one_part_with_tokens_gives_no_estimate():
     assert noise_terms(terms, grads, 4.0) == {"noise_trace": 0, "noise_signal": 0}
 
 
-@pytest.mark.parametrize("mesh", [ONE_DEVICE, GRID], ids=str)
+@pytest.mark.parametrize("mesh", [ONE_DEVICE, slow(GRID)], ids=str)
 def test_a_step_measures_the_noise_of_its_microbatches(fields, mesh):  # noqa: F811
     program = program_on(mesh, *NOISE)
     with jax.set_mesh(program.tp.mesh):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from conftest import MESHES, ONE_DEVICE
+from conftest import MESHES, ONE_DEVICE, release, slow
 from runs import read_lines
 from test_step import GRID, fields, fresh_on, gradients, leaves, placed, program_on  # noqa: F401
 
@@ -59,13 +59,12 @@ def test_norms_need_no_second_copy_of_gradients_or_parameters(fields, monkeypatc
     assert temporary_bytes() <= with_norms <= temporary_bytes() + 4 * len(KINDS) * 64
 
 
-@pytest.mark.parametrize("options", [(), MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "options"),
     [
-        "dp2-fsdp2-tp2",
-        pytest.param("fsdp8", marks=pytest.mark.slow),
-        pytest.param("ep2-fsdp2-sp2", marks=pytest.mark.slow),
+        ("dp2-fsdp2-tp2", ()),
+        slow("dp2-fsdp2-tp2", MOE),
+        *(release(name, options) for name in ("fsdp8", "ep2-fsdp2-sp2") for options in ((), MOE)),
     ],
 )
 def test_norms_are_equal_on_every_mesh(fields, name, options):  # noqa: F811

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release, slow
 from runs import losses, run, write_config
 
 from configs.build import build_program
@@ -124,9 +124,7 @@ def test_groups_apply_to_the_parameters_of_their_layers_alone(lora):
     assert {"experts", "attention"} <= kinds and (lora or len(kinds) == 5), kinds
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp2-fsdp2-tp2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("tp8", "fsdp8"))]
-)
+@pytest.mark.parametrize("mesh", ["dp2-fsdp2-tp2", *(release(x) for x in ("tp8", "fsdp8"))])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("adamw", "int8")]
 )
@@ -180,10 +178,9 @@ def test_moments_are_as_registered_and_in_shards_as_their_parameters(name):
     ("name", "moments"),
     [
         ("muon", "null"),
-        ("adamw", "bfloat16"),
         ("adamw", "int8"),
-        ("schedule_free_adamw", "null"),
-        *(pytest.param(x, "null", marks=pytest.mark.slow) for x in ("adafactor", "lion", "sgd")),
+        slow("adamw", "bfloat16"),
+        *(slow(x, "null") for x in ("schedule_free_adamw", "adafactor", "lion", "sgd")),
     ],
 )
 def test_a_resumed_run_is_bit_equal(name, moments, tmp_path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy_model
 import pytest
-from conftest import MESHES, ONE_DEVICE, ROOT
+from conftest import MESHES, ONE_DEVICE, ROOT, release, slow
 from test_int8_base import INT8, floats
 from test_lora import plain_merge, stripped
 from test_step import LENGTH, ROWS, TINY, assert_same_layout, leaves, placed
@@ -130,12 +130,12 @@ def _formula(config, state, pairs):
     [
         (ONE_DEVICE, (), 1),
         (GRID, (), 2),
-        (MESHES["tp4-sp2"], ("parallel.overlap=ring", *LORA), 1),
+        slow(MESHES["tp4-sp2"], ("parallel.overlap=ring", *LORA), 1),
         (ONE_DEVICE, (*LORA, INT8), 1),
-        pytest.param(GRID, ("parallel.overlap=ring", *LORA, INT8), 2, marks=pytest.mark.slow),
-        pytest.param(GRID, ("parallel.overlap=split", *LORA), 1, marks=pytest.mark.slow),
-        pytest.param(MESHES["tp4-sp2"], ("model.remat=full",), 2, marks=pytest.mark.slow),
-        pytest.param(MESHES["ep2-fsdp2-sp2"], SPARSE, 2, marks=pytest.mark.slow),
+        release(GRID, ("parallel.overlap=ring", *LORA, INT8), 2),
+        release(GRID, ("parallel.overlap=split", *LORA), 1),
+        release(MESHES["tp4-sp2"], ("model.remat=full",), 2),
+        slow(MESHES["ep2-fsdp2-sp2"], SPARSE, 2),
     ],
 )
 def test_loss_metrics_and_gradients_equal_the_formula(pairs, mesh, options, accumulation):
@@ -189,7 +189,7 @@ def test_evaluation_sums_over_pairs_and_leaves_out_the_padding(pairs):
             assert means == pytest.approx(mean, rel=1e-4, abs=MARGIN_BOUND)
 
 
-@pytest.mark.parametrize("options", [(), LORA])
+@pytest.mark.parametrize("options", [(), slow(LORA)])
 def test_a_step_keeps_the_reference_and_has_no_optimizer_state_for_it(pairs, options):
     program, state = started(GRID, *options)
     abstract = program.abstract_state

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from conftest import release, slow
 from runs import losses, run, write_config
 from test_initial_parameters import stored
 
@@ -11,7 +12,7 @@ ROUNDED = 0.02
 """Bound of the relative difference of losses, of the first steps of a tiny model."""
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [slow("int8"), release("fp8_e4m3")])
 def test_a_run_resumes_bit_equal_and_goes_on_with_another_mesh_and_type(dtype, tmp_path):
     config = write_config(tmp_path)
     keys = (*MESH, f"model.matmul_dtype={dtype}")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import MESHES, ROOT
+from conftest import MESHES, ROOT, release, slow
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
@@ -114,12 +114,10 @@ def devices_in(message: str) -> list[str]:
     return re.findall(r"device (\S+) of process 0", message)
 
 
-FAST = ("dp8", "dp2-fsdp2-tp2")
+FAST = ("dp2-fsdp2-tp2",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in PROGRAMS])
 def test_healthy_devices_pass_for_every_kind_of_step(name) -> None:
     parts = 2 if name == "accumulation" else 1
     first, second = (recheck(program_of(name), state_of(name), parts) for _ in range(2))
@@ -189,7 +187,7 @@ AXES = ("dp", "fsdp", "ep", "tp", "sp")
 WRONG = 1 + 2.0**-12
 
 
-@pytest.mark.parametrize("name", ["dp8", pytest.param("fsdp8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dp8", release("fsdp8")])
 def test_a_device_that_is_always_wrong_is_named_by_rows_on_other_devices(name) -> None:
     def scale() -> jax.Array:
         return jnp.where(lax.axis_index(AXES) == 3, WRONG, 1.0)
@@ -298,6 +296,7 @@ def test_rechecks_on_gpus_need_programs_that_are_repeatable(
 EVERY_2 = "training.guard.recheck_every=2"
 
 
+@pytest.mark.slow
 def test_a_run_has_the_same_losses_with_rechecks_and_logs_equal_fingerprints(
     undisturbed, half, tmp_path
 ) -> None:

@@ -5,6 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from conftest import slow
 from runs import losses, read_lines, run
 
 from training import run_identity
@@ -144,7 +145,7 @@ def test_a_moved_run_trains_on_bit_equal(undisturbed, half, tmp_path):
     )
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3, 9])
+@pytest.mark.parametrize("kept", [0, 3, slow(1), slow(9)])
 def test_older_or_newer_metrics_than_the_checkpoint_are_continued_or_cut(
     undisturbed, half, tmp_path, kept
 ):

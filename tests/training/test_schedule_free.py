@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from conftest import ROOT
+from conftest import ROOT, slow
 
 from configs.build import abstract_batch, build_program
 from configs.schema import ConfigError, load_config
@@ -59,7 +59,7 @@ def leaf(tree):
 
 
 @pytest.mark.parametrize(
-    ("config", "extra"), [("tp8", []), ("moe_ep8", []), ("tp8", ["lora.rank=2"])]
+    ("config", "extra"), [("tp8", []), slow("moe_ep8", []), slow("tp8", ["lora.rank=2"])]
 )
 def test_a_step_takes_the_gradients_between_average_and_steps(config, extra):
     config = load_config(ROOT / "configs" / f"{config}.yaml", [*KEYS, *extra, "model.remat=none"])

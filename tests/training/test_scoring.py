@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import numpy_model
 import pytest
-from conftest import MESHES, ONE_DEVICE
+from conftest import MESHES, ONE_DEVICE, release, slow
 from test_step import program_on
 
 from training.scoring import Scorer, padded_lengths
@@ -41,9 +41,9 @@ def expected(program, params, pairs) -> list[tuple[float, bool]]:
         ("one", ()),
         ("dp2-fsdp2-tp2", ()),
         ("tp4-sp2", ("model.final_logit_softcapping=3.0",)),
-        pytest.param("tp8", (), marks=pytest.mark.slow),
-        pytest.param("fsdp8", ("model.tie_word_embeddings=true",), marks=pytest.mark.slow),
-        pytest.param("ep2-fsdp2-sp2", EXPERTS, marks=pytest.mark.slow),
+        release("tp8", ()),
+        release("fsdp8", ("model.tie_word_embeddings=true",)),
+        slow("ep2-fsdp2-sp2", EXPERTS),
     ],
 )
 def test_scores_equal_those_of_a_numpy_model_on_every_mesh(mesh, options):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import MESHES, ONE_DEVICE, ROOT
+from conftest import MESHES, ONE_DEVICE, ROOT, slow
 
 import training.step
 from configs.build import build_program
@@ -113,7 +113,7 @@ def assert_same_layout(state: TrainState, abstract: TrainState):
 @pytest.mark.parametrize(
     ("mesh", "overlap", "remat", "accumulation"),
     [
-        (MESHES["fsdp8"], "split", "none", 1),
+        slow(MESHES["fsdp8"], "split", "none", 1),
         (MeshConfig(dp=2, fsdp=4), "ring", "full", 1),
         (MeshConfig(dp=2, fsdp=2), "bidirectional", "dots", 2),
         (MESHES["ep2-fsdp2-sp2"], "bidirectional", "dots", 1),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import release
 from flax import nnx
 from test_generator import (
     BOUND,
@@ -83,8 +84,16 @@ def decode(mesh: str, config, kind: type[DenseCache]) -> np.ndarray:
     return np.stack(got, axis=1)
 
 
-@pytest.mark.parametrize("mesh", MESHES_HERE)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("heads", "one"),
+        ("heads", "tp8"),
+        ("latents", "tp4-sp2"),
+        *(release("heads", mesh) for mesh in ("tp4-sp2", "dp2-fsdp2-tp2")),
+        *(release("latents", mesh) for mesh in ("one", "tp8", "dp2-fsdp2-tp2")),
+    ],
+)
 def test_logits_equal_those_of_rounded_keys_and_values(name, mesh) -> None:
     config = CONFIGS[name]
     found, wanted = (decode(mesh, config, kind) for kind in (Int8Cache, RoundingCache))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ONE_DEVICE, tensor_parallel
+from conftest import ONE_DEVICE, release, tensor_parallel
 from islands import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -104,10 +104,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     "case",
-    [
-        case if number < 3 else pytest.param(case, marks=pytest.mark.slow)
-        for number, case in enumerate(CASES)
-    ],
+    [case if number < 3 else release(case) for number, case in enumerate(CASES)],
     ids=str,
 )
 def test_experts_with_adapters_equal_experts_of_merged_kernels(case) -> None:

@@ -24,10 +24,10 @@ LATENT = (
 # Overrides, and whether there are groups: not with adapters, nor where features travel.
 STEPS = [
     (["model.remat=full", WINDOWS, "model.sliding_window=256"], True),
-    (["model.moe.num_experts=8", "model.moe.moe_intermediate_size=1024"], True),
     (["lora.rank=8"], False),
 ]
 MORE_STEPS = [
+    (["model.moe.num_experts=8", "model.moe.moe_intermediate_size=1024"], True),
     (["model.remat=none", "mesh.tp=4", "mesh.sp=2", "training.gradient_accumulation=2"], True),
     ([LATENT], True),
     (["parallel.residual=hidden"], False),
@@ -57,7 +57,7 @@ for overrides in json.loads(sys.argv[1]):
     "steps",
     [
         pytest.param(STEPS, id="some", marks=pytest.mark.slow),
-        pytest.param(MORE_STEPS, id="rest", marks=pytest.mark.sweep),
+        pytest.param(MORE_STEPS, id="rest", marks=pytest.mark.release),
     ],
 )
 def test_steps_with_groups_compile(steps) -> None:

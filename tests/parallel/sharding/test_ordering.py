@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, sample
 from jax.sharding import PartitionSpec as P
 
 from configs.build import abstract_batch, build_program
@@ -76,9 +76,9 @@ CASES = [
     ("tp8", "mesh.tp=2 mesh.fsdp=2 mesh.dp=2 training.gradient_accumulation=2"),
     ("tp8", "mesh.tp=2 mesh.fsdp=2 mesh.sp=2 model.tie_word_embeddings=true"),
     ("moe_ep8", ""),
-    ("moe_ep8", "mesh.ep=2 mesh.fsdp=2 mesh.tp=2 optimizer.name=muon"),
 ]
 MORE = [
+    ("moe_ep8", "mesh.ep=2 mesh.fsdp=2 mesh.tp=2 optimizer.name=muon"),
     ("tp8", "mesh.tp=1 mesh.dp=8"),
     ("tp8", "mesh.tp=2 mesh.fsdp=4 optimizer.name=muon"),
     (
@@ -97,9 +97,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "keys"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
-)
+@pytest.mark.parametrize(("name", "keys"), [*CASES, *sample(MORE)])
 def test_no_collective_of_a_step_overtakes_a_loop(name, keys):
     config = load_config(ROOT / "configs" / f"{name}.yaml", keys.split())
     program = build_program(config, jax.devices())

@@ -69,9 +69,7 @@ REST = [mesh for mesh in EVERY if mesh not in HUNG]
     "meshes",
     [
         pytest.param(HUNG, id="hung", marks=pytest.mark.slow),
-        pytest.param(REST[::3], id="rest-0", marks=pytest.mark.slow),
-        pytest.param(REST[1::3], id="rest-1", marks=pytest.mark.sweep),
-        pytest.param(REST[2::3], id="rest-2", marks=pytest.mark.sweep),
+        pytest.param(REST, id="rest", marks=pytest.mark.release),
     ],
 )
 def test_three_runs_on_every_factorisation_of_eight_devices_end(meshes) -> None:

@@ -121,6 +121,7 @@ def test_adapters_come_back_bit_equal_and_train_on(folder) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-28), after, want)
 
 
+@pytest.mark.slow
 def test_adapters_go_through_a_mesh_bit_equal(folder) -> None:
     import_adapters(folder, "eight", *MESH)
     assert convert("to-hf", folder / "eight", folder / "again", "--adapters") == 0
@@ -225,6 +226,7 @@ def test_a_run_without_adapters_has_none_to_write(folder, tmp_path, capsys) -> N
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_model_directory_is_read_as_int8(folder) -> None:
     import_adapters(folder, "int8", "lora.base_dtype=int8")
     assert convert("to-hf", folder / "int8", folder / "merged8", "--dtype", "float32") == 0

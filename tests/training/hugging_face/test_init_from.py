@@ -29,6 +29,7 @@ def imported(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_directory_and_the_run_made_from_it_start_alike_on_every_mesh(imported):
     config = str(imported / "run" / "config.yaml")
     sources = {
