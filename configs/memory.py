@@ -4,6 +4,7 @@ The compiler's figures differ by a few percent, for sparse models by up to a ten
 `scripts/plan.py` prints them. tests/configs/test_step_memory.py compares both.
 """
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -25,6 +26,35 @@ _POLICIES = ("dots", "attention", "full")
 _USABLE = 0.9  # share of `Chip.usable_bytes` that an estimate may fill
 
 
+Dim = tuple[int, int]
+"""The size of a dim of a kernel, and the number of parts into which it is divided."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of layers that have the same shape and are divided alike.
+
+    Attributes:
+        count: Number of kernels. For experts, those of one device of ep.
+        inputs: Their first dim.
+        outputs: Their second dim.
+    """
+
+    count: float
+    inputs: Dim
+    outputs: Dim
+
+    @property
+    def parameters(self) -> float:
+        """Parameters of the whole kernels."""
+        return self.count * self.inputs[0] * self.outputs[0]
+
+    @property
+    def on_device(self) -> float:
+        """Parameters that a device holds: one part of every kernel."""
+        return self.parameters / self.inputs[1] / self.outputs[1]
+
+
 @dataclass(frozen=True)
 class StepShape:
     """Sizes that several formulas share; all of one device.
@@ -32,8 +62,9 @@ class StepShape:
     Attributes:
         microbatches: Microbatches of a step.
         tokens: Tokens of a microbatch on the devices of one tp group.
-        layer: Parameters of the dense matmuls of all layers.
-        experts: Parameters of the experts of all layers.
+        layer: Parameters of the dense kernels of all layers.
+        experts: Parameters of the experts' kernels of all layers.
+        others: Parameters of all layers that are no kernels: norms, routers and biases.
         embedding: Parameters of the embedding; 0 with tied embeddings, where head counts them.
         head: Parameters of the head.
         b: Bytes of an activation.
@@ -43,6 +74,7 @@ class StepShape:
     tokens: float
     layer: float
     experts: float
+    others: float
     embedding: float
     head: float
     b: int
@@ -53,8 +85,13 @@ class StepShape:
         model, mesh = config.model, config.mesh
         parts = config.training.gradient_accumulation
         rows = max(config.data.batch_sizes) / parts / (mesh.dp * mesh.fsdp * mesh.ep)
-        sparse = sum(model.sparse_layers)
-        experts = 3 * model.hidden_size * model.expert_size * model.moe.num_experts * sparse
+        dense, experts = layer_kernels(config)
+        over = expert_parts(config)[0]
+        kernels = sum(k.parameters for k in dense) + over * sum(k.parameters for k in experts)
+        biases = 0
+        if "experts" in model.biases:
+            of_expert = 2 * model.expert_size + model.hidden_size
+            biases = sum(model.sparse_layers) * model.moe.num_experts * of_expert
         head = model.hidden_size * model.padded_vocab_size
         embedding = 0 if model.tie_word_embeddings else head
         split = mesh.fsdp * mesh.sp * mesh.tp
@@ -62,8 +99,9 @@ class StepShape:
         return cls(
             microbatches=parts,
             tokens=rows * config.data.row_length / mesh.sp,
-            layer=(model.num_parameters - experts - embedding - head) / split,
-            experts=experts / expert_parts(config)[0] / mesh.tp,
+            layer=sum(k.on_device for k in dense),
+            experts=sum(k.on_device for k in experts),
+            others=model.num_parameters - kernels - embedding - head - biases + biases / over,
             embedding=embedding / embedding_split,
             head=head / split,
             b=jnp.dtype(model.dtype).itemsize,
@@ -72,7 +110,7 @@ class StepShape:
     @property
     def parameters(self) -> float:
         """All parameters."""
-        return self.layer + self.experts + self.embedding + self.head
+        return self.layer + self.experts + self.others + self.embedding + self.head
 
 
 def step_memory(config: Config, chip: Chip) -> dict[str, float]:
@@ -86,7 +124,7 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     copies = 4 * (config.optimizer.ema_decay is not None)  # the average is float32
     copies += size * (config.training.objective == "dpo")
     optimizer, kernels = OPTIMIZERS[config.optimizer.name], shape.layer + shape.experts
-    others = shape.embedding + shape.head
+    others = shape.others + shape.embedding + shape.head
     moments = optimizer.matrix_moments * kernels + optimizer.moments * others
     moment_bytes = {"bfloat16": 2, "int8": 1}.get(config.optimizer.moments_dtype or "", size)
     layers, (stream, attention, products) = model.num_hidden_layers, kept_per_token(config)
@@ -105,7 +143,8 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
         "parameters": frozen * kernels + held * others
         if config.lora.rank
         else size * shape.parameters,
-        "optimizer": copies * trained + moment_bytes * (0.0 if config.lora.rank else moments),
+        "optimizer": copies * trained
+        + (0.0 if config.lora.rank else moment_bytes * moments + 4 * _kernel_values(config)),
         "gradients": size * trained + accumulated,
         "kept activations": shape.tokens * per_token * layers * shape.b
         + (gathered * layers * shape.b if model.remat == "none" else 0.0),
@@ -116,15 +155,58 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     }
 
 
+def layer_kernels(config: Config) -> tuple[list[Kernels], list[Kernels]]:
+    """Return the kernels of all layers: those of attention and MLPs, and those of experts."""
+    model, mesh, mla = config.model, config.mesh, config.model.mla
+    stored, tp = mesh.fsdp * mesh.sp, mesh.tp
+    layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
+    width, heads = (model.hidden_size, stored), model.num_attention_heads
+    dense = [Kernels(layers, (heads * model.value_size, tp), width)]
+    if mla is None:
+        keys = model.num_key_value_heads * model.head_size, tp
+        dense += [Kernels(layers, width, (heads * model.head_size, tp))]
+        dense += [Kernels(2 * layers, width, keys)]
+    else:
+        latents = [mla.kv_width] + ([mla.q_lora_rank] if mla.q_lora_rank else [])
+        dense += [Kernels(layers, width, (latent, 1)) for latent in latents]
+        queries = mla.q_lora_rank or model.hidden_size
+        expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim), tp
+        dense += [Kernels(layers, (queries, stored), (heads * mla.qk_head_dim, tp))]
+        dense += [Kernels(layers, (mla.kv_lora_rank, stored), expanded)]
+    shared = model.moe.num_shared_experts * model.expert_size
+    for count, size in ((layers - sparse, model.intermediate_size), (sparse, shared)):
+        if count * size:
+            inner = size, tp
+            dense += [Kernels(2 * count, width, inner), Kernels(count, inner, width)]
+    over, parts = expert_parts(config)
+    held = sparse * model.moe.num_experts / over
+    outer, inner = (model.hidden_size, parts), (model.expert_size, tp)
+    return dense, [Kernels(2 * held, outer, inner), Kernels(held, inner, outer)]
+
+
 def expert_parts(config: Config) -> tuple[int, int]:
-    """Return the devices that divide the experts, without tp, and those that divide their width."""
+    """Return over how many devices the experts are dealt out, and how many divide their width."""
     mesh = config.mesh
     stored = mesh.fsdp * mesh.sp
-    return {
-        "split": (mesh.ep * mesh.fsdp, mesh.fsdp),
-        "alt": (mesh.ep * stored, stored),
+    parts = {
+        "split": (mesh.ep, mesh.fsdp),
+        "alt": (mesh.ep, stored),
         "unified": (mesh.ep * stored, 1),
-    }[config.model.moe.expert_rule]
+    }
+    return parts[config.model.moe.expert_rule]
+
+
+def _kernel_values(config: Config) -> float:
+    """Return the values that the optimizer keeps for kernels besides moments, on one device."""
+    values = OPTIMIZERS[config.optimizer.name].kernel_values
+    if values is None:
+        return 0.0
+    dense, experts = layer_kernels(config)
+    return sum(
+        k.count * values(config.optimizer, *dims) / math.prod(parts)
+        for k in dense + experts
+        for dims, parts in [zip(k.inputs, k.outputs, strict=True)]
+    )
 
 
 def kept_per_token(config: Config) -> tuple[float, float, float]:

@@ -118,13 +118,17 @@ _XLA_OPTIONS = {
 def prevent_deadlocks() -> None:
     """Add the XLA options to XLA_FLAGS; call it before a jax backend starts.
 
-    Child processes inherit them. Options that the user has set stay. Nothing is added where
-    JAX_PLATFORMS excludes the CPU, because XLA refuses to start with an option that it does not
-    know. The names were checked with jax 0.10.2 and 0.12.0.
+    Factorisations of matrices, as in SOAP, get one thread per device: with several, those of eight
+    devices wait for each other, which took a hundred times longer on two cores (November 2026).
+
+    Child processes inherit these variables. Those that the user has set stay. Nothing is added
+    where JAX_PLATFORMS excludes the CPU, because XLA refuses to start with an option that it does
+    not know. The names were checked with jax 0.10.2 and 0.12.0.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and "cpu" not in platforms.split(","):
         return
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     flags = os.environ.get("XLA_FLAGS", "").split()
     present = {flag.lstrip("-").partition("=")[0] for flag in flags}
     added = [f"--{name}={value}" for name, value in _XLA_OPTIONS.items() if name not in present]

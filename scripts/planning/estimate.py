@@ -197,7 +197,8 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         found["fsdp"] += ring(width, parts * 4 * shape.experts * shape.b * width, span)
     if (mesh.dp > 1 or mesh.ep > 1) and not config.lora.rank:
         # Sums of float32, for every microbatch. The copies of experts are those over dp.
-        dense, within = shape.layer + shape.embedding + shape.head, mesh.dp // mesh.dcn_dp
+        dense = shape.layer + shape.others + shape.embedding + shape.head
+        within = mesh.dp // mesh.dcn_dp
         beyond = mesh.num_devices // mesh.dcn_dp
         found["dp"] = ring(within * mesh.ep, parts * 8 * dense, beyond)
         found["dp"] += ring(within, parts * 8 * shape.experts, beyond)

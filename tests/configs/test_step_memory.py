@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import jax
 import pytest
@@ -19,6 +20,14 @@ FSDP = ("mesh.tp=1", "mesh.fsdp=8")
 
 def llama(*overrides: str) -> Config:
     return load_config(ROOT / "configs" / "llama3_8b_tp8.yaml", overrides)
+
+
+def bytes_of(state: Any) -> int:
+    """Return the bytes of arrays on one device."""
+    return sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(state)
+    )
 
 
 # docs/predicted.md: compiled by libtpu 0.0.42 in November 2026.
@@ -42,13 +51,7 @@ def held_bytes(config: Config) -> dict[str, int]:
     program = build_program(config, jax.devices())
     with jax.set_mesh(program.tp.manager.mesh):
         state = program.abstract_state
-    return {
-        part: sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(getattr(state, part))
-        )
-        for part in ("params", "opt_state", "ema")
-    }
+    return {part: bytes_of(getattr(state, part)) for part in ("params", "opt_state", "ema")}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_the_bytes_of_parameters_and_averages_are_those_of_the_state(name, keys)
 
 @pytest.mark.parametrize("moments", ["null", "bfloat16", "int8"])
 @pytest.mark.parametrize(
-    "name", ["adamw", "muon", "lion", "adafactor", "sgd", "schedule_free_adamw"]
+    "name", ["adamw", "muon", "lion", "adafactor", "sgd", "schedule_free_adamw", "soap"]
 )
 def test_the_bytes_of_an_optimizer_are_those_of_its_state(name: str, moments: str) -> None:
     keys = ["mesh.fsdp=2", "mesh.tp=4", f"optimizer.name={name}"]
@@ -86,6 +89,32 @@ def test_the_bytes_of_an_optimizer_are_those_of_its_state(name: str, moments: st
     held, memory = held_bytes(config)["opt_state"], step_memory(config, V5P)
     rest = 0.03 * memory["parameters"]  # norms, counters, sums of rows and columns
     assert memory["optimizer"] == pytest.approx(held, abs=rest)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "mesh.sp=2 mesh.tp=2 mesh.fsdp=2",
+        "mesh.tp=8 optimizer.options.max_size=512",
+        "mesh.fsdp=2 mesh.tp=4 model.mla.kv_lora_rank=128 model.mla.v_head_dim=16",
+        "mesh.fsdp=2 mesh.tp=4 model.mla.q_lora_rank=64 model.mla.kv_lora_rank=128",
+        "mesh.ep=2 mesh.sp=2 mesh.fsdp=2 mesh.tp=1 model.moe.num_experts=4 "
+        "model.moe.num_experts_per_tok=2 model.moe.num_shared_experts=1 "
+        "model.moe.first_k_dense_replace=1",
+        "mesh.ep=2 mesh.sp=2 mesh.fsdp=2 mesh.tp=1 model.moe.num_experts=8 "
+        "model.moe.expert_rule=alt",
+        "mesh.ep=2 mesh.sp=2 mesh.fsdp=2 mesh.tp=1 model.moe.num_experts=8 "
+        "model.moe.expert_rule=unified",
+    ],
+)
+def test_the_bytes_of_statistics_are_those_of_the_state(model: str) -> None:
+    config = load_config(ROOT / "configs" / "tp8.yaml", ["optimizer.name=soap", *model.split()])
+    program = build_program(config, jax.devices())
+    with jax.set_mesh(program.tp.manager.mesh):
+        state = program.abstract_state.opt_state
+    memory = step_memory(config, V5P)
+    rest = 0.03 * memory["parameters"]  # norms, counters, columns that tp does not divide
+    assert memory["optimizer"] == pytest.approx(bytes_of(state), abs=rest)
 
 
 @pytest.mark.parametrize(("remat", "gib"), [("attention", 77), ("dots", 101.5)])

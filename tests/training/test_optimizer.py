@@ -244,7 +244,7 @@ def test_three_steps_equal_adamw_in_numpy(clip_norm):
         np.testing.assert_allclose(value, wanted[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion", "adafactor", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "soap", "lion", "adafactor", "sgd"])
 def test_groups_have_a_learning_rate_and_a_weight_decay_of_their_own(name):
     groups = {
         "embedding": {"learning_rate": 0.1, "weight_decay": 0.0},

@@ -27,10 +27,17 @@ MESHES = {
 }
 
 
+# The options of SOAP make it well-conditioned. By default it divides by numbers that are little
+# more than rounding errors.
+KEYS = {
+    "schedule_free_adamw": ["optimizer.schedule=constant"],
+    "soap": ["optimizer.options={interval: 2, damping: 0.3}", "optimizer.eps=0.3"],
+}
+
+
 def named(name: str) -> list[str]:
     """Return the keys that choose an optimizer."""
-    schedule = ["optimizer.schedule=constant"] if name == "schedule_free_adamw" else []
-    return [f"optimizer.name={name}", *schedule]
+    return [f"optimizer.name={name}", *KEYS.get(name, [])]
 
 
 def program_of(name: str, mesh: list[str] | None, *overrides: str):
@@ -89,7 +96,10 @@ def test_updates_on_a_mesh_equal_those_on_one_device(name, mesh):
         jax.tree.leaves(on_one_device(name)),
         strict=True,
     ):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
+        place = jax.tree_util.keystr(path)
+        # Products of 128 gradients are sums of large terms that may cancel.
+        atol = 1e-6 * (np.abs(y).max() if ".statistic" in place else 1.0)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol, err_msg=place)
     abstract = program.abstract_state
     wanted = jax.tree.leaves((abstract.params, abstract.opt_state))
     for x, want in zip(jax.tree.leaves(found), wanted, strict=True):
@@ -167,7 +177,9 @@ def test_moments_are_as_registered_and_in_shards_as_their_parameters(name):
         key = (x.shape, x.sharding.spec)
         layouts[key] = layouts.get(key, 0) + count
     found = {}
-    for x in jax.tree.leaves(state.opt_state):
+    for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        if {getattr(key, "name", "") for key in path} & {*entry.exact}:
+            continue  # no moments
         key = (x.shape, x.sharding.spec)
         found[key] = found.get(key, 0) + 1
     for key, count in layouts.items():
@@ -180,7 +192,7 @@ def test_moments_are_as_registered_and_in_shards_as_their_parameters(name):
         ("muon", "null"),
         ("adamw", "int8"),
         slow("adamw", "bfloat16"),
-        *(slow(x, "null") for x in ("schedule_free_adamw", "adafactor", "lion", "sgd")),
+        *(slow(x, "null") for x in ("schedule_free_adamw", "adafactor", "lion", "sgd", "soap")),
     ],
 )
 def test_a_resumed_run_is_bit_equal(name, moments, tmp_path):

@@ -1,6 +1,6 @@
 """Optimizers by name; importing the package registers the built-in ones."""
 
-from training.optimizers import adafactor, adamw, lion, muon, schedule_free, sgd
+from training.optimizers import adafactor, adamw, lion, muon, schedule_free, sgd, soap
 from training.optimizers.config import OptimizerConfig
 from training.optimizers.parameters import decay_weights, decays
 from training.optimizers.registry import (
@@ -31,5 +31,6 @@ __all__ = [
     "register",
     "schedule_free",
     "sgd",
+    "soap",
     "tree_where",
 ]

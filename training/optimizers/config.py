@@ -27,8 +27,8 @@ class OptimizerConfig(
     """The optimizer, its learning-rate schedule, and clipping by global gradient norm."""
 
     name: str = "adamw"
-    """Optimizer by name: adamw, muon, lion, adafactor, schedule_free_adamw or sgd, and others that
-    are registered."""
+    """Optimizer by name: adamw, muon, soap, lion, adafactor, schedule_free_adamw or sgd, and
+    others that are registered."""
     options: dict[str, Any] = {}
     """Options of an optimizer beyond the keys below, such as {momentum: 0.9} of muon."""
     learning_rate: PositiveFloat = 3e-4
@@ -51,13 +51,13 @@ class OptimizerConfig(
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay per unit of learning rate; of matrices, not of norms or biases."""
     beta1: Fraction = 0.9
-    """Decay of the first moment; adamw, muon (parameters that it leaves to AdamW) and lion. In
-    schedule_free_adamw: gradients are those at beta1 * average + (1 - beta1) * newest step."""
+    """Decay of the first moment; adamw, muon (parameters that it leaves to AdamW), soap and lion.
+    In schedule_free_adamw: gradients are those at beta1 * average + (1 - beta1) * newest step."""
     beta2: Fraction = 0.95
-    """Decay of the second moment, or of Lion's momentum; adamw, muon, schedule_free_adamw and
-    lion."""
+    """Decay of the second moment, or of Lion's momentum; adamw, muon, soap, schedule_free_adamw
+    and lion."""
     eps: PositiveFloat = 1e-8
-    """Added to the square root of the second moment; adamw, muon and schedule_free_adamw."""
+    """Added to the square root of the second moment; adamw, muon, soap and schedule_free_adamw."""
     groups: dict[ParameterKind, GroupConfig] = {}
     """Learning rate and weight decay by kind of layer (embedding, attention, mlp, experts, norms,
     head), such as {embedding: {learning_rate: 0.1, weight_decay: 0}}."""

@@ -96,23 +96,18 @@ def orthogonal_steps(tree: Any, iterations: int, rms: float, dtype: str | None =
     They are exchanged and multiplied in `dtype` (None: exchanged as they are, and multiplied in
     float32), and returned in the dtype of the arguments.
 
-    Stacks with the same M, N, sharding and dtype are computed together, so that fewer devices are
-    left without a matrix. Communication: see `map_whole_matrices`.
+    Communication: see `map_whole_matrices`.
     """
     stacks, structure = jax.tree.flatten(tree)
-    alike: dict[Any, list[int]] = {}
-    for index, x in enumerate(stacks):
-        key = (x.shape[-2:], jax.typeof(x).sharding, x.dtype)
-        alike.setdefault(key, []).append(index)
-    for (shape, _, _), indices in alike.items():
-        found = map_whole_matrices(
-            partial(newton_schulz, iterations=iterations, dtype=dtype or "float32"),
-            [stacks[index].astype(dtype or stacks[index].dtype) for index in indices],
-        )
-        for index, stack in zip(indices, found, strict=True):
-            scale = rms * max(shape) ** 0.5
-            stacks[index] = stack.astype(stacks[index].dtype) * scale
-    return jax.tree.unflatten(structure, stacks)
+    found = map_whole_matrices(
+        partial(newton_schulz, iterations=iterations, dtype=dtype or "float32"),
+        [x.astype(dtype or x.dtype) for x in stacks],
+    )
+    steps = [
+        y.astype(x.dtype) * (rms * max(x.shape[-2:]) ** 0.5)
+        for x, y in zip(stacks, found, strict=True)
+    ]
+    return jax.tree.unflatten(structure, steps)
 
 
 def newton_schulz(matrix: jax.Array, *, iterations: int, dtype: str = "float32") -> jax.Array:

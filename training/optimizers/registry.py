@@ -38,7 +38,9 @@ class _Entry:
     obeys_is_good: bool
     moments: int
     matrix_moments: int
+    kernel_values: Callable[[OptimizerConfig, int, int], int] | None
     never_negative: tuple[str, ...] | None
+    exact: tuple[str, ...]
     decays_by_group: bool
     point: Callable[[OptimizerConfig, Any, Any], Any] | None
     width_powers: tuple[float, float] | None
@@ -54,7 +56,9 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
     obeys_is_good: bool = False,
     moments: int = 2,
     matrix_moments: int | None = None,
+    kernel_values: Callable[[OptimizerConfig, int, int], int] | None = None,
     never_negative: tuple[str, ...] | None = None,
+    exact: tuple[str, ...] = (),
     decays_by_group: bool = False,
     point: Callable[[OptimizerConfig, Any, Any], Any] | None = None,
     width_powers: tuple[float, float] | None = None,
@@ -68,9 +72,13 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
             false. Otherwise its state is selected afterwards, which may need a second copy of it.
         moments: arrays of the size of a parameter in its state, for estimates of memory.
         matrix_moments: the same for the kernels of layers, if they have another number.
+        kernel_values: (config, M, N) -> float32 values in its state for a kernel (M, N) of a layer
+            besides these, for estimates of memory.
         never_negative: fields of its state that hold no negative value, such as `nu` of optax's
             AdamW; (): no field. In 8 bits they have the range that divisors need. None:
             `optimizer.moments_dtype=int8` is refused.
+        exact: fields of its state that are no moments, and keep their dtype in spite of
+            `optimizer.moments_dtype`.
         decays_by_group: weight decay is that of `decay_weights`, which follows `optimizer.groups`.
         point: (config, parameters, state of the optimizer) -> parameters at which the gradients are
             computed, if these are others. Such an optimizer applies `scale_groups` by itself.
@@ -88,7 +96,9 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
             obeys_is_good,
             moments,
             moments if matrix_moments is None else matrix_moments,
+            kernel_values,
             never_negative,
+            exact,
             decays_by_group,
             point,
             width_powers,
@@ -172,7 +182,7 @@ def make_optimizer(
     optimizer = optimizer if entry.obeys_is_good else keep_if_bad(optimizer)
     if config.moments_dtype is not None:
         optimizer = with_rounded_moments(
-            optimizer, config.moments_dtype, entry.never_negative or ()
+            optimizer, config.moments_dtype, entry.never_negative or (), entry.exact
         )
     if base_width_share != 1 and entry.width_powers is not None:
         optimizer = _with_width(base_width_share, entry.width_powers, optimizer)

@@ -31,6 +31,7 @@ def with_rounded_moments(
     inner: optax.GradientTransformationExtraArgs,
     dtype: Literal["bfloat16", "int8"],
     never_negative: Collection[str] = (),
+    exact: Collection[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Return the same optimizer with arrays of its state in fewer bits, and scalars as they are.
 
@@ -39,6 +40,7 @@ def with_rounded_moments(
     after a resume. `inner` must keep its state where `is_good` is false.
 
     never_negative: fields of the state whose values are never negative.
+    exact: fields of the state that are stored as they are.
     """
 
     def stored(state: Any, updates: jax.Array) -> Any:
@@ -46,12 +48,14 @@ def with_rounded_moments(
         rounded = []
         for number, (path, x) in enumerate(leaves):
             seed = mixed(updates * jnp.uint32(len(leaves)) + jnp.uint32(number))
-            if _is_moment(x) and dtype == "bfloat16":
-                x = to_bfloat16(x, seed)
-            elif _is_moment(x):
-                is_signed = all(getattr(key, "name", None) not in never_negative for key in path)
-                x = to_eight_bits(x, seed, is_signed=is_signed)
-            rounded.append(x)
+            names = {getattr(key, "name", None) for key in path}
+            if not _is_moment(x) or names & {*exact}:
+                rounded.append(x)
+            elif dtype == "bfloat16":
+                rounded.append(to_bfloat16(x, seed))
+            else:
+                is_signed = not names & {*never_negative}
+                rounded.append(to_eight_bits(x, seed, is_signed=is_signed))
         return jax.tree.unflatten(structure, rounded)
 
     def init(params: Any) -> RoundedState:

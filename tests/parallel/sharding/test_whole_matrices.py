@@ -60,6 +60,51 @@ def test_every_sharding_computes_what_one_device_computes(mesh, spec, shape):
             np.testing.assert_array_equal(shard.data, copy)
 
 
+def of_a_tree(matrices, read, factor):
+    """Return functions of several matrices, with the rows and the columns of the first."""
+    x, square = matrices["x"], matrices["square"]
+    return {"x": cubed(x) @ square * factor, "square": jnp.cumsum(x.T @ read, axis=1)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "specs"),
+    [
+        ({"fsdp": 2, "tp": 4}, [P(None, "fsdp", "tp"), P(None, "tp", "fsdp"), P(None, "fsdp")]),
+        ({"fsdp": 2, "tp": 4}, [P(None, "fsdp", "tp"), P(None, "tp"), P(None, None, "tp")]),
+        ({"dp": 2, "tp": 4}, [P(None, None, "tp"), P(None, "tp"), P()]),
+        ({"sp": 2, "fsdp": 2, "dp": 2}, [P(None, ("fsdp", "sp")), P(), P(None, ("fsdp", "sp"))]),
+        ({"ep": 2, "tp": 4}, [P("ep", "tp"), P("ep", None, "tp"), P("ep", "tp")]),
+        (None, [None] * 3),
+    ],
+)
+def test_the_matrices_of_a_tree_may_have_other_sizes_and_shardings(mesh, specs):
+    rng = np.random.default_rng(0)
+    shapes = [(6, 4, 8), (6, 8, 8), (6, 4, 8)]
+    x, square, read = (rng.normal(size=shape).astype("f4") for shape in shapes)
+
+    def mapped(x, square, read, factor):
+        stacks = [{"x": x, "square": square}, {"x": 2 * x, "square": square}]
+        return map_whole_matrices(of_a_tree, stacks, [read, -read], [factor])
+
+    if mesh is None:
+        found = jax.jit(mapped)(x, square, read, 3.0)
+    else:
+        mesh = build_mesh(MeshConfig(**mesh), jax.devices())
+        with jax.set_mesh(mesh):
+            placed = (
+                jax.device_put(value, NamedSharding(mesh, P(*spec, *[None] * (3 - len(spec)))))
+                for value, spec in zip((x, square, read), specs, strict=True)
+            )
+            found = jax.jit(mapped)(*placed, jnp.float32(3))
+    for result, scale in zip(found, (1, 2), strict=True):
+        result = jax.tree.map(np.asarray, result)
+        for layer in range(6):
+            matrices = {"x": scale * x[layer], "square": square[layer]}
+            wanted = of_a_tree(matrices, read[layer] * (3 - 2 * scale), 3.0)
+            for name, value in wanted.items():
+                np.testing.assert_allclose(result[name][layer], value, rtol=2e-5, atol=2e-5)
+
+
 def test_without_a_mesh_the_function_is_applied_to_each_matrix():
     value = np.random.default_rng(0).normal(size=(2, 3, 4, 6)).astype("f4")
     (found,) = jax.jit(lambda x: map_whole_matrices(cubed, [x]))(value)
@@ -80,7 +125,7 @@ def test_a_device_computes_its_share_of_the_matrices(mesh, spec, matrices, monke
     shapes = []
 
     def each(function, stack):
-        shapes.append(stack.shape)
+        shapes.extend(x.shape for x in stack)
         return stack
 
     monkeypatch.setattr(whole_matrices.lax, "map", each)
