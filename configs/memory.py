@@ -223,8 +223,12 @@ def kept_per_token(config: Config) -> tuple[float, float, float]:
     if model.mla is not None:
         latents = model.mla.kv_width + (model.mla.q_lora_rank or heads / tp)
         attention = latents + model.num_attention_heads * model.value_size / tp
-    routed = (model.moe.capacity_factor or 1.0) * model.moe.num_experts_per_tok
-    active, rows = routed + model.moe.num_shared_experts, 0.0
+    moe, exchanging = model.moe, expert_parts(config)[0]
+    routed = (moe.capacity_factor or 1.0) * moe.num_experts_per_tok
+    if moe.capacity_factor is None and exchanging > 1:
+        # A buffer has room for all tokens of all devices that may come to this one.
+        routed = min(exchanging * moe.num_experts_per_tok, moe.num_experts)
+    active, rows = routed + moe.num_shared_experts, 0.0
     mlp = 0.0
     if True in model.sparse_layers:
         mlp, rows = 2 * active * model.expert_size, _ROWS_KEPT * routed * width

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 
 from model.config import LinearKind, ModelConfig
 from model.loss_chunk import tokens_per_chunk
+from parallel.experts.expert import EXPERT_AXES
 from parallel.linear.choice import RingShape
 from parallel.planning.sharding_table import Tensor
 from parallel.sharding.axes import (
     BATCH,
     EMPTY,
-    EP,
     LENGTH,
     MLP_INTERMEDIATE,
     QUERY_LENGTH,
@@ -154,11 +154,12 @@ def ring_shapes(
 def _expert_columns(config: ModelConfig, manager: PartitionManager) -> dict[str, Any]:
     """Return fields of the `RingShape` of experts."""
     width = config.expert_size // manager.axis_size(TP)
+    experts = EXPERT_AXES[config.moe.expert_rule][0].axes[0]
     return {
         # Rows are grouped by expert, and a part of a block has no whole groups.
         "halves": False,
         "pieces": 1,
-        "kernels": config.moe.num_experts // manager.axis_size(EP),
+        "kernels": config.moe.num_experts // manager.axis_size(experts),
         "gather_columns": 2 * width,
         "scatter_columns": width,
     }

@@ -118,6 +118,12 @@ class ExecutionPlan:
         """
         return self.tpu_forms and self.tp.group_hops and not self.lora.rank
 
+    @property
+    def precision(self) -> str | None:
+        """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
+        is_cpu = self.tp.manager.mesh.devices.flat[0].platform == "cpu"
+        return "highest" if self.model.dtype == "float32" and not is_cpu else None
+
     def flops_per_token(self, length: int) -> float:
         """Return the training FLOPs per token; frozen kernels have no gradient of their own."""
         flops = self.model.flops_per_token(length)

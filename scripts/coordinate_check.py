@@ -10,7 +10,7 @@ Exit codes: 0 success, 2 invalid input.
 """
 
 import argparse
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,10 @@ def check(args: argparse.Namespace) -> None:
     widths = sorted(set(args.widths))
     if len(widths) < 2 or widths[0] < 1 or args.steps < 1:
         raise ValueError("--widths needs two different widths, and --steps at least 1")
+    if args.output is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--output needs matplotlib: pip install -e ".[plan]"')
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise ValueError(f"--output {args.output}: the folder does not exist; create it first")
     config = load_config(args.config, args.overrides)
     found = {}
     for rule, base in {"muP": widths[0], "without muP": None}.items():

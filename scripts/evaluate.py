@@ -11,6 +11,7 @@ import argparse
 import difflib
 import importlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from configs.command_line import CommandLine, run_script
 from configs.runs import load_run
 from safe_files import replace_file
 from training.checkpoint_record import CheckpointError
+from training.memory_errors import memory_error
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -61,6 +63,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--{name.replace('_', '-')} {value}: use at least 1")
     if args.output is not None:  # an evaluation may take hours: fail before it
         args.output.parent.mkdir(parents=True, exist_ok=True)
+        if args.output.is_dir():
+            raise ValueError(f"--output {args.output}: this is a folder; name a file in it")
+        if not os.access(args.output.parent, os.W_OK):
+            raise ValueError(f"--output {args.output}: the folder cannot be written to")
     adapter = load_library("evaluation.adapter")
     names, manager = find_tasks(args)
     run = load_run(args.run.expanduser(), args.overrides)
@@ -115,13 +121,25 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with _clone.hidden_scripts():  # tasks import a library with the name of this script
             results = evaluate(args)
+        if args.output is not None:  # before printing, which ends with a closed pipe
+            replace_file(args.output, json.dumps(results, indent=1, default=str) + "\n")
         for line in result_lines(results["results"]):
             print(line)
-        if args.output is not None:
-            replace_file(args.output, json.dumps(results, indent=1, default=str) + "\n")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except ImportError as error:  # of a package that only this task needs
+        print(
+            f"error: {error}; install what the task needs, as its page in lm-eval says",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+    except jax.errors.JaxRuntimeError as error:
+        remedy = "lower --batch-size, or split arrays over more devices (mesh.tp, mesh.fsdp)"
+        if (explained := memory_error(error, None, None, remedy)) is None:
+            raise
+        print(f"error: {explained}", file=sys.stderr)
+        return EXIT_FAILED
     except (CheckpointError, OSError) as error:  # such as a dataset that cannot be downloaded
         line = str(error).partition("\n")[0]
         if isinstance(error, ConnectionError):

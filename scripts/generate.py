@@ -32,6 +32,7 @@ from data.tokenizers.base import with_bos, without_ends
 from model.generation.generator import CacheKind, Generator, stream_text
 from model.generation.sampling import SamplingConfig
 from training.checkpoint_record import CheckpointError
+from training.memory_errors import memory_error
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
@@ -212,8 +213,8 @@ def generate(args: argparse.Namespace) -> None:
     print(f"{count} tokens in {seconds:.1f} s, including compilation", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line, generate, and report invalid input as one line."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = CommandLine(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory of train.py")
     parser.add_argument(
@@ -231,8 +232,16 @@ def main(argv: list[str] | None = None) -> int:
         type=float,
         help="0: greedy (default: generation_config.json of the tokenizer, else 0.7)",
     )
-    parser.add_argument("--top-k", type=int, help="sample from the K most likely tokens only")
-    parser.add_argument("--top-p", type=float, help="nucleus sampling: total probability to keep")
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        help="sample from the K most likely tokens only (default: as for --temperature, else all)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        help="nucleus sampling: total probability to keep (default: as for --temperature, else 1)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default 0)")
     parser.add_argument("--step", type=int, help="checkpoint to load (default: the newest)")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters")
@@ -256,7 +265,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
     )
-    args = parser.parse_intermixed_args(argv)
+    return parser.parse_intermixed_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Generate, and report invalid input as one line."""
+    args = parse(argv)
     try:
         generate(args)
     except ValueError as error:
@@ -264,6 +278,12 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     except (CheckpointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except jax.errors.JaxRuntimeError as error:
+        remedy = "give fewer prompts, --cache int8 or --weights int8, or use more devices (mesh.tp)"
+        if (explained := memory_error(error, None, None, remedy)) is None:
+            raise
+        print(f"error: {explained}", file=sys.stderr)
         return EXIT_FAILED
     return 0
 

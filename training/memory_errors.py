@@ -10,9 +10,17 @@ from training.logs import log
 from training.spikes import TrainingError
 from units import format_bytes
 
+_REMEDY = (
+    "lower data.global_batch_size, raise training.gradient_accumulation, set model.remat=full, or "
+    "split arrays over more devices (mesh.fsdp, mesh.tp)"
+)
+
 
 def memory_error(
-    error: jax.errors.JaxRuntimeError, phase: str | None, program: Any | None
+    error: jax.errors.JaxRuntimeError,
+    phase: str | None,
+    program: Any | None,
+    remedy: str = _REMEDY,
 ) -> TrainingError | None:
     """Return the error that a user sees instead; None if memory is not what it is about.
 
@@ -20,6 +28,7 @@ def memory_error(
         error: Error of XLA while a program was compiled or ran.
         phase: What the process was working on.
         program: The program that ran, `jax.stages.Compiled`; None if it is not known.
+        remedy: What the user can do.
     """
     message = str(error)
     refusal = read_refusal(message)
@@ -33,10 +42,6 @@ def memory_error(
         parts += _explanation(read_largest_buffer(message), program)
     except Exception as failure:  # the text of a program depends on the backend
         log.debug("the program cannot be described: %s", failure)
-    remedy = (
-        "lower data.global_batch_size, raise training.gradient_accumulation, set model.remat=full, "
-        "or split arrays over more devices (mesh.fsdp, mesh.tp)"
-    )
     if (phase or "").startswith("recheck"):
         remedy = f"set training.guard.recheck_every=0, {remedy}"
     return TrainingError("; ".join([*parts, remedy]))

@@ -233,8 +233,8 @@ class Program:
 
     @property
     def precision(self) -> str | None:
-        """Matmul precision: float32 is exact; TPUs and GPUs default to bfloat16 or TF32 passes."""
-        return "highest" if self.config.dtype == "float32" and self._platform != "cpu" else None
+        """Matmul precision: see `ModelPlan.precision`."""
+        return self.plan.precision
 
     @property
     def _platform(self) -> str:

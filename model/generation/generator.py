@@ -100,7 +100,9 @@ class Generator:
         stops = sorted({int(i) for i in stop_ids}) or [-1]
         vocab_size = self.plan.model.vocab_size
         num_tokens = min(self.num_tokens or vocab_size, vocab_size)
-        settings = _StepSettings(self.definition, self.plan.tp, self.sampling, num_tokens)
+        settings = _StepSettings(
+            self.definition, self.plan.tp, self.plan.precision, self.sampling, num_tokens
+        )
         constants = jnp.asarray(stops, jnp.int32), jax.random.key(self.seed), settings
         cache = self._empty_cache(counts, max_new_tokens)
         tokens_BL = self._put(tokens, TokenSharding.axes, MODE_PREFILL)
@@ -206,6 +208,7 @@ class _StepSettings(NamedTuple):
 
     definition: Any
     tp: TensorParallelConfig
+    precision: str | None
     sampling: SamplingConfig
     num_tokens: int
 
@@ -239,14 +242,17 @@ def _step(
     manager = settings.tp.manager
     model: Transformer = nnx.merge(settings.definition, params)
     batch = jax.typeof(counts_B).sharding.spec
-    hidden_BLD, cache = model.extend(tokens_BL, counts_B, cache, mode=mode)
+    with jax.default_matmul_precision(settings.precision):
+        hidden_BLD, cache = model.extend(tokens_BL, counts_B, cache, mode=mode)
     if tokens_BL.shape[1] > 1:
         # Only the last token of a row needs logits.
         last_BL = jnp.arange(tokens_BL.shape[1]) == counts_B[:, None] - 1
         rows = jax.sharding.reshard(hidden_BLD, P(*batch, None, None))
         hidden_BLD = jnp.sum(jnp.where(last_BL[..., None], rows, 0), axis=1, keepdims=True)
         hidden_BLD = manager.constrain(hidden_BLD, ResidualSharding, MODE_DECODE)
-    logits_BV = jax.sharding.reshard(model.logits(hidden_BLD)[:, 0], P(*batch, None))
+    with jax.default_matmul_precision(settings.precision):
+        logits_BV = model.logits(hidden_BLD)[:, 0]
+    logits_BV = jax.sharding.reshard(logits_BV, P(*batch, None))
     numbers_B = jax.sharding.reshard(jnp.arange(counts_B.shape[0]), batch)
     keys_B = row_keys(key, numbers_B, cache.lengths_B)
     is_token_V = jnp.arange(logits_BV.shape[1]) < settings.num_tokens

@@ -83,6 +83,14 @@ def choose_overlap(
     return Choice(best, f"estimated ms forward: {estimates}")
 
 
+def least_rows_for_compute(chip: Chip) -> int:
+    """Return the rows of a block from which its matmul with long rows is not bound by memory.
+
+    It has as many FLOPs per row as the chip per byte (at two bytes per number).
+    """
+    return round(chip.peak_flops / chip.hbm_bandwidth)
+
+
 def choose_fsdp_overlap(width: int, chip: Chip | None) -> Choice:
     """Return the overlap method of the gather of stored kernels and of the sum of their gradients.
 
@@ -97,7 +105,7 @@ def choose_fsdp_overlap(width: int, chip: Chip | None) -> Choice:
     """
     if chip is None or not chip.ici_bandwidth:
         return Choice("none", _UNKNOWN_LINKS)
-    if width < (least := round(chip.peak_flops / chip.hbm_bandwidth)):
+    if width < (least := least_rows_for_compute(chip)):
         return Choice("none", f"partial matmuls of {width} rows are bound by memory below {least}")
     return Choice("bidirectional", "blocks of kernels and gradients travel under matmuls")
 

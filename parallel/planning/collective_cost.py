@@ -108,14 +108,20 @@ class CollectiveCost:
     def between_slices(self, x: Instruction, collective: CrossSlice, size: float) -> TransferCost:
         """Return the cost of a collective of `size` bytes over the chip's share of its host.
 
-        Raises: ValueError for anything but an all-reduce on a chip with `dcn_bandwidth`.
+        Raises: ValueError for another kind of collective, or a chip without `dcn_bandwidth`.
         """
-        if collective.kind != "all-reduce" or not self._chip.dcn_bandwidth:
+        n = collective.num_slices
+        sent = {
+            "all-reduce": 2 * (n - 1) / n,
+            "all-gather": n - 1.0,
+            "reduce-scatter": (n - 1) / n,
+            "all-to-all": (n - 1) / n,
+        }
+        if collective.kind not in sent or not self._chip.dcn_bandwidth:
             raise ValueError(
                 f"{x.name}: no price for {collective.kind} between slices at "
                 f"{self._chip.dcn_bandwidth} bytes/s; let only sums over mesh.dp cross slices, on "
                 "a chip with Chip.dcn_bandwidth"
             )
-        n = collective.num_slices
-        moved = 2 * size * (n - 1) / n
+        moved = size * sent[collective.kind]
         return TransferCost(("dcn",), moved / self._chip.dcn_bandwidth, moved)

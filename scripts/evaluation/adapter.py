@@ -3,6 +3,7 @@
 This file needs the library lm-eval; `scripts/evaluate.py` imports it when the library is there.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ class TorusLM(TemplateLM):
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each context up to the first of its stop texts."""
         texts = [""] * len(requests)
+        seeds = itertools.count(self._seed)  # copies of a request are to have different answers
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
@@ -104,17 +106,32 @@ class TorusLM(TemplateLM):
             numbers.sort(key=lambda n, ids=ids: -len(ids[n]))  # type: ignore[misc]
             for first in range(0, len(numbers), self._batch_size):
                 batch = numbers[first : first + self._batch_size]
-                found = self._generate([ids[n] for n in batch], requests[batch[0]].args[1])
+                # The last batch is as large as the others: another size would be compiled anew.
+                size = min(self._batch_size, len(numbers))
+                fill = [[self.prefix_token_id]] * (size - len(batch))
+                found = self._generate(
+                    [ids[n] for n in batch], fill, requests[batch[0]].args[1], next(seeds)
+                )
                 for n, text in zip(batch, found, strict=True):
                     texts[n] = text
         return texts
 
-    def _generate(self, contexts: Sequence[list[int]], options: dict[str, Any]) -> list[str]:
+    def _generate(
+        self,
+        contexts: Sequence[list[int]],
+        fill: Sequence[list[int]],
+        options: dict[str, Any],
+        seed: int,
+    ) -> list[str]:
         """Return continuations of contexts, all with the same options of lm-eval.
 
+        fill: further rows of the batch, whose continuations are dropped.
         Raises: ValueError for an option or a length that the run does not support.
         """
-        if unknown := options.keys() - _OPTIONS:
+        unknown = options.keys() - _OPTIONS
+        if options.get("num_beams") == 1:  # no beams
+            unknown -= {"num_beams"}
+        if unknown:
             raise ValueError(
                 f"the task asks for {', '.join(sorted(unknown))} in generation_kwargs, which is "
                 f"not supported; use some of {', '.join(sorted(_OPTIONS))}"
@@ -128,23 +145,24 @@ class TorusLM(TemplateLM):
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         room = self.max_length - count
-        prompts = [np.asarray(ids[-room:] or [self.prefix_token_id]) for ids in contexts]
+        rows = [*contexts, *fill]
+        prompts = [np.asarray(ids[-room:] or [self.prefix_token_id]) for ids in rows]
         tokens: list[list[int]] = [[] for _ in contexts]
         with jax.set_mesh(self._program.tp.manager.mesh):
-            steps = self._generator(options).stream(
+            steps = self._generator(options, seed).stream(
                 self._params,
                 prompts,
                 max_new_tokens=count,
                 stop_ids=list(self._run.tokenizer.eos_ids),
             )
             for step in steps:
-                for row, token in zip(tokens, step, strict=True):
+                for row, token in zip(tokens, step[: len(tokens)], strict=True):
                     row += [] if token is None else [token]
-                if stops and all(self._has_ended(row, stops) for row in tokens):
+                if (stops or fill) and all(self._has_ended(row, stops) for row in tokens):
                     break
         return [_cut(self._decode(row), stops) for row in tokens]
 
-    def _generator(self, options: dict[str, Any]) -> Generator:
+    def _generator(self, options: dict[str, Any], seed: int) -> Generator:
         temperature = float(options.get("temperature") or 0.0)
         is_sampled = options.get("do_sample", temperature > 0)
         return Generator(
@@ -155,7 +173,7 @@ class TorusLM(TemplateLM):
                 top_k=options.get("top_k") if is_sampled else None,
                 top_p=options.get("top_p") if is_sampled else None,
             ),
-            seed=self._seed,
+            seed=seed,
             num_tokens=self._run.tokenizer.vocab_size,
         )
 

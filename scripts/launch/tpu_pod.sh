@@ -123,6 +123,18 @@ say() {
   printf '# %s\n' "$1" >&"$shown"
 }
 
+# The hosts get the files of the last commit, and the planner reads those of the working tree.
+check_committed() {
+  local word previous=""
+  for word in "$@"; do
+    [[ $word != --config=* ]] || previous=--config word=${word#*=}
+    if [[ $previous == --config && $word != /* ]] && ! git cat-file -e "HEAD:$word" 2>/dev/null; then
+      die "$word is not committed, and the hosts get committed files only; commit it"
+    fi
+    previous=$word
+  done
+}
+
 up() {
   local tries=0 code
   # Once, so that a restart runs the same code.
@@ -212,6 +224,7 @@ case $action in
       esac
     fi
     check_config "${train[@]}"
+    [[ $dry ]] || check_committed "${train[@]}"
     check_resume "$restarts" "${train[@]}"
     # Python comes from uv: the TPU software's own is older than 3.11.
     launch="set -eu

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import jax.numpy as jnp
+
 from configs.memory import StepShape, expert_parts, kept_per_token, resolve_remat, step_memory
 from configs.schema import Config
 from model.attention.pallas_flash import dq_fits
+from parallel.linear.choice import least_rows_for_compute
 from parallel.planning.slices import Topology
 from parallel.sharding.devices import Chip
 
@@ -121,6 +124,9 @@ def _exposed_share(axis: str, config: Config, machine: Machine) -> float:
     if axis == "fsdp":
         named = parallel.overlap_fsdp or parallel.overlap
         is_ring = config.mesh.tp == 1 and not config.lora.rank and named != "none"
+        if is_ring and named == "auto":
+            stored = config.model.hidden_size // (config.mesh.fsdp * config.mesh.sp)
+            is_ring = stored >= least_rows_for_compute(machine.chip)
         return machine.fsdp_rings if is_ring else machine.fsdp
     if axis == "tp" and parallel.overlap == "none":
         return _EXPOSED_WITHOUT_OVERLAP
@@ -174,8 +180,8 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
     model, mesh, parts = config.model, config.mesh, shape.microbatches
     layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
     recomputes = model.remat == "full"
+    reference = config.training.objective == "dpo"  # another forward pass
     stream = shape.tokens * model.hidden_size * shape.b
-    weights = (shape.layer + shape.head) * shape.b
 
     def ring(size: int, moved: float, beyond: int) -> float:
         """Return the time of collectives that move this much; beyond: devices they span."""
@@ -187,33 +193,42 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         found["host"] = 2 * kept / machine.chip.host_bandwidth
     if mesh.tp > 1:
         # Two gathers and two scatters forward, the same and two more gathers backward.
-        count = 10 + (3 if recomputes else 0)
+        count = 10 + (3 if recomputes else 0) + (4 if reference else 0)
         found["tp"] = ring(mesh.tp, parts * layers * count * stream, mesh.tp)
     # Weights forward and backward; the sum of gradients is an all-reduce on some chips.
     shards, span = mesh.fsdp * mesh.sp, mesh.num_devices // mesh.dp
     width = expert_parts(config)[1]
     if shards > 1:
-        found["fsdp"] = ring(shards, parts * 4 * weights * shards, span)
-        found["fsdp"] += ring(width, parts * 4 * shape.experts * shape.b * width, span)
+        # Frozen kernels have no gradients.
+        times = parts * ((2 if config.lora.rank else 4) + reference)
+        held = 1 if config.lora.base_dtype == "int8" else shape.b
+        layers_only = times * shape.layer * held
+        found["fsdp"] = ring(shards, (layers_only + times * shape.head * shape.b) * shards, span)
+        found["fsdp"] += ring(width, times * shape.experts * held * width, span)
     if (mesh.dp > 1 or mesh.ep > 1) and not config.lora.rank:
-        # Sums of float32, for every microbatch. The copies of experts are those over dp.
+        # Sums in the dtype of the parameters, for every microbatch. The copies of experts are
+        # those over dp.
         dense = shape.layer + shape.others + shape.embedding + shape.head
+        summed = 2 * parts * jnp.dtype(model.param_dtype).itemsize
         within = mesh.dp // mesh.dcn_dp
-        beyond = mesh.num_devices // mesh.dcn_dp
-        found["dp"] = ring(within * mesh.ep, parts * 8 * dense, beyond)
-        found["dp"] += ring(within, parts * 8 * shape.experts, beyond)
+        in_slice = mesh.num_devices // mesh.dcn_dp
+        found["dp"] = ring(within * mesh.ep, summed * dense, in_slice)
+        found["dp"] += ring(within, summed * shape.experts, in_slice)
         if mesh.dcn_dp > 1:
-            summed = dense / (within * mesh.ep) + shape.experts / within
-            found["dcn_dp"] = ring(mesh.dcn_dp, parts * 8 * summed, mesh.num_devices)
+            share = model.num_parameters / in_slice
+            found["dcn_dp"] = ring(mesh.dcn_dp, summed * share, mesh.num_devices)
     if mesh.ep > 1:
         routed = shape.tokens / mesh.tp * model.moe.num_experts_per_tok * model.hidden_size
         factor = model.moe.capacity_factor or 1.0
-        # To the experts and back, forward and backward; a quarter of the bytes of an all-gather.
+        # To the experts and back, forward and backward.
         hops = 4 * shape.b if model.moe.dispatch_dtype is None else 3 * shape.b + 1
-        moved = parts * sparse * hops * factor * routed * mesh.ep / 4
+        hops += 2 * shape.b if reference else 0
+        # On a torus a quarter of the bytes of an all-gather, with switches each byte once.
+        share = 1 / 4 if machine.chip.ici_bandwidth else 1 / mesh.ep
+        moved = parts * sparse * hops * factor * routed * mesh.ep * share
         found["ep"] = ring(mesh.ep, moved, mesh.ep * mesh.sp * mesh.tp)
     if mesh.sp > 1:
         heads = 2 * model.num_key_value_heads * model.head_size / mesh.tp
-        moved = parts * layers * 3 * shape.tokens * heads * shape.b * mesh.sp
+        moved = parts * layers * (3 + reference) * shape.tokens * heads * shape.b * mesh.sp
         found["sp"] = ring(mesh.sp, moved, mesh.sp * mesh.tp)
     return found

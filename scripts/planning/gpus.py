@@ -250,6 +250,7 @@ def as_json(plan: GpuPlan) -> dict[str, Any]:
         "step_time": plan.estimate.seconds,
         "memory": dict(plan.estimate.memory),
         "compute": dict(plan.estimate.compute),
+        "communication": dict(plan.estimate.communication),
         "exposed_seconds": dict(plan.estimate.exposed),
         "collectives": None if plan.collectives is None else list(map(asdict, plan.collectives)),
     }

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jax.numpy as jnp
+
 from parallel.planning.device_groups import BETWEEN_SLICES
 from parallel.planning.slices import GENERATIONS, Topology, read_topology
 from planning.estimate import estimate, exposed_between_slices, slice_machine
@@ -88,7 +90,7 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     num_slices = chips // larger.num_chips
     within = larger.num_chips * plan.topology.num_slices / plan.topology.num_chips
     shards = config.mesh.fsdp * config.mesh.sp
-    hops = sum(larger.sides) - sum(plan.topology.sides)
+    hops = max(0, sum(larger.sides) - sum(plan.topology.sides))
     more_slices = num_slices > plan.topology.num_slices
     exposed = 0.0
     for one in prediction.collectives:
@@ -104,7 +106,8 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
         else:
             exposed += one.exposed * share  # activations
             continue
-        exposed += max(0.0, one.seconds * more + latency - one.hidden * share)
+        added = one.seconds * (more - 1) + latency + one.hidden * (1 - share)
+        exposed += max(0.0, one.exposed + added)
     if shards == 1 and within > 1:
         exposed += _first_shards(plan, round(within), larger)
     if more_slices:
@@ -148,10 +151,12 @@ def _between_slices(plan: StepPlan, num_slices: int, within: float, compute: flo
     """Return the exposed seconds of the sums of gradients between slices."""
     if not plan.chip.dcn_bandwidth:
         raise ValueError(f"{plan.topology}: no bandwidth between slices is known for this chip")
-    mesh = plan.config.mesh
-    shards = mesh.fsdp * mesh.sp * mesh.tp * within
-    gradients = 4 * plan.config.model.num_parameters / shards
-    seconds = 2 * gradients * _ring_share(num_slices) / plan.chip.dcn_bandwidth
+    config, model = plan.config, plan.config.model
+    if config.lora.rank:
+        return 0.0  # adapters are small
+    share = model.num_parameters * plan.topology.num_slices / (plan.topology.num_chips * within)
+    size = jnp.dtype(model.param_dtype).itemsize * config.training.gradient_accumulation * share
+    seconds = 2 * size * _ring_share(num_slices) / plan.chip.dcn_bandwidth
     return exposed_between_slices(seconds, compute, plan.config)
 
 

@@ -111,7 +111,7 @@ def check_slices(config: Config, topology: Topology) -> None:
     if mesh.dcn_dp == slices:
         return
     dp = -(-mesh.dp // slices) * slices
-    change = "" if dp == mesh.dp else f" mesh.dp={dp}"
+    change = "" if dp == mesh.dp or mesh.auto_axis == "dp" else f" mesh.dp={dp}"
     raise ValueError(
         f"mesh.dcn_dp={mesh.dcn_dp}, but {topology} has {slices} slices; set "
         f"mesh.dcn_dp={slices}{change}"

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 
 from configs.build import build_program
-from configs.memory import resolve_remat, step_memory
+from configs.memory import kept_per_token, resolve_remat, step_memory
 from configs.schema import Config, load_config
 from parallel.sharding.devices import CHIPS
 
@@ -74,6 +74,19 @@ def test_the_bytes_of_parameters_and_averages_are_those_of_the_state(name, keys)
     if config.optimizer.ema_decay is not None:
         kept = held["ema"] + held["opt_state"]
         assert memory["optimizer"] == pytest.approx(kept, rel=0.03)
+
+
+def test_experts_without_a_capacity_keep_the_rows_of_their_buffers() -> None:
+    config = load_config(ROOT / "configs" / "qwen3_30b_a3b_ep16.yaml", ["model.remat=dots"])
+
+    def products(capacity: str) -> float:
+        keys = [f"model.moe.capacity_factor={capacity}", "model.remat=dots"]
+        config = load_config(ROOT / "configs" / "qwen3_30b_a3b_ep16.yaml", keys)
+        return kept_per_token(config)[2]
+
+    width, expert = config.model.hidden_size, config.model.expert_size
+    # 16 devices send 8 rows per token each, instead of 8 in all.
+    assert products("null") - products("1.0") == (128 - 8) * (2 * expert + 2 * width)
 
 
 @pytest.mark.parametrize("moments", ["null", "bfloat16", "int8"])

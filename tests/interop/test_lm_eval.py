@@ -239,3 +239,12 @@ def test_an_option_of_generation_that_is_not_supported_is_named(folder) -> None:
     made = asked("generate_until", ("the cat", {"until": ["x"], "num_beams": 4}))
     with pytest.raises(ValueError, match="the task asks for num_beams in generation_kwargs"):
         open_run(folder).generate_until(made)
+
+
+def test_copies_of_a_sampled_request_have_different_answers(folder) -> None:
+    options = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 12, "num_beams": 1}
+    made = asked("generate_until", *[("the cat", dict(options))] * 12)  # three batches
+    model = open_run(folder)
+    found = model.generate_until(made, disable_tqdm=True)
+    assert len(set(found)) > 8
+    assert model.generate_until(made, disable_tqdm=True) == found

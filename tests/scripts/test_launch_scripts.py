@@ -243,6 +243,7 @@ def pod(checkout: Path) -> Path:
     write_program(checkout / "bin" / "gcloud", GCLOUD)
     write_program(checkout / "bin" / "worker", WORKER)
     archive = (
+        "[[ $1 != cat-file || $3 != *untracked* ]] || exit 128\n"
         'for word in "$@"; do [[ $word != --output=* ]] || tar -czf "${word#*=}" train.py; done'
     )
     write_program(checkout / "bin" / "git", archive)
@@ -273,6 +274,14 @@ def test_up_creates_copies_starts_and_follows(pod) -> None:
     assert (pod / "started").read_text() == f"train.py --distributed {' '.join(TRAIN)}\n"
     assert go(pod, "0")[0] == 0
     assert calls(pod) == "scp ssh ssh"  # the slice is there
+
+
+@pytest.mark.parametrize("words", [["--config", "untracked.yaml"], ["--config=untracked.yaml"]])
+def test_a_configuration_that_the_hosts_would_not_get_is_refused(pod, words) -> None:
+    (pod / "calls").write_text("")
+    code, _, err = run(pod, script("tpu_pod.sh"), *UP, "--", *words, system=True)
+    assert code == 2 and "untracked.yaml is not committed" in err
+    assert calls(pod) == ""
 
 
 @pytest.mark.parametrize("first", ["1", "76", "137"])

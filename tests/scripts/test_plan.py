@@ -154,6 +154,8 @@ def test_microbatches_are_summed_over_dp_one_by_one_and_dpo_runs_its_reference()
     gradients = 4 * llama().model.num_parameters / 4
     assert once.communication["dp"] == pytest.approx(gradients / 180e9, rel=0.01)
     assert twice.communication["dp"] == pytest.approx(2 * once.communication["dp"])
+    small = of("model.param_dtype=bfloat16").communication["dp"]
+    assert small == pytest.approx(once.communication["dp"] / 2)
     pairs = of(
         "training.objective=dpo",
         "data.packing=pairs",
@@ -161,6 +163,34 @@ def test_microbatches_are_summed_over_dp_one_by_one_and_dpo_runs_its_reference()
         "training.init_from=model",
     )
     assert pairs.compute["matmul"] == pytest.approx(once.compute["matmul"] * 10 / 8)
+    assert pairs.communication["tp"] == pytest.approx(once.communication["tp"] * 17 / 13)
+
+
+def test_estimates_of_frozen_kernels_have_no_gradients_and_follow_their_dtype() -> None:
+    machine = slice_machine(V5P, read_topology("v5p-16"))
+
+    def over_fsdp(*overrides: str) -> float:
+        return estimate(llama("mesh.tp=1", "mesh.fsdp=8", *overrides), machine).communication[
+            "fsdp"
+        ]
+
+    trained, frozen = over_fsdp(), over_fsdp("lora.rank=8")
+    assert frozen == pytest.approx(trained / 2)
+    # The head stays bfloat16.
+    assert frozen / 2 < over_fsdp("lora.rank=8", "lora.base_dtype=int8") < 0.55 * frozen
+
+
+def test_switches_carry_every_byte_of_an_exchange_once() -> None:
+    nodes = gpus.read_gpus("h100-8")
+    assert nodes is not None
+    config = load_config(
+        ROOT / "configs" / "qwen3_30b_a3b_ep16.yaml",
+        ["mesh.ep=8", "data.global_batch_size=8", "model.moe.capacity_factor=1.0"],
+    )
+    found = estimate(config, nodes.machine).communication["ep"]
+    # There and back, forward and backward, 8 experts per token, 2048 features in bfloat16.
+    sent = 4 * 2 * 8 * 2048 * config.data.row_length * 48 * 7 / 8
+    assert found == pytest.approx(sent / 450e9)
 
 
 def test_candidates_train_the_same_model_on_all_chips() -> None:

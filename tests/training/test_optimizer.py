@@ -124,6 +124,8 @@ def test_a_decay_longer_than_the_run_is_said():
     assert [*describe_schedule_warnings(config, 20)] == []
     (line,) = describe_schedule_warnings(config, 19)
     assert "optimizer.decay_steps=15 is more than the 14 steps after warm-up" in line
+    (line,) = describe_schedule_warnings(OptimizerConfig(warmup_steps=5, decay_steps=15), 40)
+    assert "optimizer.decay_steps=15 has no effect with optimizer.schedule=cosine" in line
     kept = config.model_copy(update={"schedule_steps": 20})
     assert [*describe_schedule_warnings(kept, 10)] == []
 
@@ -387,6 +389,22 @@ def test_without_gradients_only_weight_decay_updates():
     for name, update in updates["layer"].items():
         shrink = 0.05 if name in ("kernel", "table") else 0.0
         np.testing.assert_allclose(update, -shrink * params["layer"][name], rtol=1e-6, atol=0)
+
+
+def test_adafactor_clips_every_layer_and_expert_by_itself():
+    config = OptimizerConfig(
+        name="adafactor", weight_decay=0.0, clip_norm=None, options={"clip_rms": 0.5}
+    )
+    optimizer = make_optimizer(config, optax.constant_schedule(1.0))
+    params = {"kernel": jnp.zeros((2, 3, 8, 4)), "norm": {"scale": jnp.zeros((2, 8))}}
+    state = optimizer.init(params)
+    small, large = jnp.ones((2, 3, 8, 4)), jnp.ones((2, 3, 8, 4)).at[1, 2].set(100.0)
+    norm = {"scale": jnp.ones((2, 8))}
+    _, state = optimizer.update({"kernel": small, "norm": norm}, state, params)
+    updates, _ = optimizer.update({"kernel": large, "norm": norm}, state, params)
+    sizes = np.sqrt(np.mean(np.square(updates["kernel"]), (-2, -1)))
+    np.testing.assert_allclose(sizes, 0.5, rtol=1e-5)
+    np.testing.assert_allclose(-updates["norm"]["scale"], 0.5, rtol=1e-5)
 
 
 def test_adafactor_never_factors_over_layers_or_experts():

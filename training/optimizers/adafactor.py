@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from pydantic import PositiveFloat
 
@@ -28,16 +29,33 @@ def adafactor(
     """Return Adafactor without a first moment and with absolute learning rates.
 
     decay_rate: the second moment decays by 1 - step ** -decay_rate. clip_rms: largest root mean
-    square of an update, before the learning rate.
+    square of the update of a matrix or vector, before the learning rate.
     """
     factored = optax.scale_by_factored_rms(decay_rate=decay_rate)
     whole = optax.scale_by_factored_rms(factored=False, decay_rate=decay_rate)
     return optax.chain(
         optax.partition({True: factored, False: whole}, _are_factored),
-        optax.clip_by_block_rms(clip_rms),
+        _clip_by_rms(clip_rms),
         decay_weights(config),
         optax.scale_by_learning_rate(schedule),
     )
+
+
+def _clip_by_rms(limit: float) -> optax.GradientTransformation:
+    """Scale down updates with a larger root mean square, each layer and each expert by itself.
+
+    `optax.clip_by_block_rms` does it for whole arrays, which hold all layers and experts.
+    """
+
+    def update(updates: Any, params: Any) -> Any:
+        def clip(x: jax.Array, is_matrix: bool) -> jax.Array:
+            dims = (-2, -1) if is_matrix else (-1,)
+            square = jnp.mean(jnp.square(x.astype(jnp.float32)), dims, keepdims=True)
+            return (x / jnp.maximum(1.0, jnp.sqrt(square) / limit)).astype(x.dtype)
+
+        return jax.tree.map(clip, updates, decays(params))
+
+    return optax.stateless(update)
 
 
 def _are_factored(params: Any) -> Any:

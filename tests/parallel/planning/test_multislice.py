@@ -65,9 +65,18 @@ def test_sums_over_slices_queue() -> None:
     assert found.counts[LABEL] == 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "megabytes"), [("ALL_GATHER", 3.0), ("REDUCE_SCATTER", 0.75), ("ALL_TO_ALL", 0.75)]
+)
+def test_a_slice_sends_its_part_to_the_others(kind, megabytes) -> None:
+    found = time_of(*cross("a", "1,2,3,4", kind))
+    assert list(found.bytes_by.values()) == [megabytes * 1e6]
+    assert found.total == pytest.approx(4 * megabytes * MS)
+
+
 def test_other_collectives_between_slices_have_no_price() -> None:
-    with pytest.raises(ValueError, match="no price for all-gather between slices"):
-        time_of(*cross("a", kind="ALL_GATHER"))
+    with pytest.raises(ValueError, match="no price for one-to-one between slices"):
+        time_of(*cross("a", kind="ONE_TO_ONE"))
     with pytest.raises(ValueError, match=r"no price for all-reduce .* at 0\.0 bytes/s"):
         predict(
             program("%t = token[] after-all()", *cross("a")),
