@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release
 from runs import kept_signals, run
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -188,7 +188,7 @@ def test_two_processes_train_like_one_and_only_process_0_prints(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [x if x == "fsdp8" else release(x) for x in MESHES])
 def test_two_processes_of_four_devices_train_like_one_of_eight(tmp_path, mesh):
     model = {"num_attention_heads": 8, "num_key_value_heads": 8}
     changes = {f"model__{key}": value for key, value in model.items()}
@@ -199,7 +199,7 @@ def test_two_processes_of_four_devices_train_like_one_of_eight(tmp_path, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [release(1), 4])
 def test_a_run_of_two_processes_resumes_on_any_number_with_the_same_data(lab, processes):
     name = f"on-{processes}"
     shutil.copytree(lab.folder / "half", lab.folder / name)
@@ -213,7 +213,7 @@ def test_a_run_of_two_processes_resumes_on_any_number_with_the_same_data(lab, pr
     assert record["processes"] == processes
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_two_processes_start_from_the_parameters_of_another_run_like_one(lab):
     stage = (f"training.init_from={lab.folder / 'half'}", "training.steps=10")
     with kept_signals():
@@ -233,7 +233,7 @@ FINE_TUNING = {"int8": (*INT8, "mesh.dp=1"), "dpo": DPO}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FINE_TUNING)
+@pytest.mark.parametrize("name", [x if x == "dpo" else release(x) for x in FINE_TUNING])
 def test_two_processes_fine_tune_like_one_and_resume_bit_equal(lab, name):
     pairs = ({"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40))
     (lab.folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
@@ -255,7 +255,7 @@ def test_two_processes_fine_tune_like_one_and_resume_bit_equal(lab, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, release(1)])
 def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(lab, number):
     name = f"killed-{number}"
     command = lab.launch(name, options=("--restarts", "1"))
@@ -273,7 +273,7 @@ def test_a_killed_process_is_named_by_the_other_and_the_run_resumes(lab, number)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [release(0), 1])
 def test_a_save_that_fails_on_one_host_alone_is_skipped_by_all_and_nothing_is_lost(lab, number):
     name = f"full-{number}"
     command = lab.launch(name, "training.writers=[console]", "training.log_every=2")
@@ -309,7 +309,7 @@ def test_a_frozen_process_is_named_by_the_other(lab):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [release(1), 2])
 def test_sigterm_to_the_launcher_stops_all_after_the_same_step_and_the_run_resumes(lab, processes):
     name = f"stopped-{processes}"
     # jax needs about a second to notice the signal; samples and saves make the run longer.
@@ -335,7 +335,7 @@ def check_stopped(lab: Lab, name: str, processes: int) -> None:
     assert lab.record(name, int(steps[0][0]))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_signal_to_a_process_that_waits_for_others_stops_all_after_the_same_step(lab, port):
     early = lab.train("early", 1, port)
 
@@ -352,7 +352,7 @@ def test_a_signal_to_a_process_that_waits_for_others_stops_all_after_the_same_st
     check_stopped(lab, "early", 2)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_sigusr1_saves_at_the_same_step_in_all_and_changes_nothing(lab):
     command = lab.launch("saved", "checkpoint.every=1000", "checkpoint.keep=9")
     command.until(lambda: lab.step("saved") >= 5)
@@ -364,7 +364,7 @@ def test_sigusr1_saves_at_the_same_step_in_all_and_changes_nothing(lab):
     assert lab.differences("undisturbed", "saved") == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_early_stopping_ends_all_processes_after_the_same_step(lab):
     stop = ("training.early_stop.patience=2", "training.early_stop.min_delta=100")
     for line in ("early stopping after step 30: eval_loss", "; nothing left to train"):
@@ -395,7 +395,7 @@ def test_a_missing_process_is_named(lab, port):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_damaged_checkpoint_is_set_aside_and_the_run_resumes_from_the_one_before(lab):
     name, newest = "damaged", STEPS // 2
     shutil.copytree(lab.folder / "half", lab.folder / name)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release
 from ruamel.yaml import YAML
 from runs import losses, read_lines, refusal, run, write_config
 
@@ -349,7 +349,7 @@ def resume_and_compare(config: str, directory: Path, long_run: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, release(signal.SIGINT)], ids=lambda n: n.name)
 def test_a_run_stopped_by_a_signal_resumes_bit_equal(long_run, tmp_path, number):
     config, directory = write_config(tmp_path, cache=str(long_run / "xla")), tmp_path / "run"
     process, log = start(config, "checkpoint.every=100000"), directory / "log.txt"

@@ -87,9 +87,9 @@ def plan(path, topology: str, *overrides: str) -> dict:
     return json.loads(done.stdout)
 
 
-# A compilation takes one to three minutes. Both kinds of slices, dense and sparse models, adapters
-# and accumulated gradients are in the slow stage, the others in the sweep before a release.
-SAMPLE = {"tp8", "moe_ep8", "bpe_400m", "llama3_8b_pretrain", "qwen3_0_6b_lora"}
+# A compilation takes one to three minutes. A dense and a sparse model are slow tests; the others,
+# among them adapters and accumulated gradients, run before a release.
+SAMPLE = {"moe_ep8", "llama3_8b_pretrain"}
 
 
 @needs_libtpu
@@ -110,7 +110,7 @@ def test_a_shipped_step_of_few_layers_fits_its_slice(name) -> None:
 
 
 # The others take as long; their headers were written from the same compilation.
-@pytest.mark.slow
+@pytest.mark.release
 @needs_libtpu
 @pytest.mark.parametrize("name", ["qwen3_0_6b_lora"])
 def test_a_recipe_fits_the_slice_of_its_header(name) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
@@ -183,7 +183,9 @@ print(*digests(batches), sep="\\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "start"), [(0, 0), (2, 0), (8, 0), (2, 77)])
+@pytest.mark.parametrize(
+    ("workers", "start"), [release(0, 0), (2, 0), release(8, 0), release(2, 77)]
+)
 def test_a_fresh_process_with_any_workers_reads_the_same_bytes(folder, tmp_path, workers, start):
     process = python(FRESH, tmp_path, folder, workers, start)
     assert lines_of(process) == digests(steps(rows_in(folder, **CHANGING), start, 201))
@@ -204,7 +206,7 @@ for step, batch in enumerate(train_batches(rows, sharding, start=0, stop=201, ac
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_hosts", [2, 4, 8])
+@pytest.mark.parametrize("num_hosts", [2, release(4), release(8)])
 def test_real_processes_together_hold_the_bytes_of_the_batch(folder, tmp_path, num_hosts):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -245,12 +245,12 @@ def test_remat_changes_no_number(one_device, remat) -> None:
     assert_equal_gradients(gradients(MeshConfig(ep=2), model), one_device)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_accumulation_on_several_devices_equals_one_device() -> None:
     assert_equal_gradients(gradients(MeshConfig(ep=4), parts=2), gradients(ONE_DEVICE, parts=2))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_bfloat16_loss_on_several_devices_equals_one_device() -> None:
     """Up to one rounding of activations, 2 ** -8."""
     model = MODEL.model_copy(update={"dtype": "bfloat16"})

@@ -55,7 +55,7 @@ def peak_of(*arguments: Any) -> int:
     return usage.ru_maxrss * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_memory_is_bounded_by_the_state_or_by_a_few_chunks(tmp_path) -> None:
     sizes, peaks = {}, {}
     overrides = ("model.param_dtype=bfloat16", "mesh.tp=1", "data.sequence_length=64")

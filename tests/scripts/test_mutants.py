@@ -110,7 +110,7 @@ def test_a_wrong_list_or_test_is_an_error(toy: Path, capsys, file, old, new, mes
 
 @pytest.mark.slow
 def test_a_sample_of_the_faults_is_killed(tmp_path: Path) -> None:
-    arguments = ["--sample", "6", "--output", str(tmp_path / "results.jsonl")]
+    arguments = ["--sample", "3", "--output", str(tmp_path / "results.jsonl")]
     assert mutants.main(arguments) == 0
 
 

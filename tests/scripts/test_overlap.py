@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release
 from hlo_text import async_pairs, unfused_adds
 
 from parallel.planning.hlo_parser import parse_hlo
@@ -38,10 +38,10 @@ def bench(*arguments: str) -> dict:
 @pytest.mark.parametrize(
     ("topology", "case", "milliseconds", "exposed"),
     [
-        ("v5p:2x2x2", "silu", 7.73, 0.06),
+        release("v5p:2x2x2", "silu", 7.73, 0.06),
         ("v5p:2x2x2", "qkv", 2.54, 0.32),
         ("v5p:2x2x2", "o", 1.99, 0.38),
-        ("v5e:2x4", "swiglu", 27.2, 0.02),
+        release("v5e:2x4", "swiglu", 27.2, 0.02),
     ],
 )
 def test_a_chain_hides_its_hops(topology, case, milliseconds, exposed) -> None:
@@ -83,6 +83,7 @@ def test_experts_send_the_counted_bytes_and_chunks_hide_them() -> None:
     assert hops["exposed_share"] <= 0.18 < whole["exposed_share"]
 
 
+@pytest.mark.release
 def test_ring_attention_hides_its_keys_and_its_memory_halves_with_twice_the_devices() -> None:
     four, eight = (
         {

@@ -411,7 +411,7 @@ def test_two_processes_of_which_one_is_killed_continue_on_another_mesh():
     assert result["kills"] == 3 and sum(result["by_victim"].values()) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_experts_and_data_workers_survive_kills():
     options = "--times", "3", "--steps", "120", "--sparse", "--workers", "1"
     result = run_soak("kills", *options)
@@ -424,7 +424,7 @@ def test_a_killed_preparation_makes_the_same_store():
     assert result["kills"] == 3 and result["prepare"]["with_workers"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_killed_conversions_make_the_same_directories():
     result = run_soak("conversion-kills", "--times", "4")
     assert result["kills"] == 4 and result["to-hf"]["folders"] and result["from-hf"]["folders"]
@@ -436,7 +436,7 @@ def test_twelve_corruptions_are_detected_or_harmless():
     assert set(result["verdicts"]) == {"detected", "harmless"} and result["trials"] == 12
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_run_survives_trouble_with_its_disk_and_loses_no_checkpoint():
     result = run_soak("disk")
     assert "skipped" not in result["scenarios"]["file_limit"]

@@ -96,7 +96,7 @@ def test_a_damaged_run_must_end_with_one_line_that_names_the_store(code, err, is
     assert not problems if is_fine else "process 1" in problems[0]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_forty_damaged_stores_are_detected_or_harmless_and_a_run_ends_and_resumes():
     done = subprocess.run(
         [sys.executable, "scripts/soak.py", "stores", "--times", "40", "--runs", "1"],

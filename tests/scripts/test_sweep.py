@@ -347,7 +347,7 @@ def test_the_plot_is_an_image_or_a_line_that_says_how_to_get_it(rows, tmp_path, 
     assert line == "no plot: pip install matplotlib, and run the same command again"
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_sweep_that_ctrl_c_has_stopped_continues_and_equals_undisturbed_runs(tmp_path, capsys):
     config, folder = write_config(tmp_path, str(ROOT / ".cache" / "xla-tests")), tmp_path / "sweep"
     steps = ["training.steps=60", "training.eval_every=30", "training.sample_tokens=0"]

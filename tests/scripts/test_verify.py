@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, sample
+from conftest import ROOT, release, slow
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import verify
@@ -369,7 +369,9 @@ SAMPLED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sample([(name,) for name in SAMPLED], 2))
+@pytest.mark.parametrize(
+    "name", [slow(n) if n in ("dense", "sparse") else release(n) for n in SAMPLED]
+)
 def test_a_sample_of_meshes_computes_what_one_device_computes(tmp_path, name) -> None:
     path, *changes = SAMPLED[name]
     arguments = ["--config", str(ROOT / path), "--output", str(tmp_path), "--sample", "3"]

@@ -47,7 +47,7 @@ def peak_of_verify(run: Path) -> int:
     return usage.ru_maxrss * 1024
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_verify_memory_is_bounded_by_the_largest_array(tmp_path) -> None:
     large, count = 32 * 2**20, 12
     tiny_run = write_run(tmp_path / "tiny", count, (64, 48))

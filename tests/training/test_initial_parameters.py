@@ -378,7 +378,7 @@ def test_every_field_of_the_model_has_another_value_here():
     assert all(with_value(key, value) != base_of(key) for key, value in OTHER_VALUES.items())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_the_keys_that_decide_shapes_are_those_that_change_them():
     wanted = {id(base): shapes_of(base) for base in (EVERYTHING, LATENT)}
     changing = [

@@ -42,7 +42,7 @@ def write_pairs(folder: Path) -> str:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param((), id="full", marks=pytest.mark.slow), pytest.param(LORA, id="lora")],
+    params=[pytest.param((), id="full", marks=pytest.mark.release), pytest.param(LORA, id="lora")],
 )
 def options(request, undisturbed):
     """Overrides of a run of twelve steps that begins with the parameters of another."""

@@ -114,10 +114,12 @@ def devices_in(message: str) -> list[str]:
     return re.findall(r"device (\S+) of process 0", message)
 
 
-FAST = ("dp2-fsdp2-tp2",)
+FAST, SLOW = "dp2-fsdp2-tp2", ("fsdp8-rings", "experts")
 
 
-@pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in PROGRAMS])
+@pytest.mark.parametrize(
+    "name", [FAST, *map(slow, SLOW), *(release(n) for n in PROGRAMS if n not in (FAST, *SLOW))]
+)
 def test_healthy_devices_pass_for_every_kind_of_step(name) -> None:
     parts = 2 if name == "accumulation" else 1
     first, second = (recheck(program_of(name), state_of(name), parts) for _ in range(2))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release
 from hlo_text import matmul, program, scheduled
 
 from configs.schema import load_config
@@ -114,7 +114,7 @@ PADDING = 16384
     "mesh",
     [
         ["mesh.dp=2", "mesh.fsdp=1", "mesh.tp=4"],
-        ["mesh.dp=4", "mesh.fsdp=2", "mesh.tp=1"],
+        release(["mesh.dp=4", "mesh.fsdp=2", "mesh.tp=1"]),
     ],
     ids=" ".join,
 )

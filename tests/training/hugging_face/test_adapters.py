@@ -59,7 +59,7 @@ def test_a_lora_run_starts_from_a_model_directory(folder) -> None:
         assert np.any(factor), leaf_name(path)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_lora_run_starts_alike_on_a_mesh(folder) -> None:
     assert train_lora(folder, "mesh", *MESH) == 0
     assert losses(folder / "mesh") == pytest.approx(losses(folder / "lora"), rel=1e-5)
