@@ -77,13 +77,15 @@ class Run:
     def without_adapters(self, params: Any) -> tuple[Program, Any]:
         """Return the program of the model without adapters, and parameters with them merged.
 
+        Merged kernels have the dtype in which the model computes: `model.param_dtype` would take
+        twice the memory and give the same numbers.
         params: those of `load_params`. Without LoRA both stay as they are.
         """
         program, lora = self.program, self.config.lora
         if not lora.rank:
             return program, params
         plan = dataclasses.replace(program.plan, lora=LoRAConfig())
-        merge = partial(merge_adapters, lora=lora, dtype=self.config.model.param_dtype)
+        merge = partial(merge_adapters, lora=lora, dtype=self.config.model.dtype)
         merged = jax.jit(merge)(params)
         return dataclasses.replace(program, plan=plan), merged
 

@@ -7,8 +7,9 @@ they are printed. tests/scripts/test_plan.py compares them with compiled program
 Letters: T tokens of a microbatch on one device, D hidden size, b bytes of an activation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import jax.numpy as jnp
@@ -172,6 +173,14 @@ def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, fl
     return seconds
 
 
+def _ring(machine: Machine, size: int, moved: float, beyond: int) -> float:
+    """Return the time of collectives over `size` devices that move this much.
+
+    beyond: devices that they span.
+    """
+    return moved * (size - 1) / size / machine.bandwidth(beyond)
+
+
 def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[str, float]:
     """Return seconds on the links by mesh axis, for a ring with traffic in both directions.
 
@@ -182,22 +191,23 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
     recomputes = model.remat == "full"
     reference = config.training.objective == "dpo"  # another forward pass
     stream = shape.tokens * model.hidden_size * shape.b
+    factor = model.moe.capacity_factor or 1.0
 
-    def ring(size: int, moved: float, beyond: int) -> float:
-        """Return the time of collectives that move this much; beyond: devices they span."""
-        return moved * (size - 1) / size / machine.bandwidth(beyond)
-
+    ring = partial(_ring, machine)
     found: dict[str, float] = {}
     if model.remat == "offload":
         kept = parts * shape.tokens * kept_per_token(config)[2] * layers * shape.b
         found["host"] = 2 * kept / machine.chip.host_bandwidth
     if mesh.tp > 1:
-        # Two gathers and two scatters forward, the same and two more gathers backward.
-        count = 10 + (3 if recomputes else 0) + (4 if reference else 0)
-        found["tp"] = ring(mesh.tp, parts * layers * count * stream, mesh.tp)
+        # Attention, like an MLP, gathers and scatters once forward; backward, too, and gathers once
+        # more. Experts send what an MLP sends for each of their rows.
+        count = 5 + (1.5 if recomputes else 0) + (2 if reference else 0)
+        rows = model.moe.num_experts_per_tok * factor + (model.moe.num_shared_experts > 0)
+        blocks = layers + (layers - sparse) + sparse * rows
+        found["tp"] = ring(mesh.tp, parts * blocks * count * stream, mesh.tp)
     # Weights forward and backward; the sum of gradients is an all-reduce on some chips.
     shards, span = mesh.fsdp * mesh.sp, mesh.num_devices // mesh.dp
-    width = expert_parts(config)[1]
+    exchanging, width = expert_parts(config)
     if shards > 1:
         # Frozen kernels have no gradients.
         times = parts * ((2 if config.lora.rank else 4) + reference)
@@ -205,30 +215,44 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         layers_only = times * shape.layer * held
         found["fsdp"] = ring(shards, (layers_only + times * shape.head * shape.b) * shards, span)
         found["fsdp"] += ring(width, times * shape.experts * held * width, span)
-    if (mesh.dp > 1 or mesh.ep > 1) and not config.lora.rank:
-        # Sums in the dtype of the parameters, for every microbatch. The copies of experts are
-        # those over dp.
-        dense = shape.layer + shape.others + shape.embedding + shape.head
-        summed = 2 * parts * jnp.dtype(model.param_dtype).itemsize
-        within = mesh.dp // mesh.dcn_dp
-        in_slice = mesh.num_devices // mesh.dcn_dp
-        found["dp"] = ring(within * mesh.ep, summed * dense, in_slice)
-        found["dp"] += ring(within, summed * shape.experts, in_slice)
-        if mesh.dcn_dp > 1:
-            share = model.num_parameters / in_slice
-            found["dcn_dp"] = ring(mesh.dcn_dp, summed * share, mesh.num_devices)
-    if mesh.ep > 1:
+    if not config.lora.rank:
+        found |= _gradient_sums(config, shape, ring)
+    if exchanging > 1 and sparse:
         routed = shape.tokens / mesh.tp * model.moe.num_experts_per_tok * model.hidden_size
-        factor = model.moe.capacity_factor or 1.0
         # To the experts and back, forward and backward.
         hops = 4 * shape.b if model.moe.dispatch_dtype is None else 3 * shape.b + 1
         hops += 2 * shape.b if reference else 0
         # On a torus a quarter of the bytes of an all-gather, with switches each byte once.
-        share = 1 / 4 if machine.chip.ici_bandwidth else 1 / mesh.ep
-        moved = parts * sparse * hops * factor * routed * mesh.ep * share
-        found["ep"] = ring(mesh.ep, moved, mesh.ep * mesh.sp * mesh.tp)
+        share = 1 / 4 if machine.chip.ici_bandwidth else 1 / exchanging
+        moved = parts * sparse * hops * factor * routed * exchanging * share
+        beyond = span if model.moe.expert_rule == "unified" else mesh.ep * mesh.sp * mesh.tp
+        found["ep"] = ring(exchanging, moved, beyond)
     if mesh.sp > 1:
         heads = 2 * model.num_key_value_heads * model.head_size / mesh.tp
         moved = parts * layers * (3 + reference) * shape.tokens * heads * shape.b * mesh.sp
         found["sp"] = ring(mesh.sp, moved, mesh.sp * mesh.tp)
+    return found
+
+
+def _gradient_sums(
+    config: Config, shape: StepShape, ring: Callable[[int, float, int], float]
+) -> dict[str, float]:
+    """Return seconds of the sums of gradients over copies of parameters, and between slices.
+
+    They have the dtype of the parameters, and run for every microbatch.
+    """
+    model, mesh = config.model, config.mesh
+    in_slice = mesh.num_devices // mesh.dcn_dp
+    copies = mesh.dp // mesh.dcn_dp * mesh.ep
+    exchanging, width = expert_parts(config)
+    of_experts = in_slice // (mesh.tp * exchanging * width) if shape.experts else 1
+    dense = shape.layer + shape.others + shape.embedding + shape.head
+    summed = 2 * shape.microbatches * jnp.dtype(model.param_dtype).itemsize
+    found = {}
+    if copies > 1 or of_experts > 1:
+        found["dp"] = ring(copies, summed * dense, in_slice)
+        found["dp"] += ring(of_experts, summed * shape.experts, in_slice)
+    if mesh.dcn_dp > 1:
+        share = model.num_parameters / in_slice
+        found["dcn_dp"] = ring(mesh.dcn_dp, summed * share, mesh.num_devices)
     return found

@@ -288,6 +288,19 @@ def test_merged_parameters_equal_the_adapters(fields):  # noqa: F811
     assert abs(float(found) - float(plain)) > 1e-3 * abs(float(plain))
 
 
+def test_kernels_merged_in_the_dtype_of_the_model_give_the_same_numbers(fields):  # noqa: F811
+    program, state = started(ONE_DEVICE, "model.dtype=bfloat16")
+    base = program_on(ONE_DEVICE, "model.dtype=bfloat16")
+    with jax.set_mesh(program.tp.mesh):
+        wide, narrow = (
+            merge_adapters(state.params, program.plan.lora, dtype)
+            for dtype in (jnp.float32, jnp.bfloat16)
+        )
+        want, *_ = base.eval_step(wide, placed(base, fields))
+        found, *_ = base.eval_step(narrow, placed(base, fields))
+    assert float(found) == float(want)
+
+
 def test_routers_and_gates_stay_float32_when_adapters_are_merged():
     sparse = (
         "model.param_dtype=bfloat16",
