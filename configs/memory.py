@@ -35,7 +35,7 @@ class Kernels:
     """Kernels of layers that have the same shape and are divided alike.
 
     Attributes:
-        count: Number of kernels. For experts, those of one device of ep.
+        count: Number of kernels. For experts, those of one of the devices that share them out.
         inputs: Their first dim.
         outputs: Their second dim.
     """
@@ -185,7 +185,7 @@ def layer_kernels(config: Config) -> tuple[list[Kernels], list[Kernels]]:
 
 
 def expert_parts(config: Config) -> tuple[int, int]:
-    """Return over how many devices the experts are dealt out, and how many divide their width."""
+    """Return how many devices share out the experts, and how many divide their features."""
     mesh = config.mesh
     stored = mesh.fsdp * mesh.sp
     parts = {

@@ -77,8 +77,8 @@ class Run:
     def without_adapters(self, params: Any) -> tuple[Program, Any]:
         """Return the program of the model without adapters, and parameters with them merged.
 
-        Merged kernels have the dtype in which the model computes: `model.param_dtype` would take
-        twice the memory and give the same numbers.
+        Merged kernels have the dtype in which the model computes. Float32 ones of a bfloat16 model
+        would take twice the memory and give the same numbers, unless they are quantized afterwards.
         params: those of `load_params`. Without LoRA both stay as they are.
         """
         program, lora = self.program, self.config.lora

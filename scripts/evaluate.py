@@ -121,10 +121,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with _clone.hidden_scripts():  # tasks import a library with the name of this script
             results = evaluate(args)
-        if args.output is not None:  # before printing, which ends with a closed pipe
-            replace_file(args.output, json.dumps(results, indent=1, default=str) + "\n")
-        for line in result_lines(results["results"]):
-            print(line)
+        try:  # before printing, which ends with a closed pipe
+            if args.output is not None:
+                replace_file(args.output, json.dumps(results, indent=1, default=str) + "\n")
+        finally:
+            for line in result_lines(results["results"]):
+                print(line)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -280,7 +280,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except jax.errors.JaxRuntimeError as error:
-        remedy = "give fewer prompts, --cache int8 or --weights int8, or use more devices (mesh.tp)"
+        remedy = (
+            "give fewer or shorter prompts, --cache int8 or --weights int8, or use more devices "
+            "(mesh.tp)"
+        )
         if (explained := memory_error(error, None, None, remedy)) is None:
             raise
         print(f"error: {explained}", file=sys.stderr)

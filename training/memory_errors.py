@@ -1,4 +1,4 @@
-"""Lack of device memory during training, as one line: what needs it, and what to change."""
+"""Lack of device memory as one line: what needs it, and what to change."""
 
 from typing import Any
 

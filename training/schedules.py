@@ -40,7 +40,7 @@ def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[
             f"optimizer.warmup_steps={config.warmup_steps} is more than the {length} steps of the "
             "schedule, so the rate rises over all of them; lower it, or raise training.steps"
         )
-    if config.schedule != "wsd" and config.decay_steps:
+    if config.schedule in ("cosine", "linear", "inverse_sqrt", "constant") and config.decay_steps:
         yield (
             f"optimizer.decay_steps={config.decay_steps} has no effect with optimizer.schedule="
             f"{config.schedule}; set optimizer.schedule=wsd for a decay at the end"

@@ -233,7 +233,7 @@ class Program:
 
     @property
     def precision(self) -> str | None:
-        """Matmul precision: see `ModelPlan.precision`."""
+        """Matmul precision: see `ExecutionPlan.precision`."""
         return self.plan.precision
 
     @property

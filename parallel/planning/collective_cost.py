@@ -120,7 +120,7 @@ class CollectiveCost:
         if collective.kind not in sent or not self._chip.dcn_bandwidth:
             raise ValueError(
                 f"{x.name}: no price for {collective.kind} between slices at "
-                f"{self._chip.dcn_bandwidth} bytes/s; let only sums over mesh.dp cross slices, on "
+                f"{self._chip.dcn_bandwidth} bytes/s; let only {', '.join(sent)} cross slices, on "
                 "a chip with Chip.dcn_bandwidth"
             )
         moved = size * sent[collective.kind]

@@ -116,10 +116,11 @@ _XLA_OPTIONS = {
 
 
 def prevent_deadlocks() -> None:
-    """Add the XLA options to XLA_FLAGS; call it before a jax backend starts.
+    """Set the environment variables for simulated devices; call it before a jax backend starts.
 
-    Factorisations of matrices, as in SOAP, get one thread per device: with several, those of eight
-    devices wait for each other, which took a hundred times longer on two cores (November 2026).
+    XLA_FLAGS gets the options above. Factorisations of matrices, as in SOAP, get one thread per
+    device: with several, those of eight devices wait for each other, which took a hundred times
+    longer on two cores (November 2026).
 
     Child processes inherit these variables. Those that the user has set stay. Nothing is added
     where JAX_PLATFORMS excludes the CPU, because XLA refuses to start with an option that it does

@@ -62,8 +62,8 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
     """Expert parallel: splits the experts, and outside of them the batch."""
     dcn_dp: PositiveInt = 1
     """Number of TPU slices that dp spans; does not change the number of devices. Only sums of
-    gradients and losses cross the data-centre network between slices, updates of Muon, and updates
-    and state of SOAP. CPU and GPU devices are divided into slices in order."""
+    gradients and losses, updates of Muon, and updates and state of SOAP cross the data-centre
+    network between slices. CPU and GPU devices are divided into slices in order."""
     _auto: str | None = PrivateAttr(None)
 
     @model_validator(mode="wrap")

@@ -128,8 +128,9 @@ check_committed() {
   local word previous=""
   for word in "$@"; do
     [[ $word != --config=* ]] || previous=--config word=${word#*=}
-    if [[ $previous == --config && $word != /* ]] && ! git cat-file -e "HEAD:$word" 2>/dev/null; then
-      die "$word is not committed, and the hosts get committed files only; commit it"
+    if [[ $previous == --config && $word != /* ]] &&
+      ! { git cat-file -e "HEAD:$word" 2>/dev/null && git diff --quiet HEAD -- "$word"; }; then
+      die "$word is not committed as it is, and the hosts get committed files; commit it"
     fi
     previous=$word
   done
@@ -224,8 +225,8 @@ case $action in
       esac
     fi
     check_config "${train[@]}"
-    [[ $dry ]] || check_committed "${train[@]}"
     check_resume "$restarts" "${train[@]}"
+    [[ $dry ]] || check_committed "${train[@]}"
     # Python comes from uv: the TPU software's own is older than 3.11.
     launch="set -eu
 if [ -e ~/torus.pid ] && [ ! -e ~/torus.code ] && kill -0 \"\$(cat ~/torus.pid)\"; then

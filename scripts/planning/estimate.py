@@ -2,7 +2,7 @@
 
 Estimates rank meshes before the best are compiled, and stand in for a compiler where there is none:
 for GPUs, and for more chips than the compiled slice has. They are labelled as estimates wherever
-they are printed. tests/scripts/test_plan.py compares them with compiled programs.
+they are printed. tests/scripts/test_plan_estimates.py compares them with compiled programs.
 
 Letters: T tokens of a microbatch on one device, D hidden size, b bytes of an activation.
 """
@@ -75,7 +75,7 @@ class Estimate:
         memory: Bytes by class.
         compute: Seconds by kind of work.
         communication: Seconds on the links by mesh axis, between slices ("dcn_dp") and to the host,
-            hidden or not.
+            hidden or not. "dp" has all sums of gradients over copies of a parameter.
         exposed: The part of it that no compute hides, by mesh axis.
     """
 

@@ -96,8 +96,8 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     for one in prediction.collectives:
         latency = one.count * _HOP_LATENCY * hops
         if one.axes == BETWEEN_SLICES:
-            if more_slices:
-                continue  # `_between_slices` counts all of them
+            if more_slices and one.kind.startswith("all-reduce"):
+                continue  # `_between_slices` counts the sums of gradients
             more, latency = 1 / within, 0.0
         elif "fsdp" in one.axes:
             more = _ring_share(round(shards * within)) / _ring_share(shards)

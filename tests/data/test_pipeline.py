@@ -183,7 +183,7 @@ print(*digests(batches), sep="\\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "start"), [(2, 0), release(8, 0), release(2, 77)])
+@pytest.mark.parametrize(("workers", "start"), [(2, 0), release(0, 0), release(2, 77)])
 def test_a_fresh_process_with_any_workers_reads_the_same_bytes(folder, tmp_path, workers, start):
     process = python(FRESH, tmp_path, folder, workers, start)
     assert lines_of(process) == digests(steps(rows_in(folder, **CHANGING), start, 201))

@@ -17,8 +17,8 @@ B1, B2, EPS, RATE, DECAY = 0.8, 0.9, 1e-4, 0.05, 0.3
 def in_numpy(x: np.ndarray, gradients, interval: int, damping: float, max_size: int) -> np.ndarray:
     """Train one matrix by SOAP (arXiv 2409.11321, algorithms 3 and 4) in double precision.
 
-    With the differences that training/optimizers/soap.py names. Here columns are sorted for good,
-    and the moments with them, as in the implementation of the authors.
+    With the differences that training/optimizers/soap.py names. Here columns are sorted
+    permanently, and the moments with them, as in the implementation of the authors.
     """
     x = np.float64(x)
     m, v = np.zeros_like(x), np.zeros_like(x)

@@ -42,7 +42,9 @@ def adafactor(
 
 
 def _clip_by_rms(limit: float) -> optax.GradientTransformation:
-    """Scale down updates with a larger root mean square, each layer and each expert by itself.
+    """Return a transformation that scales down updates with a larger root mean square.
+
+    Every layer and every expert is scaled by itself.
 
     `optax.clip_by_block_rms` does it for whole arrays, which hold all layers and experts.
     """

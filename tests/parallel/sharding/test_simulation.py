@@ -81,7 +81,7 @@ def test_three_runs_on_every_factorisation_of_eight_devices_end(meshes) -> None:
         env=environment | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=1500,
+        timeout=150 * len(meshes),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line.split()[0] for line in done.stdout.splitlines()] == meshes
