@@ -126,7 +126,7 @@ REFUSALS = {
     "optimizer.schedule=cosin": "optimizer.schedule: unknown schedule 'cosin'; use one of ",
     "optimizer.name=adamww": (
         "optimizer.name: unknown optimizer 'adamww'; use one of adafactor, adamw, lion, muon, "
-        "schedule_free_adamw, sgd; did you mean adamw?"
+        "schedule_free_adamw, sgd, soap; did you mean adamw?"
     ),
     "checkpoint.resume=yes": "checkpoint.resume='yes': input should be 'auto', 'never' or 'must'",
     # The user names sources; values may change at given steps.
