@@ -138,6 +138,7 @@ check_committed() {
 
 up() {
   local tries=0 code
+  [[ $dry ]] || check_committed "${train[@]}"
   # Once, so that a restart runs the same code.
   run mkdir -p .cache
   run git archive --format=tar.gz --output="$archive" HEAD
@@ -226,7 +227,6 @@ case $action in
     fi
     check_config "${train[@]}"
     check_resume "$restarts" "${train[@]}"
-    [[ $dry ]] || check_committed "${train[@]}"
     # Python comes from uv: the TPU software's own is older than 3.11.
     launch="set -eu
 if [ -e ~/torus.pid ] && [ ! -e ~/torus.code ] && kill -0 \"\$(cat ~/torus.pid)\"; then
