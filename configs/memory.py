@@ -4,7 +4,6 @@ The compiler's figures differ by a few percent, for sparse models by up to a ten
 `scripts/plan.py` prints them. tests/configs/test_step_memory.py compares both.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -203,9 +202,8 @@ def _kernel_values(config: Config) -> float:
         return 0.0
     dense, experts = layer_kernels(config)
     return sum(
-        k.count * values(config.optimizer, *dims) / math.prod(parts)
+        k.count * values(config.optimizer, k.inputs[0], k.outputs[0]) / k.inputs[1] / k.outputs[1]
         for k in dense + experts
-        for dims, parts in [zip(k.inputs, k.outputs, strict=True)]
     )
 
 

@@ -84,9 +84,10 @@ def choose_overlap(
 
 
 def least_rows_for_compute(chip: Chip) -> int:
-    """Return the rows of a block from which its matmul with long rows is not bound by memory.
+    """Return the least rows of a block of a kernel whose matmul is bound by compute, not by memory.
 
-    It has as many FLOPs per row as the chip per byte (at two bytes per number).
+    Per number that it reads, of two bytes, the matmul does two FLOPs for every row of the block. So
+    it needs as many rows as the chip has FLOPs per byte.
     """
     return round(chip.peak_flops / chip.hbm_bandwidth)
 
