@@ -172,8 +172,8 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
             _check_halves(config, kind, named, shapes[kind])
         if n == 1 or kind not in shapes:
             why = "an input that tp does not split" if shapes else "a replicated residual stream"
-            why = "one device on tp" if n == 1 else why
-            choices[kind] = Choice("none", f"{named} was asked for, but {why} gathers nothing")
+            why = f"{'one device on tp' if n == 1 else why} gathers nothing"
+            choices[kind] = Choice("none", _instead_of(named, why))
         elif named != "auto":
             choices[kind] = Choice(named, why)
         elif RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES:
@@ -233,11 +233,16 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
         f"{n} devices are no power of two": named == "hypercube" and n & (n - 1) != 0,
     }
     if obstacle := next((text for text, holds in obstacles.items() if holds), None):
-        return Choice("none", f"{named} was asked for, but {obstacle}")
+        return Choice("none", _instead_of(named, obstacle))
     if named != "auto":
         return Choice(named, why)
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
     return choose_fsdp_overlap(min(widths) // n, chip)
+
+
+def _instead_of(named: OverlapChoice, obstacle: str) -> str:
+    """Return the reason why a method is not used; nobody asked for `auto`, the default."""
+    return obstacle if named == "auto" else f"{named} was asked for, but {obstacle}"
 
 
 def _configured_overlap(parallel: ParallelConfig, kind: str) -> tuple[OverlapChoice, str]:

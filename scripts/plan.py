@@ -35,6 +35,7 @@ from configs.schema import Config, fill_mesh, load_config
 from parallel.planning.result_cache import open_cache
 from parallel.planning.slices import read_topology
 from parallel.planning.trace import write_trace
+from training.logs import aligned
 
 EXIT_UNFIT, EXIT_BAD_INPUT = 1, 2
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -169,7 +170,7 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
     assert plan is not None  # without `skip`, what cannot be planned is an error
     result = report.as_json(plan)
     show = (lambda *lines: None) if options.json else partial(print, sep="\n")
-    show(report.verdict(plan), *plan.choices)
+    show(report.verdict(plan), *aligned(plan.choices))
     code = 0 if plan.fits else EXIT_UNFIT
     if plan.fits:
         show("", *report.render(plan, tokens=options.tokens, price=options.price))
@@ -273,7 +274,9 @@ def _planner(cache: str, *, skip: bool = False) -> Planner:
             print(f"  skipped: {error}", file=sys.stderr)
             return None
         took = f"{time.monotonic() - begin:.0f} s"
-        print(f"  {report.verdict(plan)} ({took})", file=sys.stderr, flush=True)
+        # The answer about the configuration itself is on stdout.
+        done = f"{report.verdict(plan)} ({took})" if skip else f"planned in {took}"
+        print(f"  {done}", file=sys.stderr, flush=True)
         return plan
 
     return planner

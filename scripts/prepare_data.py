@@ -71,7 +71,7 @@ def pack(store: Store, data: DataConfig, eval_fraction: float) -> str:
         eval_fraction=eval_fraction,
         cache=Path(data.cache_dir).expanduser(),
     )
-    return f"{packed.info.train_rows:,} rows of {data.row_length}"
+    return f"{packed.info.train_rows:,} training rows of {data.row_length}"
 
 
 def verify(job: StoreJob, folder: Path) -> str:

@@ -14,7 +14,7 @@ from model.activation_scale import activation_metrics
 from training.clock import StepClock
 from training.config import TrainingConfig
 from training.goodput import Goodput
-from training.logs import log
+from training.logs import log, printable
 from training.preference_step import PreferenceProgram
 from training.state import TrainState
 from training.step import Batch, Program
@@ -91,11 +91,11 @@ class Evaluation:
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         log.info(
-            "step %d  eval loss %.4f nats, %.3f bits per byte%s",
+            "step %d  eval loss %.4f nats%s, %.3f bits per byte",
             step,
             metrics["eval_loss"],
-            metrics.get("eval_bits_per_byte", math.nan),
             self._losses_by_source(metrics),
+            metrics.get("eval_bits_per_byte", math.nan),
         )
 
     def _losses_by_source(self, metrics: dict[str, float]) -> str:
@@ -189,5 +189,7 @@ class Sampling:
         with self.goodput.spend("evaluation", phase="sample"):
             text = self.generate(state.params, config.sample_prompt, config.sample_tokens)
         self.writers.write_text(step, "sample", text)
-        log.info("sample%s:\n%s", "" if step == config.steps else f" at step {step}", text)
+        place = "" if step == config.steps else f" at step {step}"
+        ended = " (the model ended it at once)" if text == config.sample_prompt else ""
+        log.info("sample%s%s:\n%s", place, ended, printable(text))
         self.clock.restart()

@@ -93,6 +93,14 @@ def aligned(lines: Iterable[str]) -> Iterator[str]:
         yield f"{label.rstrip(':'):{width}}  {text}"
 
 
+def printable(text: str) -> str:
+    """Return a generated text with U+FFFD for the control characters that would reach a terminal.
+
+    Newlines and tabs stay.
+    """
+    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\ufffd", text)
+
+
 def peak_memory() -> int:
     """Return the peak host memory of this process in bytes."""
     scale = 1 if sys.platform == "darwin" else 1024

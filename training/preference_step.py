@@ -32,8 +32,8 @@ class PreferenceProgram(Program):
     dpo: DPOConfig = field(default_factory=DPOConfig)
 
     console_metrics: ClassVar[Mapping[str, str]] = {
-        "dpo/accuracy": "accuracy {:.1%}",
-        "dpo/margin": "margin {:.3f}",
+        "dpo/accuracy": "accuracy {:.0%}",
+        "dpo/margin": "margin {:.2f}",
     }
 
     def describe_objective(self) -> Iterator[str]:

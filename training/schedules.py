@@ -79,7 +79,10 @@ def describe_change(
     line = f"the {new.schedule} schedule {lengths}: {line}"
     if is_same:
         return line
-    return f"{line}; optimizer.schedule_steps={old_length} keeps the old schedule, {kept:.3g}"
+    return (
+        f"{line}; optimizer.schedule_steps={old_length} keeps the old schedule, {kept:.3g} at step "
+        f"{step + 1}"
+    )
 
 
 @register("constant")

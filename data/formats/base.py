@@ -329,7 +329,7 @@ def _to_messages(
         role, content = texts
         role = _SHAREGPT_ROLES.get(role, role) if is_sharegpt else role
         if (usual := _usual_role(role)) != role:
-            detail = f"{field}[{index}] has the role {role!r}; did you mean {usual!r}?"
+            detail = f"{field}[{index}] has the role {role!r}, probably for {usual!r}"
             return DocumentError(file_range, number, "invalid message", detail)
         messages.append((role, content))
     return tuple(messages)

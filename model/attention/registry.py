@@ -220,7 +220,11 @@ class Backend:
         if can.keys == "local" and request.sp == 1:
             return ["sp is one device"]
         if request.length < can.min_length and "decode" not in request.features:
-            return [f"faster from {can.min_length} tokens per device, not {request.length}"]
+            where = " per device" if request.sp > 1 else ""
+            return [
+                f"faster only for rows of at least {can.min_length} tokens{where}, here "
+                f"{request.length}"
+            ]
         return []
 
 

@@ -252,6 +252,8 @@ def _reason(tensor: Tensor, mesh_axis: str, manager: PartitionManager) -> str:
                 f"{axis_label(entry)} = {size} does not divide over {' x '.join(names)} = {parts}, "
                 "replicated on request"
             )
+    if mesh_axis == manager.partition_axis.data_parallel_axis:
+        return "data parallelism"
     if any(axis_label(entry) == ax.EMPTY for entry in entries):
         rule = _rule_name(tensor.axes)
         if all(axis_label(entry) == ax.EMPTY for entry in entries):
@@ -259,8 +261,7 @@ def _reason(tensor: Tensor, mesh_axis: str, manager: PartitionManager) -> str:
         return "one of its dims has no semantic axis" + (f" ({rule})" if rule else "")
     if nowhere := [axis_label(e) for e, names in zip(entries, wanted, strict=True) if not names]:
         return f"the rules leave {' and '.join(nowhere)} unsharded"
-    is_data_parallel = mesh_axis == manager.partition_axis.data_parallel_axis
-    return "data parallelism" if is_data_parallel else f"no dim is on {mesh_axis}"
+    return f"no dim is on {mesh_axis}"
 
 
 def costs(rows: Iterable[Row]) -> dict[str, int]:
@@ -282,8 +283,9 @@ def summary(rows: Sequence[Row]) -> str:
         return f"{format_bytes(size)} per device, nothing replicated"
     if 100 * (size - even) < size:
         return f"{format_bytes(size)} per device, less than 1 % of it replicated"
-    largest = list(costs(rows).items())[:2]
-    reasons = "; ".join(f"{format_bytes(cost)} over {reason}" for reason, cost in largest)
+    every = list(costs(rows).items())
+    reasons = "; ".join(f"{format_bytes(cost)} over {reason}" for reason, cost in every[:2])
+    reasons = f"mostly {reasons}" if len(every) > 2 else reasons
     return (
         f"{format_bytes(size)} per device, {format_bytes(size - even)} of it replicated ({reasons})"
     )

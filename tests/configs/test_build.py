@@ -121,6 +121,8 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
     choices = [choice for kind, choice in program.plan.overlap if kind != "fsdp"]
     assert {choice.overlap for choice in choices} == {"none"}
     assert all(why in choice.reason for choice in choices)
+    # Nobody asked for the default.
+    assert any("was asked for" in choice.reason for choice in choices) == ("split" in override)
 
 
 @pytest.mark.parametrize(

@@ -293,7 +293,7 @@ BAD_LINES = {
     **{
         json.dumps({"text": [USER | {"content": "a"}, {key: role, text: "b"}]}): (
             "invalid message",
-            f"text[1] has the role {role!r}; did you mean {usual!r}?",
+            f"text[1] has the role {role!r}, probably for {usual!r}",
         )
         for role, key, text, usual in (
             ("asistant", "role", "content", "assistant"),

@@ -164,7 +164,8 @@ def test_every_turn_of_a_chat_says_how_long_it_is(folder, capsys, monkeypatch) -
     assert len(lengths) == 2 and 32 < lengths[0] < lengths[1]
     warnings = [line for line in notes if line.startswith("warning: ")]
     assert warnings == [
-        f"warning: the text may have {length + 8} tokens, but the model was trained on rows of 32"
+        f"warning: prompt and answer may have {length + 8} tokens together, but the model was "
+        "trained on rows of 32; lower --max-new-tokens, or begin anew with /reset"
         for length in lengths
     ]
     described = [line for line in notes if line.startswith("attention ")]
@@ -176,7 +177,7 @@ def test_a_prompt_longer_than_the_rows_of_the_training_is_warned_about(folder, c
     for length, is_long in ((24, False), (25, True)):
         common = ["--run", str(folder / "run"), "--max-new-tokens", "8"]
         assert script.main([*common, "--prompt", "x" * length]) == 0
-        assert ("warning: the text may have 33 tokens" in capsys.readouterr().err) == is_long
+        assert ("answer may have 33 tokens together" in capsys.readouterr().err) == is_long
 
 
 def test_a_stop_id_ends_the_text(folder, capsys) -> None:
@@ -191,9 +192,14 @@ def test_a_stop_id_ends_the_text(folder, capsys) -> None:
 def test_a_text_is_cut_at_a_marker_that_is_spread_over_pieces(size) -> None:
     text = "a < b <|im_ <|im_end|> never"
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    assert "".join(script.cut_at("<|im_end|>", pieces)) == "a < b <|im_ "
-    assert "".join(script.cut_at("absent", pieces)) == text
-    assert "".join(script.cut_at(None, pieces)) == text
+
+    def cut(marker: str | None, *, is_unfinished: bool = False) -> str:
+        return "".join(script.cut_at(marker, pieces, lambda: is_unfinished))
+
+    assert cut("<|im_end|>") == "a < b <|im_ "
+    assert cut("absent") == cut("absent", is_unfinished=True) == cut(None) == text
+    assert cut("never again") == text
+    assert cut("never again", is_unfinished=True) == text.removesuffix("never")
 
 
 def test_prompts_of_a_run_and_of_the_script_begin_with_bos_alike(tmp_path, capsys, monkeypatch):

@@ -1,10 +1,16 @@
-"""Runs with validation files: evaluated, never trained on, and resumed bit for bit."""
+"""Runs with validation files: evaluated, never trained on, resumed bit for bit; and samples."""
 
+import contextlib
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import losses, read_lines, refusal, run, write_config
+
+from training.config import TrainingConfig
+from training.evaluation import Sampling
+from training.logs import logging_to
 
 pytestmark = pytest.mark.usefixtures("signals")
 
@@ -41,6 +47,41 @@ def test_a_run_evaluates_its_validation_file_and_resumes_bit_equal(validated, tm
     assert run(*validated) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert eval_lines(tmp_path / "run")[-1] == found[-1]
+
+
+def test_losses_of_sources_are_in_nats_and_follow_the_loss_of_all(tmp_path, capsys) -> None:
+    folder = tmp_path / "held"
+    folder.mkdir()
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("".join(f"class {name}{n}: pass\n" for n in range(60)))
+    sources = [f"data.sources.{name}.files={folder}/{name}.txt" for name in "ab"]
+    config = write_config(tmp_path)
+    assert run(config, "data.files=null", *sources, "data.eval_fraction=0.5") == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if "eval loss" in line)
+    found = eval_lines(tmp_path / "run")[0]
+    a, b = (f"{found[f'eval/{name}/loss']:.4f}" for name in "ab")
+    total, bits = found["eval_loss"], found["eval_bits_per_byte"]
+    assert line.endswith(f"eval loss {total:.4f} nats (a {a}, b {b}), {bits:.3f} bits per byte")
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [("", "sample (the model ended it at once):\ndef \n"), ("\x1bf", "sample:\ndef \ufffdf\n")],
+)
+def test_a_sample_says_that_it_is_empty_and_controls_no_terminal(
+    answer, shown, tmp_path, capsys
+) -> None:
+    written = []
+    sampling = Sampling(
+        generate=lambda _, prompt, tokens: prompt + answer,
+        config=TrainingConfig(steps=4, sample_prompt="def "),
+        writers=SimpleNamespace(write_text=lambda *text: written.append(text)),
+        goodput=SimpleNamespace(spend=lambda *_, **__: contextlib.nullcontext()),
+        clock=SimpleNamespace(restart=lambda: None),
+    )
+    with logging_to(tmp_path / "log.txt", None):
+        sampling.run(4, SimpleNamespace(params=None))
+    assert capsys.readouterr().out == shown and written == [(4, "sample", f"def {answer}")]
 
 
 def test_another_validation_text_is_refused_on_resume_like_other_data(validated, tmp_path, capsys):

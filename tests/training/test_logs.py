@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from rich.console import Console
 
-from training.logs import aligned, log, logging_to
+from training.logs import aligned, log, logging_to, printable
 
 
 def test_a_closed_pipe_stops_neither_the_run_nor_its_log(tmp_path):
@@ -48,6 +48,12 @@ def test_lines_above_a_progress_bar_are_printed_verbatim(tmp_path):
         log.info("sample:\n%s", "x[0] = [bold]1[/bold]" + " y" * 100)
     assert screen.getvalue() == "sample:\nx[0] = [bold]1[/bold]" + " y" * 100 + "\n"
     assert "x[0] = [bold]1[/bold]" in (tmp_path / "log.txt").read_text()
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    assert printable("a\x1b[2J\x0f\x9b\x7fb\r\n") == "a\ufffd[2J\ufffd\ufffd\ufffdb\ufffd\n"
+    kept = "tab\tnewline\n \u00e9\u00a0\ufffd\U0001f600"
+    assert printable(kept) == kept
 
 
 def test_nothing_is_logged_after_the_context_even_after_an_error(tmp_path, capsys):

@@ -40,7 +40,7 @@ CUDNN = {"platform": "gpu", "dtype": "bfloat16"}
         (
             request("segment_ids", length=64),
             "vanilla native",
-            "flash_attn2 native, blocksparse native (faster from 512 tokens per device, not 64)",
+            "blocksparse native (faster only for rows of at least 512 tokens, here 64)",
         ),
         (request("segment_ids", platform="tpu"), "flash_attn2 tpu", "sp is one device"),
         # The kernel does not support a bias, but the native backend does.
