@@ -241,8 +241,8 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
 
 
 def _instead_of(named: OverlapChoice, obstacle: str) -> str:
-    """Return the reason why a method is not used; nobody asked for `auto`, the default."""
-    return obstacle if named == "auto" else f"{named} was asked for, but {obstacle}"
+    """Return why a method is not used, naming it unless it is `auto` or `none`."""
+    return obstacle if named in ("auto", "none") else f"{named} was asked for, but {obstacle}"
 
 
 def _configured_overlap(parallel: ParallelConfig, kind: str) -> tuple[OverlapChoice, str]:

@@ -203,7 +203,7 @@ class ExecutionPlan:
             without = " without adapters" if self.lora.rank else ""
             forms.append(f"attention linears{without} by head")
         forms.append("residual stream stored with features innermost")
-        return f"TPU forms: {', '.join(forms)}"
+        return f"forms for TPU: {', '.join(forms)}"
 
     def _latent_line(self) -> str:
         """Describe the two forms of latent attention, each with its reason."""

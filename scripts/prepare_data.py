@@ -62,8 +62,8 @@ def make(job: StoreJob, folder: Path, workers: int) -> tuple[Store, str]:
     return store, progress.speed()
 
 
-def pack(store: Store, data: DataConfig, eval_fraction: float) -> str:
-    """Pack a store into rows, which train.py then finds too; return their number."""
+def pack(store: Store, data: DataConfig, eval_fraction: float) -> int:
+    """Pack a store into rows, which train.py then finds too; return how many are not held out."""
     packed = open_packed_store(
         store,
         row_length=data.row_length,
@@ -71,7 +71,7 @@ def pack(store: Store, data: DataConfig, eval_fraction: float) -> str:
         eval_fraction=eval_fraction,
         cache=Path(data.cache_dir).expanduser(),
     )
-    return f"{packed.info.train_rows:,} training rows of {data.row_length}"
+    return packed.info.train_rows
 
 
 def verify(job: StoreJob, folder: Path) -> str:
@@ -120,7 +120,8 @@ def prepare_store(
         if prepared is not None
         else make(job, folder, args.workers)
     )
-    rows = pack(store, data, 0.0 if job.is_evaluation else data.eval_fraction_of(job.source))
+    count = pack(store, data, 0.0 if job.is_evaluation else data.eval_fraction_of(job.source))
+    rows = f"{count:,} {'held-out' if job.is_evaluation else 'training'} rows of {data.row_length}"
     print(f"{title(job)}: {store.summary()}; {rows}; {speed}; {folder}", flush=True)
     for line in describe_unread_files(job):
         print(f"warning: {line}", flush=True)

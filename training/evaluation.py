@@ -132,12 +132,12 @@ class PreferenceEvaluation(Evaluation):
 
     def _log(self, step: int, metrics: dict[str, float]) -> None:
         log.info(
-            "step %d  eval loss %.4f, accuracy %.1f%%, margin %.3f%s",
+            "step %d  eval loss %.4f%s, accuracy %.1f%%, margin %.3f",
             step,
             metrics["eval_loss"],
+            self._losses_by_source(metrics),
             100 * metrics["eval_accuracy"],
             metrics["eval_margin"],
-            self._losses_by_source(metrics),
         )
 
 

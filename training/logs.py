@@ -96,9 +96,9 @@ def aligned(lines: Iterable[str]) -> Iterator[str]:
 def printable(text: str) -> str:
     """Return a generated text with U+FFFD for the control characters that would reach a terminal.
 
-    Newlines and tabs stay.
+    Ends of lines and tabs stay.
     """
-    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]", "\ufffd", text)
+    return re.sub(r"\r(?!\n)|[^\r\n\t\x20-\x7e\xa0-\U0010ffff]", "\ufffd", text)
 
 
 def peak_memory() -> int:

@@ -285,7 +285,7 @@ def summary(rows: Sequence[Row]) -> str:
         return f"{format_bytes(size)} per device, less than 1 % of it replicated"
     every = list(costs(rows).items())
     reasons = "; ".join(f"{format_bytes(cost)} over {reason}" for reason, cost in every[:2])
-    reasons = f"mostly {reasons}" if len(every) > 2 else reasons
+    reasons = f"largest: {reasons}" if len(every) > 2 else reasons
     return (
         f"{format_bytes(size)} per device, {format_bytes(size - even)} of it replicated ({reasons})"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _RECORD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d{3} ", re.MULTILINE)
 _STEP = re.compile(r"step (\d+)(?:/\d+)?  ")
-_SAMPLE = re.compile(r"sample(?: at step (\d+))?:\n")
+_SAMPLE = re.compile(r"sample(?: at step (\d+))?(?: \([^)\n]*\))?:\n")
 _SUMMARY = re.compile(r"(devices|model|memory)\s+")
 # The kind of an event, and the lines that report one; the first group is its step.
 _EVENTS = (

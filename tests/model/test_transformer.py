@@ -155,9 +155,9 @@ def test_the_plan_names_the_forms_for_tpu_that_the_model_has(mesh, changes, lora
         with jax.set_mesh(tp.mesh):
             loss, params, _ = model_loss(config, tp, batch(B, L), **planned)
             text = str(jax.make_jaxpr(loss)(params))
-        named = [line for line in lines if line.startswith("TPU forms")]
+        named = [line for line in lines if line.startswith("forms for TPU")]
         found[tpu_forms] = named, [work in text for work in works]
-    want = f"TPU forms: rope by matmul, {linears}residual stream stored with features innermost"
+    want = f"forms for TPU: rope by matmul, {linears}residual stream stored with features innermost"
     assert found[None] == ([], [False, False, False])
     assert found[True] == ([want], [True, True, bool(linears)])
 

@@ -165,7 +165,7 @@ def test_every_turn_of_a_chat_says_how_long_it_is(folder, capsys, monkeypatch) -
     warnings = [line for line in notes if line.startswith("warning: ")]
     assert warnings == [
         f"warning: prompt and answer may have {length + 8} tokens together, but the model was "
-        "trained on rows of 32; lower --max-new-tokens, or begin anew with /reset"
+        "trained on rows of 32; lower --max-new-tokens, or begin a new conversation with /reset"
         for length in lengths
     ]
     described = [line for line in notes if line.startswith("attention ")]

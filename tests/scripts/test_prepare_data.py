@@ -76,7 +76,7 @@ def test_the_script_trains_a_tokenizer_and_prepares_what_training_opens(folder) 
     assert written.startswith(f"tokenizer {folder}/tokenizer.json written after ")
     assert re.fullmatch(
         rf"code: 1 document, [\d,]+ tokens, \d\.\d\d bytes per token; "
-        rf"\d+ rows of \d+; [\d.]+ MB/s; "
+        rf"\d+ training rows of \d+; [\d.]+ MB/s; "
         rf"{folder}/cache/code-\w{{16}}",
         code,
     )
@@ -180,6 +180,8 @@ def test_validation_files_have_a_store_that_training_opens(folder, capsys) -> No
     assert script.main(arguments) == 0
     text, held = capsys.readouterr().out.splitlines()
     assert text.startswith("text: 1 document, ") and held.startswith("text eval_files: 1 document,")
+    assert re.search(r"; \d+ training rows of \d+; ", text)
+    assert re.search(r"; \d+ held-out rows of \d+; ", held)
     data = script.load_data_config(None, arguments[1:])
     (source,) = Dataset(data).sources
     assert str(source.store.folder) == text.rpartition("; ")[2]

@@ -180,7 +180,7 @@ LOG = """\
 2026-11-24 10:00:00,100 command: python train.py --config old.yaml
 2026-11-24 10:00:01,100 model    13,000 parameters, mesh dp2
 2026-11-24 10:00:02,100 step 1/9  loss 5.0  grad 1.00
-2026-11-24 10:00:03,100 sample at step 2:
+2026-11-24 10:00:03,100 sample at step 2 (the model ended it at once):
 a </script> & a
 second line
 2026-11-24 10:00:04,100 stopped by SIGTERM after step 3; run again to resume

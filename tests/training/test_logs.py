@@ -51,8 +51,8 @@ def test_lines_above_a_progress_bar_are_printed_verbatim(tmp_path):
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
-    assert printable("a\x1b[2J\x0f\x9b\x7fb\r\n") == "a\ufffd[2J\ufffd\ufffd\ufffdb\ufffd\n"
-    kept = "tab\tnewline\n \u00e9\u00a0\ufffd\U0001f600"
+    assert printable("a\x1b[2J\x0f\x9b\x7fb\rc\n") == "a\ufffd[2J\ufffd\ufffd\ufffdb\ufffdc\n"
+    kept = "crlf\r\ntab\tnewline\n \u00e9\u00a0\ufffd\U0001f600"
     assert printable(kept) == kept
 
 

@@ -203,7 +203,7 @@ def test_an_extended_run_says_what_happens_to_the_learning_rate():
     assert describe_change((config, 10), (config, 20), 10) == (
         "the cosine schedule covered 10 steps and now covers 20: learning rate "
         f"{last:.3g} at step 10, {rate:.3g} at step 11; optimizer.schedule_steps=10 keeps the old "
-        "schedule, 0.1"
+        "schedule, 0.1 at step 11"
     )
     fixed = config.model_copy(update={"schedule_steps": 10})
     assert describe_change((config, 10), (fixed, 20), 10) is None

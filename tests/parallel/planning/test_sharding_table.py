@@ -260,7 +260,7 @@ def test_the_text_lists_every_tensor_and_the_excess_by_reason():
     assert table == [["229", "0"], ["0", "64"], ["38", "0"], ["37", "0"]]
     assert sum(costs(rows).values()) == 304
     assert summary(rows) == (
-        "512 bytes per device, 304 bytes of it replicated (mostly 229 bytes over dp=2: data "
+        "512 bytes per device, 304 bytes of it replicated (largest: 229 bytes over dp=2: data "
         "parallelism; 38 bytes over fsdp=2: kept whole by the rule Replicated)"
     )
     split = manager(MeshConfig(tp=8))
