@@ -1,7 +1,9 @@
 """One process with eight simulated CPU devices, and compiled programs kept in the checkout."""
 
 import gc
+import math
 import os
+import time
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +28,7 @@ from parallel.sharding.devices import prevent_deadlocks
 from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.residual import residual_rules
 
+BEGIN = time.monotonic()
 pytest_plugins = ["runs", "process_groups", "launch_scripts"]
 
 ROOT = Path(__file__).parent.parent
@@ -65,6 +68,21 @@ def few_memory_maps() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > 20_000:
         jax.clear_caches()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--budget",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="skip the tests that have not begun after this time, and count them as skipped",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - BEGIN > item.config.getoption("budget"):
+        pytest.skip("no time left: --budget")
 
 
 def slow(*case: Any) -> Any:

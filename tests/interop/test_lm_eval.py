@@ -214,6 +214,7 @@ def test_the_script_gives_the_results_of_the_backend_of_transformers(
     assert any("exact_match" in line for line in lines) and lines[0].startswith("task ")
 
 
+@pytest.mark.parametrize("folder", [True], ids=["bos"], indirect=True)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
