@@ -101,3 +101,11 @@ def half(tmp_path, signals) -> str:
     config = write_config(tmp_path)
     assert run(config, "training.steps=3") == 0
     return config
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not, and may wait for a slow init."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

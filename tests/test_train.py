@@ -297,12 +297,14 @@ def test_ctrl_c_during_the_imports_ends_silently():
     with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         assert any("jax.version" in line for line in process.stderr)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGINT
     assert output == "" and "Traceback" not in errors and "KeyboardInterrupt" not in errors
 
 
 STEPS = 200
+PATIENCE = 1800
+"""Seconds that a process of a test may take."""
 
 
 def start(config: str, *overrides: str) -> subprocess.Popen:
@@ -313,7 +315,7 @@ def start(config: str, *overrides: str) -> subprocess.Popen:
 
 def wait_for(process: subprocess.Popen, condition: Callable[[], bool]) -> None:
     """Wait for a condition while the process runs."""
-    limit = time.monotonic() + 200
+    limit = time.monotonic() + PATIENCE
     while not condition():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < limit
@@ -325,7 +327,7 @@ def long_run(tmp_path_factory) -> Path:
     """A folder with an undisturbed run in a process of its own, and compiled programs."""
     folder = tmp_path_factory.mktemp("long")
     process = start(write_config(folder, cache=str(folder / "xla")), "checkpoint.every=1000")
-    _, errors = process.communicate(timeout=280)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert any((folder / "xla").iterdir())
     return folder
@@ -334,7 +336,7 @@ def long_run(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_a_refusal_after_opening_the_run_directory_is_one_line_too(tmp_path):
     process = start(write_config(tmp_path), "checkpoint.resume=must")
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2
     assert errors.startswith("error: checkpoint.resume=must") and errors.count("\n") == 1
 
@@ -342,7 +344,7 @@ def test_a_refusal_after_opening_the_run_directory_is_one_line_too(tmp_path):
 def resume_and_compare(config: str, directory: Path, long_run: Path) -> int:
     """Resume to the end; the losses are those of an uninterrupted run. Return the resumed step."""
     again = start(config, "checkpoint.resume=must", "checkpoint.every=1000")
-    _, errors = again.communicate(timeout=280)
+    _, errors = again.communicate(timeout=PATIENCE)
     assert again.returncode == 0, errors
     assert losses(directory) == losses(long_run / "run")
     return int(re.search(r"resumed from step (\d+)", (directory / "log.txt").read_text())[1])
@@ -355,7 +357,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_equal(long_run, tmp_path, number)
     process, log = start(config, "checkpoint.every=100000"), directory / "log.txt"
     wait_for(process, lambda: log.exists() and re.search(r"step +40/", log.read_text()))
     process.send_signal(number)
-    _, errors = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == EXIT_RESUMABLE == 75, errors
     last = max(losses(directory))
     assert 40 <= last < STEPS
@@ -369,7 +371,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint(long_run, tmp_path):
     process = start(config, "checkpoint.every=30")
     wait_for(process, (directory / "checkpoints" / "60").exists)
     process.kill()
-    process.communicate(timeout=100)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == -signal.SIGKILL
     last = max(losses(directory))
     assert 60 <= last < STEPS

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from runs import is_alive
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import launch_local
@@ -64,14 +65,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < limit, "nothing happened"
         time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not, and may wait for a slow init."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_a_full_disk_ends_the_run_only_after_the_last_save_failed(tmp_path):
     command = (
         f"ulimit -f 64; exec {sys.executable} train.py --config {config} model.hidden_size=128"
     )
-    arguments = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100}
+    arguments = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 1800}
     process = subprocess.run(["bash", "-c", command], **arguments)
     assert process.returncode == 1
     assert process.stderr == (
