@@ -12,7 +12,7 @@ import sys
 from conftest import ROOT
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_both_optimizers_take_the_same_steps() -> None:
     command = [sys.executable, "scripts/bench.py", "torch", "--repeats", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
