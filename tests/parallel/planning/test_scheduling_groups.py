@@ -56,7 +56,7 @@ for overrides in json.loads(sys.argv[1]):
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param(STEPS, id="some", marks=pytest.mark.slow),
+        pytest.param(STEPS, id="some", marks=pytest.mark.release),
         pytest.param(MORE_STEPS, id="rest", marks=pytest.mark.release),
     ],
 )
