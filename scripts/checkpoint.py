@@ -24,7 +24,7 @@ from rich.status import Status
 from rich.table import Table
 
 from configs.command_line import CommandLine, at_least_one, run_script
-from data.pipeline import explain_change
+from data.order_changes import explain_change
 from training import checkpoint_tools as tools
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -241,6 +242,27 @@ def test_every_source_is_evaluated_and_the_tokenizer_is_saved(tmp_path):
 def test_another_text_is_refused_on_resume(half, tmp_path, capsys):
     (tmp_path / "b.txt").write_text("one document more")
     assert "trained on other data: the text of source 'text' has changed" in refusal(capsys, half)
+
+
+def test_sources_join_and_leave_as_refusals_say(tmp_path, capsys):
+    (tmp_path / "b.jsonl").write_text('{"text": "one line of text"}\n' * 99)
+    config, files = write_config(tmp_path), f"data.sources.lines.files={tmp_path}/b.jsonl"
+    code = ("data.files=null", f"data.sources.code.files={tmp_path}/a.txt")
+
+    def advice(*arguments: str) -> list[str]:
+        message = refusal(capsys, config, *code, *arguments)
+        return shlex.split(re.search(r" set (.*), or give", message)[1])
+
+    assert run(config, *code, "training.steps=2") == 0
+    joined = advice(files)
+    assert joined == ["data.sources.lines.weight={0: 0, 2: 1}"]
+    assert run(config, *code, files, *joined, "training.steps=4") == 0
+    left = advice()
+    assert left == ["data.sources.lines.weight={0: 0, 2: 1, 4: 0}"]
+    assert run(config, *code, files, *left, "training.steps=6") == 0
+    seen = [x.get("data/lines/tokens") for x in read_lines(tmp_path / "run" / "metrics.jsonl")]
+    assert seen[:2] == [None, None]
+    assert seen[2] < seen[3] == seen[4] == seen[5] == pytest.approx(8 * 32, rel=0.1)
 
 
 @pytest.mark.parametrize(

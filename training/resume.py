@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
-from data.pipeline import Dataset, explain_change, remedy_of_change
+from data.order_changes import explain_change, remedy_of_change
+from data.pipeline import Dataset
 from model.families.base import NOT_MATHEMATICS
 from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints

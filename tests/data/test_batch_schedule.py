@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from data.batch import FIELDS
 from data.batch_schedule import BatchSchedule, batch_number
 from data.config import DataConfig
-from data.pipeline import remedy_of_change
 
 ROW = 12
 
@@ -103,24 +102,3 @@ def test_only_the_document_that_is_cut_restarts():
 
 def test_the_step_that_a_refusal_names_is_accepted():
     assert schedule_of({0: 4, 3: 12}, 5).tokens_before(4) == 3 * 20 + 60
-
-
-@pytest.mark.parametrize(
-    ("sizes", "advised"),
-    [
-        (16, "{0: 8, 2: 12, 5: 16}"),
-        ({0: 16, 4: 24, 9: 32}, "{0: 8, 2: 12, 5: 24, 9: 32}"),
-        ({0: 16, 5: 24}, "{0: 8, 2: 12, 5: 24}"),
-    ],
-)
-def test_another_batch_size_may_begin_at_the_resume(sizes, advised):
-    def order(value):
-        steps = value.items() if isinstance(value, dict) else [(0, value)]
-        return {"seed": 0, "global_batch_size": [[s, size] for s, size in steps if s < 5]}
-
-    before, config = order({0: 8, 2: 12}), DataConfig(files="x", global_batch_size=sizes)
-    remedy = remedy_of_change(before, order(sizes), 5, config)
-    assert remedy.endswith(f"only from step 5 on, set data.global_batch_size='{advised}'")
-    for key, wanted in {"seed": "the former values", "sources": "that data"}.items():
-        other = order(sizes) | {key: 1}
-        assert remedy_of_change(before, other, 5, config) == f"restore {wanted}"

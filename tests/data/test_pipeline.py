@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from data.batch import FIELDS
 from data.config import DataConfig
+from data.order_changes import explain_change
 from data.pipeline import (
     Dataset,
     _ReadLocalRows,
     eval_batches,
-    explain_change,
     local_rows,
     make_global_batch,
     train_batches,

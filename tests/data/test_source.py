@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from data.config import DataConfig
 from data.files import DataError
-from data.pipeline import Dataset, explain_change
+from data.order_changes import explain_change
+from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import ensure_tokenizer

@@ -14,7 +14,8 @@ from chats import BOS, CHATML, EOS, SPECIAL, TURN_END, write_model_directory
 
 from data.config import DataConfig, SourceConfig
 from data.files import DataError
-from data.pipeline import Dataset, explain_change
+from data.order_changes import explain_change
+from data.pipeline import Dataset
 from data.prepare import StoreJob, store_job
 from data.store import INFO, Encoding
 from data.tokenizers.base import (

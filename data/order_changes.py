@@ -1,0 +1,154 @@
+"""Differences between two orders of data: what changed, and how a run goes on nevertheless.
+
+An order is what `Dataset.order` returns: all that decides the batches of the first steps of a run.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from data.config import DataConfig, values_by_step
+
+# Parts of an order that name sources.
+_OF_SOURCES = {"sources", "eval_files", "undivided", "weight"}
+
+_KEYS = {
+    "weight": "weight of data.sources",
+    "row_length": "the largest data.sequence_length",
+    "shuffle": "the shuffle of the grain library",
+    "version": "the version of mixing and packing",
+}
+
+
+def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the differences between two orders, with the names of sources and keys."""
+    changes = []
+    old, new = before.get("sources", {}), now["sources"]
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            changes.append(f"source {name!r} was removed")
+        elif name not in old:
+            changes.append(f"source {name!r} was added")
+        elif old[name] != new[name]:
+            changes.append(f"the text of source {name!r} has changed")
+    old_eval, new_eval = before.get("eval_files", {}), now.get("eval_files", {})
+    for name in sorted(old.keys() & new.keys()):
+        if old_eval.get(name) != new_eval.get(name):
+            has = "has changed" if name in old_eval and name in new_eval else "was removed"
+            has = has if name in old_eval else "was added"
+            changes.append(f"the text of eval_files of source {name!r} {has}")
+    for name in sorted({*now.get("undivided", ())} - {*before.get("undivided", ())}):
+        if name in old:
+            changes.append(
+                f"conversations of source {name!r} are now held out whole; an earlier version of "
+                "this program held out parts of them"
+            )
+    said = {"sources", "undivided", "eval_files"} | (
+        set() if old.keys() == new.keys() else {"weight"}
+    )
+    for key in sorted((now.keys() | before.keys()) - said):
+        if before.get(key) != now.get(key):
+            name = _KEYS.get(key, f"data.{key}")
+            was, is_now = _by_step(before.get(key)), _by_step(now.get(key))
+            changes.append(f"{name} was {was!r}, is now {is_now!r}")
+    return "; ".join(changes)
+
+
+def remedy_of_change(
+    before: Mapping[str, Any], now: Mapping[str, Any], number: int, config: DataConfig
+) -> str:
+    """Return the remedy for a resume whose first `number` batches had another order.
+
+    before, now: orders of these batches. config: that of the resume.
+    """
+    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    if changed == {"global_batch_size"}:
+        sizes = _continued(dict(before["global_batch_size"]), config.global_batch_size, number)
+        return (
+            f"restore that size, or, to change it only from step {number} on, set "
+            f"data.global_batch_size='{_written(sizes)}'"
+        )
+    if changed <= _OF_SOURCES and config.sources and _have_equal_text(before, now):
+        weights = _continued_weights(before["weight"], number, config)
+        keys = (f"data.sources.{name}.weight='{_written(x)}'" for name, x in weights.items())
+        gone = ", ".join(sorted(before["sources"].keys() - config.sources.keys()))
+        kept = f"keep the files of {gone} and " if gone else ""
+        return (
+            f"restore the former sources and weights, or, to change them only from step {number} "
+            f"on, {kept}set {' '.join(keys)}"
+        )
+    return "restore that data" if "sources" in changed else "restore the former values"
+
+
+def _have_equal_text(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether sources that are in both orders have the same training and held-out text."""
+
+    def text(order: Mapping[str, Any], name: str) -> tuple[Any, ...]:
+        splits, undivided = order.get("eval_files", {}), order.get("undivided", ())
+        return order["sources"][name], splits.get(name), name in undivided
+
+    both = before["sources"].keys() & now["sources"].keys()
+    return all(text(before, name) == text(now, name) for name in both)
+
+
+def _continued(before: Mapping[int, Any], value: Any, number: int) -> dict[int, Any]:
+    """Return the schedule that is `before` up to step `number`, and then as configured."""
+    wanted = values_by_step(value)
+    later = {step: x for step, x in wanted.items() if step > number}
+    return _changes({**before, number: _at(wanted, number), **later})
+
+
+def _continued_weights(
+    before: list[tuple[int, dict[str, str]]], number: int, config: DataConfig
+) -> dict[str, dict[int, float]]:
+    """Return the weights by step of every source whose configured weights must change.
+
+    before: the shares of sources, by step.
+    """
+    names = sorted({*config.sources}.union(*(shares for _, shares in before)))
+    configured = {
+        name: values_by_step(config.sources[name].weight) if name in config.sources else {0: 0.0}
+        for name in names
+    }
+    found: dict[str, dict[int, float]] = {name: {} for name in names}
+    for step, texts in before:
+        shares = {name: Fraction(share) for name, share in texts.items()}
+        # Weights are relative: those of the configuration are as good if their ratios are right.
+        weights = {name: _at(configured[name], step) for name in shares}
+        exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+        total = sum(exact.values())
+        if not total or any(exact[name] != x * total for name, x in shares.items()):
+            scale = math.lcm(*(share.denominator for share in shares.values()))
+            weights = {name: float(share * scale) for name, share in shares.items()}
+        for name in names:
+            found[name][step] = weights.get(name, 0.0)
+    found = {name: _continued(found[name], configured[name], number) for name in names}
+    return {name: x for name, x in found.items() if x != _changes(configured[name])}
+
+
+def _at(schedule: Mapping[int, Any], step: int) -> Any:
+    return schedule[max(first for first in schedule if first <= step)]
+
+
+def _changes(schedule: Mapping[int, Any]) -> dict[int, Any]:
+    """Return a schedule without the steps at which nothing changes."""
+    steps = sorted(schedule)
+    return {
+        step: schedule[step]
+        for last, step in zip([None, *steps], steps, strict=False)
+        if last is None or schedule[step] != schedule[last]
+    }
+
+
+def _written(schedule: Mapping[int, float]) -> str:
+    """Return a schedule as YAML."""
+    values = {step: int(x) if x == int(x) else x for step, x in schedule.items()}
+    return str(values)
+
+
+def _by_step(value: Any) -> Any:
+    """Return the value of a key that may change at some steps as the configuration writes it."""
+    if not isinstance(value, list) or not all(isinstance(entry, list) for entry in value):
+        return value
+    return value[0][1] if len(value) == 1 else dict(value)
