@@ -24,7 +24,7 @@ from data.files import DataError, find_files, fingerprint, input_bytes
 from data.formats.shards import InputShard, known_suffixes, plan_shards
 from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan, count_of
 from data.store_writer import StoreWriter, remove_journal
-from data.tokenization import TokenizeSettings, document_remedy, tokenize_shards
+from data.tokenization import Engine, TokenizeSettings, document_remedy, tokenize_shards
 from data.tokenizers.base import Tokenizer, document_bos
 
 log = logging.getLogger("torus")
@@ -172,14 +172,14 @@ def prepare(
     job: StoreJob,
     *,
     cache: Path,
-    workers: int = 0,
+    engine: Engine = tokenize_shards,
     limit: int | None = None,
     report: ReportProgress | None = None,
 ) -> Store:
     """Return the store of a source, made if necessary; concurrent calls make it once.
 
-    workers: processes that tokenize; 0: this one. limit: bytes of input above which the store must
-        exist already.
+    engine: where to tokenize; default: in this process. limit: bytes of input above which the store
+        must exist already.
     Raises: DataError for what the user can correct; OSError, for instance of a full disk. After
         either, or a kill, the next call continues.
     """
@@ -191,7 +191,7 @@ def prepare(
             f"{job.files_key}: {job.num_bytes / 2**30:.1f} GiB of text is not prepared; run "
             "python scripts/prepare_data.py --config ... first"
         )
-    return build(job, folder, workers=workers, report=report)
+    return build(job, folder, engine=engine, report=report)
 
 
 def prepared_folder(files: str | tuple[str, ...] | None) -> Path | None:
@@ -267,7 +267,11 @@ def _stored_encoding(store: Store, job: StoreJob) -> Encoding:
 
 
 def build(
-    job: StoreJob, folder: Path, *, workers: int = 0, report: ReportProgress | None = None
+    job: StoreJob,
+    folder: Path,
+    *,
+    engine: Engine = tokenize_shards,
+    report: ReportProgress | None = None,
 ) -> Store:
     """Return the store of a job at `folder`: opened if it exists, else made or continued.
 
@@ -277,7 +281,7 @@ def build(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if _is_free(folder):
-                return _check_loss(_make(job, folder, workers, report), job)
+                return _check_loss(_make(job, folder, engine, report), job)
     store = _check_loss(Store(folder), job)
     if store.info.key != job.key:
         is_cached = folder == job.folder(folder.parent)  # its name has the key of the job
@@ -324,7 +328,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | None) -> Store:
+def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | None) -> Store:
     plan, shards = job.plan(), plan_shards(job.paths)
     keys = [_shard_key(shard) for shard in shards]
     bytes_before = _bytes_before(shards, plan.files)
@@ -347,7 +351,7 @@ def _make(job: StoreJob, folder: Path, workers: int, report: ReportProgress | No
             report(bytes_before[done], bytes_before[-1], writer.num_tokens)
         is_current = True
         try:
-            with closing(tokenize_shards(shards[done:], settings, workers)) as results:
+            with closing(engine(shards[done:], settings)) as results:
                 for index, (documents, skipped) in enumerate(results, done):
                     writer.append(keys[index], documents, skipped)
                     if report:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -53,8 +53,12 @@ class TokenizeSettings:
     """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
 
 
+Engine = Callable[[Sequence[InputShard], TokenizeSettings], Generator[TokenizedShard, None, None]]
+"""Yields the documents of each shard, in order, and what was skipped."""
+
+
 def tokenize_shards(
-    shards: Sequence[InputShard], settings: TokenizeSettings, workers: int
+    shards: Sequence[InputShard], settings: TokenizeSettings, workers: int = 0
 ) -> Generator[TokenizedShard, None, None]:
     """Yield the documents of each shard, in order, and what was skipped.
 

@@ -10,6 +10,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
@@ -28,7 +30,9 @@ from data.prepare import (
     prepared_folder,
     store_job,
 )
+from data.ray_engine import ray_engine
 from data.store import Store
+from data.tokenization import Engine, tokenize_shards
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer
@@ -55,10 +59,24 @@ def load_data_config(path: str | None, overrides: Sequence[str]) -> DataConfig:
     return data
 
 
-def make(job: StoreJob, folder: Path, workers: int) -> tuple[Store, str]:
+def engine_of(args: argparse.Namespace) -> AbstractContextManager[Engine]:
+    """Return the engine that the options name. Raises: ValueError."""
+    workers, least = args.workers, 1 if args.engine == "ray" else 0
+    if workers is not None and workers < least:
+        alone = "" if least else "0 to work in this process alone, or "
+        raise ValueError(f"--workers {workers}: use {alone}the number of worker processes")
+    if args.engine == "ray":
+        return ray_engine(args.address, workers, partial(print, flush=True))
+    if args.address is not None:
+        raise ValueError(f"--address {args.address} is that of a Ray cluster; add --engine ray")
+    workers = (os.cpu_count() or 1) if workers is None else workers
+    return nullcontext(partial(tokenize_shards, workers=workers))
+
+
+def make(job: StoreJob, folder: Path, engine: Engine) -> tuple[Store, str]:
     """Prepare a source; return the store and the speed."""
     with TokenizationProgress(job.name) as progress:
-        store = build(job, folder, workers=workers, report=progress.update)
+        store = build(job, folder, engine=engine, report=progress.update)
     return store, progress.speed()
 
 
@@ -85,40 +103,45 @@ def run(args: argparse.Namespace) -> None:
     """Prepare or verify every source. Raises: ValueError for what the user can correct."""
     data = load_data_config(args.config, args.overrides)
     sources = data.named_sources
-    if args.workers < 0:
-        raise ValueError(
-            f"--workers {args.workers}: use 0 to work in this process alone, or the number of "
-            "worker processes"
-        )
     if args.out is not None and len(sources) > 1:
         raise ValueError(f"--out takes one source, and there are {len(sources)}; leave it out")
+    engine_context = engine_of(args)
     if args.train_tokenizer is not None:
         ensure_tokenizer(data, args.train_tokenizer, lambda line: print(line, flush=True))
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
+    folders: list[tuple[StoreJob, Path]] = []
     for name, source in sources.items():
-        prepare_store(store_job(name, data, tokenizer), data, args, args.out)
+        job = store_job(name, data, tokenizer)
+        folders.append((job, folder_of(job, data, args.out)))
         if source.eval_files is not None:
             job = store_job(name, data, tokenizer, is_evaluation=True)
-            prepare_store(job, data, args, None)
+            folders.append((job, folder_of(job, data, None)))
+    if args.verify:
+        for job, folder in folders:
+            print(verify(job, folder), flush=True)
+        return
+    with engine_context as engine:
+        for job, folder in folders:
+            prepare_store(job, data, folder, engine)
 
 
-def prepare_store(
-    job: StoreJob, data: DataConfig, args: argparse.Namespace, out: Path | None
-) -> None:
-    """Prepare or verify one store, and print a line about it. out: its folder, if not the cache."""
-    prepared = prepared_folder(job.files)
-    if prepared is not None and out is not None:
+def folder_of(job: StoreJob, data: DataConfig, out: Path | None) -> Path:
+    """Return the folder of a store. out: given on the command line. Raises: ValueError."""
+    if (prepared := prepared_folder(job.files)) is None:
+        return out or job.folder(Path(data.cache_dir))
+    if out is not None:
         raise ValueError(
             f"--out {out}: {job.files_key}={prepared} is a store already; leave it out"
         )
-    folder = prepared or out or job.folder(Path(data.cache_dir))
-    if args.verify:
-        print(verify(job, folder), flush=True)
-        return
+    return prepared
+
+
+def prepare_store(job: StoreJob, data: DataConfig, folder: Path, engine: Engine) -> None:
+    """Prepare one store, and print a line about it."""
     store, speed = (
-        (open_prepared(prepared, job), "already prepared")
-        if prepared is not None
-        else make(job, folder, args.workers)
+        (open_prepared(folder, job), "already prepared")
+        if prepared_folder(job.files) is not None
+        else make(job, folder, engine)
     )
     count = pack(store, data, 0.0 if job.is_evaluation else data.eval_fraction_of(job.source))
     rows = f"{count:,} {'held-out' if job.is_evaluation else 'training'} rows of {data.row_length}"
@@ -141,8 +164,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers",
         type=int,
-        default=os.cpu_count() or 1,
         help="processes that tokenize; 0: this one; default: one per core",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="tokenize on this machine, or on all nodes of a Ray cluster (default: local)",
+    )
+    parser.add_argument(
+        "--address",
+        help="of a running Ray cluster, such as 10.0.0.1:6379 or auto; default: RAY_ADDRESS, "
+        "else a cluster of this machine for this command",
     )
     parser.add_argument(
         "--train-tokenizer",

@@ -101,6 +101,9 @@ def _add_kills(
     )
     prepare.add_argument("--times", type=int, default=100, help="number of kills")
     prepare.add_argument("--workers", type=int, default=2, help="processes that tokenize")
+    prepare.add_argument(
+        "--engine", choices=("local", "ray"), default="local", help="engine of prepare_data.py"
+    )
     conversion = command(
         "conversion-kills", soak_conversions, "SIGKILL convert.py at random moments, then restart"
     )

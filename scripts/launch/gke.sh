@@ -20,6 +20,7 @@ usage: gke.sh build|prepare|up|tail|delete [options] [-- arguments of train.py o
   --topology AxB[xC]  topology of one slice
   --chips N           chips per host (4)
   --slices N          number of slices; give mesh.dcn_dp=N, too (1)
+  --nodes N           nodes that tokenize, as one Ray cluster; needs the extra ray (1) (prepare)
   --pvc CLAIM         volume claim (ReadWriteMany), mounted at /shared: put run.dir there
   --root              run as root, still without privileges: if the nodes give their TPUs, or the
                       volume its files, to root alone (prepare, up)
@@ -138,30 +139,34 @@ up() {
 }
 
 prepare() {
-  local job=job/$name-data tries=0
+  local job=job/$name-data made=job/$name-data end=Complete template=gke_prepare.yaml text tries=0
   need name image cluster location pvc
   ((${#train[@]})) || die "give the arguments of scripts/prepare_data.py after --"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of prepare_data.py has a line break; remove it"
+  if ((nodes > 1)); then
+    job=job/$name-data-head-0 made=jobset/$name-data end=Completed template=gke_prepare_nodes.yaml
+  fi
   connect
-  run kubectl delete "$job" --namespace="$namespace" --ignore-not-found # a Job cannot be changed
-  apply "$(fill gke_prepare.yaml "${train[@]}")"
+  run kubectl delete "$made" --namespace="$namespace" --ignore-not-found # it cannot be changed
+  text=$(fill "$template" "${train[@]}")
+  apply "${text//__OTHERS__/$((nodes - 1))}"
   # Fails until the container runs, which may have to wait for a node and for the image.
   until run kubectl logs --follow "$job" --namespace="$namespace"; do
     ((++tries < 90)) || die "$job has not started after 15 minutes; see kubectl describe $job"
     sleep 10
   done
-  run kubectl wait "$job" --namespace="$namespace" --for=condition=Complete --timeout=60s
+  run kubectl wait "$made" --namespace="$namespace" --for=condition="$end" --timeout=60s
 }
 
 check_bash
 action="" name="" image="" cluster="" location="" project="" accelerator="" topology="" pvc=""
-tpu_type="" xpk="" dry="" no_plan="" root="" extras=data,gcs namespace=default chips=4 slices=1 restarts=20 train=()
+tpu_type="" xpk="" dry="" no_plan="" root="" extras=data,gcs namespace=default chips=4 slices=1 nodes=1 restarts=20 train=()
 variables=.cache/torus.env
 while (($#)); do
   case $1 in
     build | prepare | up | tail | delete) action=$1 ;;
     --name | --image | --cluster | --location | --project | --namespace | --accelerator | \
-      --topology | --chips | --slices | --pvc | --restarts | --tpu-type | --extras)
+      --topology | --chips | --slices | --nodes | --pvc | --restarts | --tpu-type | --extras)
       (($# > 1)) || die "$1 needs a value; see --help"
       option=${1#--}
       printf -v "${option//-/_}" %s "$2"
@@ -190,7 +195,7 @@ for option in name namespace pvc; do
   [[ ${!option} =~ ^([a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?)?$ ]] ||
     die "--$option=${!option} is not a name; give up to 40 lowercase letters, digits and dashes"
 done
-check_positive chips slices
+check_positive chips slices nodes
 check_restarts "$restarts"
 [[ $topology =~ ^([1-9][0-9]*(x[1-9][0-9]*){1,2})?$ ]] ||
   die "--topology=$topology is no topology; give that of one slice, like 4x4 or 2x2x2"

@@ -6,10 +6,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,10 +18,12 @@ from typing import Any
 
 from soaks.compare import array_differences
 from soaks.processes import (
+    ORPHAN_SECONDS,
     TIMEOUT,
     Limit,
     SoakError,
     count_workers,
+    descendants,
     find_orphans,
     kill_group,
     report,
@@ -70,6 +73,14 @@ def _snapshot(folder: Path) -> frozenset[tuple[Any, ...]]:
     return frozenset(found)
 
 
+def _is_running(number: int) -> bool:
+    try:
+        stat = Path("/proc", str(number), "stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 @dataclass(frozen=True)
 class Job:
     """A command that makes a folder.
@@ -80,6 +91,7 @@ class Job:
         folder: The folder that it makes.
         differences: Returns what differs between two such folders.
         last: The file that completes the folder; None: the command may run again anyway.
+        on_ray: Whether it starts a Ray cluster, whose tasks are killed, too.
     """
 
     name: str
@@ -87,6 +99,7 @@ class Job:
     folder: Path
     differences: Callable[[Path, Path], list[str]] = file_differences
     last: str | None = None
+    on_ray: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -137,6 +150,20 @@ class CommandKills:
         report(f"{self.job.name}: {self.seconds:.1f} s, {self.changes} changes of its files")
         return self.job.folder.rename(self.job.folder.with_name(f"{self.job.name}-undisturbed"))
 
+    def kill_task(self, process: subprocess.Popen[bytes]) -> bool:
+        """Kill a process of Ray that works on a task; return False if the command ends first."""
+        limit = time.monotonic() + TIMEOUT
+        while process.poll() is None and time.monotonic() < limit:
+            lines = descendants(process.pid)
+            if tasks := [number for number, line in lines.items() if "ray::_tokenize" in line]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.rng.choice(tasks), signal.SIGKILL)
+                    self.phases["a task"] += 1
+                return True
+            time.sleep(0.002)
+        self.check_end(process)
+        return False
+
     def wait_for(
         self, process: subprocess.Popen[bytes], seconds: float, changes: int | None
     ) -> bool:
@@ -166,6 +193,8 @@ class CommandKills:
         """Start the command and kill it; return False if it ended first."""
         before = _snapshot(self.job.folder)
         process = start_script(self.job.arguments, self.logs)
+        if self.job.on_ray and self.rng.random() < 0.5 and not self.kill_task(process):
+            return False
         if self.rng.random() < 0.3:
             moment = self.rng.uniform(0, self.seconds), 0
         else:
@@ -174,9 +203,10 @@ class CommandKills:
             self.check_end(process)
             return False
         self.with_workers += bool(count_workers(process))
+        family = descendants(process.pid)
         process.kill()
         process.wait()
-        self.mismatches += [f"{self.job.name}: {line}" for line in find_orphans([process])]
+        self.check_orphans(process, family)
         phase = "complete" if self.job.is_complete else "writing"
         self.phases[phase if _snapshot(self.job.folder) != before else "before a file"] += 1
         return True
@@ -186,7 +216,23 @@ class CommandKills:
         if process.wait(TIMEOUT) or "Traceback" in self._read("err"):
             problem = f"exit {process.returncode}: {self._read('err')[-500:]}"
             self.mismatches.append(f"{self.job.name}: {problem}")
-        self.mismatches += [f"{self.job.name}: {line}" for line in find_orphans([process])]
+        self.check_orphans(process, {})
+
+    def check_orphans(self, process: subprocess.Popen[bytes], family: Mapping[int, str]) -> None:
+        """Note the processes that outlive the command, and kill them.
+
+        family: descendants of the command. Those of Ray have process groups of their own. Agents of
+            Ray are left out: they look for their cluster for two minutes, and then end.
+        """
+        family = {number: line for number, line in family.items() if "Agent" not in line}
+        found, limit = find_orphans([process]), time.monotonic() + ORPHAN_SECONDS
+        while (left := [n for n in family if _is_running(n)]) and time.monotonic() < limit:
+            time.sleep(0.05)
+        found += [f"process {number} outlived its parent: {family[number]}" for number in left]
+        for number in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        self.mismatches += [f"{self.job.name}: {line}" for line in found]
 
     def one_folder(self, reference: Path) -> None:
         """Start the command again and again until the folder is complete, and compare."""
@@ -248,12 +294,19 @@ def write_sources(folder: Path) -> Path:
     return path
 
 
-def soak_prepare(folder: Path, *, limit: Limit, seed: int, workers: int) -> dict[str, Any]:
-    """Kill `prepare_data.py`; its stores must equal those of a preparation without a kill."""
+def soak_prepare(
+    folder: Path, *, limit: Limit, seed: int, workers: int, engine: str
+) -> dict[str, Any]:
+    """Kill `prepare_data.py`; its stores must equal those of a preparation without a kill.
+
+    engine: local or ray; on Ray, its tasks are killed, too.
+    """
     command = ["scripts/prepare_data.py", "--config", str(write_sources(folder))]
     made = folder / "stores"
     arguments = [*command, "--workers", str(workers), f"data.cache_dir={made}"]
-    return kill_jobs([Job("prepare", arguments, made)], folder, limit, seed)
+    arguments += ["--engine", engine]
+    job = Job("prepare", arguments, made, on_ray=engine == "ray")
+    return kill_jobs([job], folder, limit, seed)
 
 
 def model_differences(wanted: Path, found: Path) -> list[str]:

@@ -120,6 +120,21 @@ def group_members(leader: int) -> dict[int, str]:
     return members
 
 
+def descendants(ancestor: int) -> dict[int, str]:
+    """Return the command lines of a process's running descendants, by their ids."""
+    parents, lines = dict[int, int](), dict[int, str]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                lines[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                parents[int(folder.name)] = int(parent)
+    found = {ancestor}
+    while more := {one for one, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {one: lines[one] for one in found - {ancestor} if one in lines}
+
+
 def count_workers(process: subprocess.Popen[bytes]) -> int:
     """Return how many worker processes of `multiprocessing` a process has."""
     return sum("spawn_main" in line for line in group_members(process.pid).values())

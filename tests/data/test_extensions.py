@@ -1,6 +1,7 @@
 """Text formats, tokenizers and chat templates can be added from outside `data`."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from data.files import DataError, load_library
 from data.formats.base import read_documents, register_format, to_document
 from data.pipeline import Dataset
 from data.prepare import StoreJob, build
+from data.tokenization import tokenize_shards
 from data.tokenizers.base import open_tokenizer, register_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -75,7 +77,12 @@ def test_worker_processes_know_a_format_from_outside(tmp_path):
     (tmp_path / "a.paragraphs").write_text("one\n\ntwo")
     source = SourceConfig(files=str(tmp_path / "a.paragraphs"))
     job = StoreJob("text", source, ByteTokenizer(), "raise")
-    assert build(job, tmp_path / "store", workers=1).info.num_documents == 2
+    assert (
+        build(
+            job, tmp_path / "store", engine=partial(tokenize_shards, workers=1)
+        ).info.num_documents
+        == 2
+    )
 
 
 def test_a_template_decides_the_store_and_the_default_does_not_change_it(tmp_path):

@@ -6,12 +6,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import pytest
 from conftest import ROOT
 
 from data.config import DataConfig
 from data.prepare import build, store_job
+from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 READ = """
@@ -60,5 +62,5 @@ def test_an_interrupt_while_workers_start_leaves_no_process(tmp_path, monkeypatc
     job = store_job("text", DataConfig(files=f"{tmp_path}/a.txt"), ByteTokenizer())
     monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        build(job, tmp_path / "store", workers=1)
+        build(job, tmp_path / "store", engine=partial(tokenize_shards, workers=1))
     assert not multiprocessing.active_children()

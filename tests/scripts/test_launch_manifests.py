@@ -83,9 +83,10 @@ def test_arguments_reach_the_container_as_they_were_given(checkout) -> None:
 
 
 def test_the_templates_are_yaml_before_they_are_filled() -> None:
-    texts = [(LAUNCH / f"gke_{name}.yaml").read_text() for name in ("jobset", "prepare")]
+    names = ("jobset", "prepare", "prepare_nodes")
+    texts = [(LAUNCH / f"gke_{name}.yaml").read_text() for name in names]
     found = [document["kind"] for text in texts for document in YAML(typ="safe").load_all(text)]
-    assert found == ["Secret", "JobSet", "Job"]
+    assert found == ["Secret", "JobSet", "Job", "Secret", "JobSet"]
 
 
 def pod_of(job: dict) -> dict:
@@ -136,3 +137,25 @@ def test_the_job_that_prepares_data_satisfies_the_schema_of_kubernetes() -> None
     (container,) = pod_of(job)["containers"]
     assert (ROOT / container["command"][1]).is_file()
     assert container["args"][:2] == ["--config", "configs/tp8.yaml"]
+
+
+def test_several_nodes_prepare_data_as_one_cluster_without_privileges() -> None:
+    secret, manifest = golden_manifests("gke_prepare_nodes")
+    head, others = manifest["spec"]["replicatedJobs"]
+    assert manifest["spec"]["successPolicy"]["targetReplicatedJobs"] == [head["name"]] == ["head"]
+    assert (head["template"]["spec"]["completions"], others["template"]["spec"]["completions"]) == (
+        1,
+        2,
+    )
+    for job in (head, others):
+        validate(job["template"])
+        pod = pod_of(job["template"] | {"kind": "Job"})
+        assert breaches(pod) == [] and pod["automountServiceAccountToken"] is False
+        (container,) = pod["containers"]
+        mode, token = container["env"]
+        assert mode == {"name": "RAY_AUTH_MODE", "value": "token"}
+        key = token["valueFrom"]["secretKeyRef"]
+        assert secret["metadata"]["name"] == key["name"] and key["key"] in secret["stringData"]
+    name = manifest["metadata"]["name"]
+    address = f"--address={name}-head-0-0.{name}:6379"  # JobSet gives pods these names
+    assert pod_of(others["template"] | {"kind": "Job"})["containers"][0]["command"][-1] == address

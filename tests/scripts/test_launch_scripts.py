@@ -28,7 +28,7 @@ from launch_scripts import (
     write_program,
 )
 
-SCRIPTS = ["tpu_pod.sh", "gke.sh", "slurm.sbatch", "arguments.sh"]
+SCRIPTS = ["tpu_pod.sh", "gke.sh", "slurm.sbatch", "slurm_prepare.sbatch", "arguments.sh"]
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.txt"))
 
 

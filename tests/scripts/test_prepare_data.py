@@ -219,6 +219,8 @@ def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:
         (["data.on_error=never"], "data.on_error='never': "),
         (["--config", "nothing.yaml"], "--config nothing.yaml: No such file"),
         (["--workers=-1"], "--workers -1: use 0 to work in this process alone"),
+        (["--engine=ray", "--workers=0"], "--workers 0: use the number of worker processes"),
+        (["--address=auto"], "--address auto is that of a Ray cluster; add --engine ray"),
         (["data.files=nothing*"], "data.files='nothing*' matches no file"),
         (["data.tokenizer=nothing.json"], "data.tokenizer=nothing.json: "),
         (["--train-tokenizer=300"], "data.tokenizer=bytes is not trained; name the file to"),

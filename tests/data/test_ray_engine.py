@@ -1,0 +1,198 @@
+"""A Ray cluster of two nodes prepares the bytes of one process, whatever dies meanwhile."""
+
+import gzip
+import importlib.util
+import json
+import os
+import platform
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data import prepare as preparation
+from data import ray_engine as module
+from data.config import SourceConfig
+from data.files import DataError
+from data.formats.shards import plan_shards
+from data.prepare import StoreJob, build
+from data.ray_engine import ray_engine
+from data.tokenization import Engine, TokenizeSettings
+from data.tokenizers.byte_level import ByteTokenizer
+
+needs_ray = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason='pip install -e ".[ray]"'),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of two nodes of one CPU, on this machine."""
+    from ray import cloudpickle
+    from ray.cluster_utils import Cluster
+
+    # The nodes do not know the folder of this file.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    found.add_node(num_cpus=1)
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def engine(cluster: Any) -> Iterator[Engine]:
+    lines: list[str] = []
+    with ray_engine(cluster.address, None, lines.append) as found:
+        yield found
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Takes a moment for every batch of texts."""
+
+    def encode_batch(self, texts):
+        time.sleep(0.3)
+        return super().encode_batch(texts)
+
+
+class DeadlyTokenizer(ByteTokenizer):
+    """Kills its process, as long as the file of its name lacks that many lines."""
+
+    def __init__(self, record: Path, times: int):
+        self.record, self.times = record, times
+
+    def encode_batch(self, texts):
+        found = self.record.read_text() if self.record.exists() else ""
+        if found.count("\n") < self.times:
+            with self.record.open("a") as file:
+                file.write("killed\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode_batch(texts)
+
+
+def write_corpus(folder: Path, seed: int) -> SourceConfig:
+    """Write files of several formats with random documents."""
+    folder.mkdir()
+    choose = random.Random(seed)
+
+    def text() -> str:
+        words = ("one", "zwei", "három", "四", "\n", "x = 1;")
+        return " ".join(choose.choices(words, k=choose.randint(1, 60)))
+
+    for number in range(choose.randint(1, 4)):
+        (folder / f"{number}.txt").write_text(text())
+    lines = [json.dumps({"text": text()}) for _ in range(choose.randint(1, 80))]
+    chat = [{"role": role, "content": text()} for role in ("user", "assistant")]
+    lines += [json.dumps({"text": chat})] * choose.randint(0, 3)
+    (folder / "lines.jsonl").write_text("\n".join(lines))
+    with gzip.open(folder / "more.jsonl.gz", "wt") as out:
+        out.write("\n".join(lines[: choose.randint(1, 20)]))
+    return SourceConfig(files=str(folder / "*.*"))
+
+
+def job_of(source: SourceConfig, tokenizer: ByteTokenizer | None = None) -> StoreJob:
+    return StoreJob("text", source, tokenizer or ByteTokenizer(), "raise")
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def in_shards_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(preparation, "plan_shards", lambda paths: plan_shards(paths, size))
+
+
+class TestOnRay:
+    pytestmark = needs_ray
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_the_bytes_are_those_of_one_process(self, engine, tmp_path, monkeypatch, seed) -> None:
+        in_shards_of(monkeypatch, random.Random(seed).choice([40, 300, 5000]))
+        job = job_of(write_corpus(tmp_path / "input", seed))
+        there = build(job, tmp_path / "there", engine=engine)
+        assert content(there.folder) == content(build(job, tmp_path / "here").folder)
+
+    def test_a_killed_worker_is_replaced(self, engine, tmp_path, monkeypatch) -> None:
+        in_shards_of(monkeypatch, 100)
+        source = write_corpus(tmp_path / "input", 7)
+        here = build(job_of(source), tmp_path / "here")
+        tokenizer = DeadlyTokenizer(tmp_path / "kills", 3)
+        there = build(job_of(source, tokenizer), tmp_path / "there", engine=engine)
+        assert (tmp_path / "kills").read_text().count("\n") >= 3
+        np.testing.assert_array_equal(there.tokens[:], here.tokens[:])
+        np.testing.assert_array_equal(there.ends[:], here.ends[:])
+
+    def test_a_task_that_always_dies_ends_with_a_line(self, engine, tmp_path) -> None:
+        source = write_corpus(tmp_path / "input", 1)
+        tokenizer = DeadlyTokenizer(tmp_path / "kills", 10**6)
+        with pytest.raises(RuntimeError, match="Ray has lost a task 5 times, perhaps for lack of"):
+            build(job_of(source, tokenizer), tmp_path / "there", engine=engine)
+
+    def test_a_lost_node_does_not_change_the_bytes(
+        self, cluster, engine, tmp_path, monkeypatch
+    ) -> None:
+        in_shards_of(monkeypatch, 300)
+        source = write_corpus(tmp_path / "input", 3)
+        here = build(job_of(source), tmp_path / "here")
+        node = cluster.add_node(num_cpus=2)
+        calls: list[int] = []
+
+        def report(done: int, total: int, tokens: int) -> None:
+            calls.append(done)
+            if len(calls) == 4:
+                cluster.remove_node(node, allow_graceful=False)
+
+        job = job_of(source, SlowTokenizer())
+        there = build(job, tmp_path / "there", engine=engine, report=report)
+        assert len(calls) > 8
+        np.testing.assert_array_equal(there.tokens[:], here.tokens[:])
+
+    def test_an_unreadable_document_is_the_error_of_one_process(self, engine, tmp_path) -> None:
+        source = write_corpus(tmp_path / "input", 2)
+        (tmp_path / "input" / "z.jsonl").write_text('{"text": "a"}\n{"text": \n')
+        messages = []
+        for name, options in (("here", {}), ("there", {"engine": engine})):
+            with pytest.raises(DataError, match=r"z\.jsonl:2: invalid JSON") as raised:
+                build(job_of(source), tmp_path / name, **options)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+
+    def test_a_node_with_other_code_is_refused_by_name(self, engine, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(module, "environment_hash", lambda: "another")
+        with pytest.raises(DataError, match=f"node {platform.node()} has another version of Torus"):
+            job = job_of(write_corpus(tmp_path / "input", 2))
+            build(job, tmp_path / "there", engine=engine)
+
+    def test_a_file_that_a_node_lacks_is_named(self, engine, tmp_path) -> None:
+        job = job_of(write_corpus(tmp_path / "input", 2))
+        shards = plan_shards(job.paths)
+        (tmp_path / "input" / "lines.jsonl").rename(tmp_path / "elsewhere")
+        settings = TokenizeSettings(
+            "text", "text", ByteTokenizer(), job.chat_template.template, "raise", np.dtype("<u2")
+        )
+        message = rf"node {platform.node()} has no file .*lines\.jsonl; all nodes need the input"
+        with pytest.raises(DataError, match=message):
+            list(engine(shards, settings))
+
+    def test_workers_are_those_of_the_cluster(self, cluster) -> None:
+        with (
+            pytest.raises(
+                DataError, match=f"--workers 2 has no effect on the cluster at {cluster.address}"
+            ),
+            ray_engine(cluster.address, 2, print),
+        ):
+            pass
+
+    def test_no_cluster_at_an_address_is_one_line(self, monkeypatch) -> None:
+        monkeypatch.setattr(module, "_SECONDS_TO_CONNECT", 2.0)
+        with (
+            pytest.raises(DataError, match=r"no Ray cluster answers at 127.0.0.1:1 \(.*--address"),
+            ray_engine("127.0.0.1:1", None, print),
+        ):
+            pass
