@@ -21,10 +21,10 @@ LEGEND = f"{BORDER} next document   {END} end token   {OPEN}not in the loss{CLOS
 COLOURS = ("green", "cyan")
 BAR_WIDTH = 40
 # Control characters, which could move the cursor or change colours, are shown as symbols.
-_VISIBLE: dict[int, int | str] = {
+VISIBLE: dict[int, int | str] = {
     code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
 }
-_VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
+VISIBLE |= {code: f"\\x{code:02x}" for code in range(0x7F, 0xA0)}
 
 
 def choose_rows(
@@ -112,7 +112,7 @@ def row_text(fields: Fields, tokenizer: Tokenizer, *, by_token: bool = False) ->
         if segment != before:
             text.append(BORDER, "bold red")
         before, colour = segment, COLOURS[segment % len(COLOURS)]
-        shown = _spell(run, tokenizer, by_token).translate(_VISIBLE)
+        shown = _spell(run, tokenizer, by_token).translate(VISIBLE)
         text.append(
             *((shown, colour) if is_learned else (f"{OPEN}{shown}{CLOSE}", f"dim {colour}"))
         )

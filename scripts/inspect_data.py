@@ -1,8 +1,9 @@
 # PYTHON_ARGCOMPLETE_OK
 """Show the training data: `scripts/inspect_data.py --config configs/tp8.yaml --rows 4`.
 
-Prints rows as text, then statistics of every source: tokens, rows, packing, document lengths. Reads
-only the section `data`, and prepares small inputs as train.py does. Without --source and --held-out
+Prints rows as text, then statistics of every source: tokens, rows, packing, document lengths. With
+--sample also the scripts, duplicates and repeated lines of some documents. Reads only the section
+`data`, and prepares small inputs as train.py does. Without --source and --held-out
 the rows are those of the batch of one step. Exit codes: 0 success, 2 invalid input.
 """
 
@@ -15,8 +16,10 @@ from rich.console import Console
 
 from configs.command_line import CommandLine, run_script
 from data.config import DataConfig
+from data.corpus_sample import describe_sample, sample_documents
 from data.inspection import (
     LEGEND,
+    VISIBLE,
     choose_rows,
     count_row,
     describe,
@@ -45,7 +48,8 @@ def check(args: argparse.Namespace, config: DataConfig) -> None:
         raise ValueError(
             "--held-out: data.eval_fraction=0 leaves the held-out split empty; raise it"
         )
-    for name, value in (("--rows", args.rows), ("--step", args.step or 0)):
+    given = {"--rows": args.rows, "--step": args.step or 0, "--sample": args.sample}
+    for name, value in given.items():
         if value < 0:
             raise ValueError(f"{name} {value}: use at least 0")
 
@@ -68,6 +72,12 @@ def run(args: argparse.Namespace) -> None:
         console.print(f"\nsource {source.name}", style="bold")
         for name, value in describe(source, config, step):
             console.print(f"{name:>26} {value}")
+        if args.sample:
+            texts = [
+                *sample_documents(source.store, dataset.tokenizer, dataset.bos_id, args.sample)
+            ]
+            for name, value in describe_sample(texts, source.store.info.num_documents):
+                console.print(f"{name:>26} {value.translate(VISIBLE)}")
         for line in histogram_lines(length_histogram(document_lengths(source))):
             console.print(line)
     for line in dataset.warnings():
@@ -88,6 +98,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--source", metavar="NAME", help="show only this source, its rows in order")
     parser.add_argument("--held-out", action="store_true", help="show rows of the held-out split")
     parser.add_argument("--tokens", action="store_true", help="show id and text of every token")
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also look for scripts, duplicates and repeated lines in N documents of every source, "
+        "evenly spread",
+    )
     parser.add_argument("--plot", metavar="PNG", help="write an image of the document lengths")
     parser.add_argument(
         "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
