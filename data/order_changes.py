@@ -1,4 +1,4 @@
-"""Differences between two orders of data: what changed, and how a run goes on nevertheless.
+"""Differences between two orders of data: what changed, and which settings let a run continue.
 
 An order is what `Dataset.order` returns: all that decides the batches of the first steps of a run.
 """
@@ -63,22 +63,34 @@ def remedy_of_change(
     before, now: orders of these batches. config: that of the resume.
     """
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    if changed == {"global_batch_size"}:
-        sizes = _continued(dict(before["global_batch_size"]), config.global_batch_size, number)
-        return (
-            f"restore that size, or, to change it only from step {number} on, set "
-            f"data.global_batch_size='{_written(sizes)}'"
-        )
-    if changed <= _OF_SOURCES and config.sources and _have_equal_text(before, now):
+    settings = _settings(before, now, number, config)
+    if settings is None or not changed <= {"global_batch_size", *_OF_SOURCES}:
+        return "restore that data" if "sources" in changed else "restore the former values"
+    gone = ", ".join(sorted(before.get("sources", {}).keys() - config.named_sources.keys()))
+    kept = f"keep the sections of {gone} and " if gone else ""
+    keys = " ".join(f"{key}='{_written(schedule)}'" for key, schedule in settings.items())
+    return (
+        f"restore the former values, or, to change them only from step {number} on, {kept}set "
+        f"{keys}"
+    )
+
+
+def _settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], number: int, config: DataConfig
+) -> dict[str, dict[int, float]] | None:
+    """Return the schedules by key that continue `before` as configured; None if there are none."""
+    found: dict[str, dict[int, float]] = {}
+    sizes, wanted = before.get("global_batch_size"), config.global_batch_size
+    if sizes != now.get("global_batch_size"):
+        found["data.global_batch_size"] = _continued(dict(sizes or ()), wanted, number)
+    if any(before.get(key) != now.get(key) for key in _OF_SOURCES):
+        if not (config.sources and _have_equal_text(before, now)):
+            return None
         weights = _continued_weights(before["weight"], number, config)
-        keys = (f"data.sources.{name}.weight='{_written(x)}'" for name, x in weights.items())
-        gone = ", ".join(sorted(before["sources"].keys() - config.sources.keys()))
-        kept = f"keep the files of {gone} and " if gone else ""
-        return (
-            f"restore the former sources and weights, or, to change them only from step {number} "
-            f"on, {kept}set {' '.join(keys)}"
-        )
-    return "restore that data" if "sources" in changed else "restore the former values"
+        if weights is None:
+            return None
+        found |= {f"data.sources.{name}.weight": x for name, x in weights.items()}
+    return found
 
 
 def _have_equal_text(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -101,10 +113,10 @@ def _continued(before: Mapping[int, Any], value: Any, number: int) -> dict[int, 
 
 def _continued_weights(
     before: list[tuple[int, dict[str, str]]], number: int, config: DataConfig
-) -> dict[str, dict[int, float]]:
+) -> dict[str, dict[int, float]] | None:
     """Return the weights by step of every source whose configured weights must change.
 
-    before: the shares of sources, by step.
+    before: the shares of sources, by step. The result is None if no floats have their ratios.
     """
     names = sorted({*config.sources}.union(*(shares for _, shares in before)))
     configured = {
@@ -121,6 +133,8 @@ def _continued_weights(
         if not total or any(exact[name] != x * total for name, x in shares.items()):
             scale = math.lcm(*(share.denominator for share in shares.values()))
             weights = {name: float(share * scale) for name, share in shares.items()}
+            if any(Fraction(str(weights[name])) != x * scale for name, x in shares.items()):
+                return None
         for name in names:
             found[name][step] = weights.get(name, 0.0)
     found = {name: _continued(found[name], configured[name], number) for name in names}

@@ -1,14 +1,14 @@
 """Tokenize shards of input files on all nodes of a Ray cluster.
 
-Why Ray: a task is a plain function that returns arrays, so that it is the same function that a
-worker process of one machine runs; a task whose worker or node dies is run again; and it is one
-package of Python, on a laptop and under Kubernetes or SLURM. Beam and Spark want the work in
-dataflows of their own, whose outputs have no order, and Spark a Java runtime.
+Why Ray: a task is a plain function that returns arrays, the same one that a worker process of one
+machine runs. If its worker or node dies, Ray runs it again. Beam and Spark need the work as a
+dataflow, whose output has no order.
 
 The tasks return their documents to the process that writes the store, in order. So the store holds
 the same bytes whatever the number of nodes, their order and their failures.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,32 +28,32 @@ from data.formats.shards import InputShard
 from data.tokenization import Engine, TokenizedShard, TokenizeSettings, tokenize_shard
 
 _ATTEMPTS = 5
-# The number of CPUs is read again after so many seconds: nodes join and leave.
-_SECONDS_PER_LOOK = 5.0
+_SECONDS_BETWEEN_SIZES = 5.0
 _SECONDS_TO_CONNECT = 60.0
 # They decide what the tokens of a document are.
 _LIBRARIES = ("tokenizers", "jinja2", "pyarrow", "datasets", "array-record")
+_ROOT = Path(__file__).parents[1]
+Report = Callable[[str], None]
 
 
 @contextmanager
-def ray_engine(
-    address: str | None, workers: int | None, report: Callable[[str], None]
-) -> Iterator[Engine]:
+def ray_engine(address: str | None, workers: int | None, report: Report) -> Iterator[Engine]:
     """Connect to a Ray cluster, or start one on this machine, and yield the engine that uses it.
 
-    address: of a cluster, as `ray.init` takes it; None: that of the variable RAY_ADDRESS, else a
-        cluster of this machine, which ends with the context. workers: tasks at a time on the
-        cluster of this machine; None: one per core. report: called with a line about the cluster.
+    address: of a cluster that has a node on this machine, as `ray.init` takes it; None: that of the
+        variable RAY_ADDRESS, else a cluster of this machine, which ends with the context. workers:
+        tasks at a time on the cluster of this machine; None: one per core. report: called with a
+        line about the size of the cluster, and about each change of it.
     Raises: DataError when Ray is not installed, or the cluster does not answer.
     """
     ray = load_library("ray", "ray")
     exists = ray.is_initialized()
     if not exists:
-        _connect(ray, address or os.environ.get("RAY_ADDRESS"), workers)
+        address = address or os.environ.get("RAY_ADDRESS")
+        _connect(ray, None if address == "local" else address, workers)
     try:
-        nodes, cpus = _size(ray)
-        report(f"Ray with {nodes} node{'s' if nodes > 1 else ''}, {cpus} CPUs in all")
-        yield lambda shards, settings: _tokenize_shards(ray, shards, settings)
+        size = _Size(ray, report)
+        yield lambda shards, settings: _tokenize_shards(ray, shards, settings, size)
     finally:
         if not exists:
             ray.shutdown()
@@ -62,29 +62,26 @@ def ray_engine(
 def _connect(ray: Any, address: str | None, workers: int | None) -> None:
     if address is not None and workers is not None:
         raise DataError(
-            f"--workers {workers} has no effect on the cluster at {address}, whose nodes have as "
-            "many as they have CPUs; leave it out"
+            f"--workers {workers} has no effect on the cluster at {address}, which runs one task "
+            "per CPU of its nodes; leave it out"
         )
-    quiet = {"include_dashboard": False} if address is None else {}
+    # By default Ray repeats a task that lacks memory for ever.
+    os.environ.setdefault("RAY_task_oom_retries", str(_ATTEMPTS - 1))
+    options = {"include_dashboard": False, "num_cpus": workers} if address is None else {}
     try:
-        _check_port(address)
-        ray.init(
-            address="local" if address is None else address,
-            num_cpus=workers,
-            log_to_driver=False,
-            logging_level="ERROR",
-            **quiet,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        place = "on this machine" if address is None else f"at {address}"
-        reason = " ".join(str(error).split())[:300]
+        _wait_for_port(address)
+        address = address or "local"
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
+    except Exception as error:  # Ray raises plain exceptions, too
+        causes = " ".join(f"{error} {error.__cause__ or ''}".split())[:400]
         raise DataError(
-            f"no Ray cluster answers {place} ({reason}); `ray start --head` starts one, and prints "
-            "its address for --address; if it asks for a token, set RAY_AUTH_MODE=token"
+            f"no connection to the Ray cluster, address {address} ({causes}); `ray start --head` "
+            "starts one and prints its address; this machine must be one of its nodes, and have "
+            "its token (RAY_AUTH_MODE=token) if it has one"
         ) from error
 
 
-def _check_port(address: str | None) -> None:
+def _wait_for_port(address: str | None) -> None:
     """Wait until something listens at HOST:PORT; `ray.init` would wait for ever.
 
     Raises: OSError when nothing does within a minute.
@@ -102,15 +99,32 @@ def _check_port(address: str | None) -> None:
             return
 
 
-def _size(ray: Any) -> tuple[int, int]:
-    """Return nodes and CPUs of the cluster, at least 1 each."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    cpus = sum(node["Resources"].get("CPU", 0) for node in alive)
-    return max(1, len(alive)), max(1, int(cpus))
+class _Size:
+    """The size of a cluster, whose nodes may join and leave."""
+
+    def __init__(self, ray: Any, report: Report):
+        self._ray, self._report = ray, report
+        self._nodes = self._cpus = 0
+        self._read()
+
+    def cpus(self) -> int:
+        """Return the number of CPUs a few seconds ago, at least 1."""
+        if time.monotonic() - self._read_at > _SECONDS_BETWEEN_SIZES:
+            self._read()
+        return max(1, self._cpus)
+
+    def _read(self) -> None:
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        cpus = sum(int(node["Resources"].get("CPU", 0)) for node in alive)
+        if (len(alive), cpus) != (self._nodes, self._cpus):
+            self._nodes, self._cpus = len(alive), cpus
+            noun = "node" if len(alive) == 1 else "nodes"
+            self._report(f"Ray cluster: {len(alive)} {noun}, {cpus} CPUs in all")
+        self._read_at = time.monotonic()
 
 
 def _tokenize_shards(
-    ray: Any, shards: Sequence[InputShard], settings: TokenizeSettings
+    ray: Any, shards: Sequence[InputShard], settings: TokenizeSettings, size: _Size
 ) -> Generator[TokenizedShard, None, None]:
     """Yield the documents of each shard, in order; see `tokenize_shards`.
 
@@ -119,51 +133,54 @@ def _tokenize_shards(
     task = ray.remote(num_cpus=1, max_retries=_ATTEMPTS - 1)(_tokenize)
     # In a list, so that a worker process reads it once and not with every task.
     shared = [ray.put(settings)]
-    environment = environment_hash()
+    code = code_hash(settings)
     window: deque[Any] = deque()
-    looked, limit = -_SECONDS_PER_LOOK, 0
     waiting = iter(shards)
     try:
         while True:
-            if time.monotonic() - looked >= _SECONDS_PER_LOOK:
-                looked, limit = time.monotonic(), 2 * _size(ray)[1]
+            limit = 2 * size.cpus()
             while len(window) < limit and (shard := next(waiting, None)) is not None:
-                window.append(task.remote(shard, shared, environment))
+                window.append(task.remote(shard, shared, code))
             if not window:
                 return
             yield _result(ray, window.popleft())
     finally:
-        for reference in window:
-            ray.cancel(reference, force=True)
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster may be gone
+            for reference in window:
+                ray.cancel(reference, force=True)
 
 
 def _result(ray: Any, reference: Any) -> TokenizedShard:
     """Return the result of a task. Raises: what the task has raised; RuntimeError."""
+    errors = ray.exceptions
     try:
         found: TokenizedShard = ray.get(reference)
         return found
-    except ray.exceptions.RayTaskError as error:
+    except errors.RayTaskError as error:
         if isinstance(error.cause, DataError | OSError):
             raise error.cause from None  # one line for the user, without the stack of a worker
         raise
-    except ray.exceptions.RayError as error:
+    except errors.RayError as error:
+        lost = (errors.WorkerCrashedError, errors.OutOfMemoryError, errors.NodeDiedError)
+        is_lost = isinstance(error, (*lost, errors.ObjectLostError))
+        what = f"a task died {_ATTEMPTS} times, perhaps for lack of memory" if is_lost else "failed"
         raise RuntimeError(
-            f"Ray has lost a task {_ATTEMPTS} times, perhaps for lack of memory "
-            f"({' '.join(str(error).split())[:300]}); run scripts/prepare_data.py again: it "
-            "continues where this one stopped"
+            f"Ray: {what} ({' '.join(str(error).split())[:400]}); run scripts/prepare_data.py "
+            "again: it continues where this one stopped"
         ) from error
 
 
-def _tokenize(shard: InputShard, shared: list[Any], environment: str) -> TokenizedShard:
+def _tokenize(shard: InputShard, shared: list[Any], code: str) -> TokenizedShard:
     """Tokenize a shard on a node. Raises: DataError, also if the node differs from the writer."""
     node = platform.node()
-    if environment_hash() != environment:
+    settings, own_code = _receive(shared[0])
+    if own_code != code:
         raise DataError(
-            f"node {node} has another version of Torus or of {', '.join(_LIBRARIES)} than the "
-            "process that writes the store; install the same on all nodes"
+            f"node {node} has another version of Torus, of a plugin, or of {', '.join(_LIBRARIES)} "
+            "than the process that writes the store; install the same on all nodes"
         )
     try:
-        return tokenize_shard(shard, _settings(shared[0]))
+        return tokenize_shard(shard, settings)
     except FileNotFoundError as error:
         raise DataError(
             f"node {node} has no file {error.filename or error}; all nodes need the input files "
@@ -171,25 +188,40 @@ def _tokenize(shard: InputShard, shared: list[Any], environment: str) -> Tokeniz
         ) from error
 
 
-_received: dict[Any, TokenizeSettings] = {}
+@lru_cache(maxsize=1)
+def _receive(reference: Any) -> tuple[TokenizeSettings, str]:
+    """Return the settings of a store and their `code_hash`, once in a worker process."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    ray = load_library("ray", "ray")
+    try:
+        settings = ray.get(reference)
+    except ray.exceptions.RaySystemError as error:  # a module that only the writer has
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"node {platform.node()} cannot load the tokenizer, template or formats ({reason}); "
+            "install the plugins of the configuration on all nodes"
+        ) from error
+    return settings, code_hash(settings)
 
 
-def _settings(reference: Any) -> TokenizeSettings:
-    """Return the settings of a store, read once by a worker process."""
-    if reference not in _received:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-        _received.clear()
-        _received[reference] = load_library("ray", "ray").get(reference)
-    return _received[reference]
+def code_hash(settings: TokenizeSettings) -> str:
+    """Return the SHA-256 (hex) of the code and the library versions that decide the tokens."""
+    parts = [type(settings.tokenizer), settings.chat_template]
+    names = {part.__module__ for part in [*parts, *(entry.read for entry in settings.formats)]}
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    found = hashlib.sha256(_installed().encode())
+    for path in sorted(Path(file) for file in files if file is not None):
+        if not path.is_relative_to(_ROOT / "data"):  # a plugin
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 @cache
-def environment_hash() -> str:
-    """Return the SHA-256 (hex) of the code and the library versions that decide the tokens."""
-    root = Path(__file__).parent
+def _installed() -> str:
+    """Return the SHA-256 (hex) of the package `data` and of the versions of libraries."""
     found = hashlib.sha256(f"{sys.version_info[:2]}".encode())
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    for path in sorted((_ROOT / "data").rglob("*.py")):
+        found.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes())
     for name in _LIBRARIES:
         try:
             found.update(f"{name} {importlib.metadata.version(name)}\0".encode())

@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers",
         type=int,
-        help="processes that tokenize; 0: this one; default: one per core",
+        help="processes that tokenize; 0: this one; default: one per core. Not with --address",
     )
     parser.add_argument(
         "--engine",

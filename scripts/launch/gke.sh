@@ -10,7 +10,8 @@ usage: gke.sh build|prepare|up|tail|delete [options] [-- arguments of train.py o
   prepare tokenize the data on a node without TPUs; arguments are those of scripts/prepare_data.py
   up      start the JobSet; the run resumes from its newest checkpoint
   tail    follow the console of process 0
-  delete  send SIGTERM, so that all processes save at the same step; then delete the JobSet
+  delete  send SIGTERM, so that all processes save at the same step; then delete the JobSet, and
+          what `prepare` has left
 
   --name NAME         name of the JobSet (prepare, up, tail, delete)
   --image IMAGE       image with its registry and tag (build, prepare, up)
@@ -20,7 +21,8 @@ usage: gke.sh build|prepare|up|tail|delete [options] [-- arguments of train.py o
   --topology AxB[xC]  topology of one slice
   --chips N           chips per host (4)
   --slices N          number of slices; give mesh.dcn_dp=N, too (1)
-  --nodes N           nodes that tokenize, as one Ray cluster; needs the extra ray (1) (prepare)
+  --nodes N           pods of 4 CPUs and 16 GiB that tokenize, as one Ray cluster; the image needs
+                      the extra ray (1: one pod without Ray) (prepare)
   --pvc CLAIM         volume claim (ReadWriteMany), mounted at /shared: put run.dir there
   --root              run as root, still without privileges: if the nodes give their TPUs, or the
                       volume its files, to root alone (prepare, up)
@@ -147,7 +149,7 @@ prepare() {
     job=job/$name-data-head-0 made=jobset/$name-data end=Completed template=gke_prepare_nodes.yaml
   fi
   connect
-  run kubectl delete "$made" --namespace="$namespace" --ignore-not-found # it cannot be changed
+  delete_prepared # they cannot be changed
   text=$(fill "$template" "${train[@]}")
   apply "${text//__OTHERS__/$((nodes - 1))}"
   # Fails until the container runs, which may have to wait for a node and for the image.
@@ -156,6 +158,13 @@ prepare() {
     sleep 10
   done
   run kubectl wait "$made" --namespace="$namespace" --for=condition="$end" --timeout=60s
+}
+
+# Delete what `prepare` has created, and wait until it is gone. A cluster may know no JobSets.
+delete_prepared() {
+  local options=(--namespace="$namespace" --ignore-not-found --cascade=foreground)
+  run kubectl delete "job/$name-data" "secret/$name-data-token" "${options[@]}"
+  run kubectl delete "jobset/$name-data" "${options[@]}" || ((nodes == 1))
 }
 
 check_bash
@@ -227,6 +236,7 @@ case $action in
       run xpk workload delete --workload="$name" "${xpk_place[@]}" --force
     else
       connect
+      delete_prepared
       run kubectl delete "jobset/$name" "secret/$name-token" --namespace="$namespace"
     fi
     ;;

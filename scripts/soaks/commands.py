@@ -25,6 +25,7 @@ from soaks.processes import (
     count_workers,
     descendants,
     find_orphans,
+    is_running,
     kill_group,
     report,
     run_undisturbed,
@@ -71,14 +72,6 @@ def _snapshot(folder: Path) -> frozenset[tuple[Any, ...]]:
                 stat = os.stat(path)
                 found.append((path, stat.st_size, stat.st_mtime_ns, stat.st_ino))
     return frozenset(found)
-
-
-def _is_running(number: int) -> bool:
-    try:
-        stat = Path("/proc", str(number), "stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @dataclass(frozen=True)
@@ -155,12 +148,15 @@ class CommandKills:
         limit = time.monotonic() + TIMEOUT
         while process.poll() is None and time.monotonic() < limit:
             lines = descendants(process.pid)
-            if tasks := [number for number, line in lines.items() if "ray::_tokenize" in line]:
+            if tasks := [n for (n, _), line in lines.items() if "ray::_tokenize" in line]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.rng.choice(tasks), signal.SIGKILL)
                     self.phases["a task"] += 1
                 return True
             time.sleep(0.002)
+        if process.poll() is None:
+            kill_group(process)
+            raise SoakError(f"{self.job.name} began no task; see {self.logs}")
         self.check_end(process)
         return False
 
@@ -218,21 +214,24 @@ class CommandKills:
             self.mismatches.append(f"{self.job.name}: {problem}")
         self.check_orphans(process, {})
 
-    def check_orphans(self, process: subprocess.Popen[bytes], family: Mapping[int, str]) -> None:
+    def check_orphans(
+        self, process: subprocess.Popen[bytes], family: Mapping[tuple[int, int], str]
+    ) -> None:
         """Note the processes that outlive the command, and kill them.
 
         family: descendants of the command. Those of Ray have process groups of their own. Agents of
             Ray are left out: they look for their cluster for two minutes, and then end.
         """
-        family = {number: line for number, line in family.items() if "Agent" not in line}
-        found, limit = find_orphans([process]), time.monotonic() + ORPHAN_SECONDS
-        while (left := [n for n in family if _is_running(n)]) and time.monotonic() < limit:
+        found = find_orphans([process], but="Agent")
+        family = {key: line for key, line in family.items() if "gent" not in line}
+        limit = time.monotonic() + ORPHAN_SECONDS
+        while (left := [key for key in family if is_running(*key)]) and time.monotonic() < limit:
             time.sleep(0.05)
-        found += [f"process {number} outlived its parent: {family[number]}" for number in left]
-        for number in left:
+        found += [f"process {key[0]} outlived its parent: {family[key]}" for key in left]
+        for number, _ in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
-        self.mismatches += [f"{self.job.name}: {line}" for line in found]
+        self.mismatches += [f"{self.job.name}: {line.rstrip()}" for line in found]
 
     def one_folder(self, reference: Path) -> None:
         """Start the command again and again until the folder is complete, and compare."""

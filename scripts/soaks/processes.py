@@ -120,19 +120,29 @@ def group_members(leader: int) -> dict[int, str]:
     return members
 
 
-def descendants(ancestor: int) -> dict[int, str]:
-    """Return the command lines of a process's running descendants, by their ids."""
-    parents, lines = dict[int, int](), dict[int, str]()
+def descendants(ancestor: int) -> dict[tuple[int, int], str]:
+    """Return the command lines of a process's running descendants, by (id, time of start)."""
+    parents, lines = dict[int, int](), dict[int, tuple[int, str]]()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
-            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            state, parent, *rest = (folder / "stat").read_text().rpartition(")")[2].split()
             if state not in "ZX":
-                lines[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                line = (folder / "cmdline").read_text().replace("\0", " ").rstrip()
+                lines[int(folder.name)] = int(rest[17]), line
                 parents[int(folder.name)] = int(parent)
     found = {ancestor}
     while more := {one for one, parent in parents.items() if parent in found} - found:
         found |= more
-    return {one: lines[one] for one in found - {ancestor} if one in lines}
+    return {(one, lines[one][0]): lines[one][1] for one in found - {ancestor}}
+
+
+def is_running(number: int, started: int) -> bool:
+    """Return whether the process that had this id at this time of start still runs."""
+    try:
+        state, *rest = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return state not in "ZX" and int(rest[18]) == started
 
 
 def count_workers(process: subprocess.Popen[bytes]) -> int:
@@ -140,11 +150,16 @@ def count_workers(process: subprocess.Popen[bytes]) -> int:
     return sum("spawn_main" in line for line in group_members(process.pid).values())
 
 
-def find_orphans(processes: Iterable[subprocess.Popen[bytes]]) -> list[str]:
-    """Return what still runs of the groups of ended processes after ORPHAN_SECONDS, and kill it."""
+def find_orphans(processes: Iterable[subprocess.Popen[bytes]], but: str = "\0") -> list[str]:
+    """Return what still runs of the groups of ended processes after ORPHAN_SECONDS, and kill it.
+
+    but: text of command lines that are left out.
+    """
     limit, found = time.monotonic() + ORPHAN_SECONDS, []
     for process in processes:
-        while (left := group_members(process.pid)) and time.monotonic() < limit:
+        while left := {n: x for n, x in group_members(process.pid).items() if but not in x}:
+            if time.monotonic() > limit:
+                break
             time.sleep(0.05)
         found += [f"process {number} outlived its parent: {left[number]}" for number in left]
         kill_group(process)

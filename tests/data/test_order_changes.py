@@ -79,7 +79,7 @@ def test_advised_weights_keep_the_past_and_change_the_rest(before, now, number) 
         (
             {"code": {0: 0.5, 2: 0.2}, "books": 0.5},
             {"code": 1},
-            "keep the files of books and set data.sources.books.weight='{0: 1, 2: 5, 5: 0}' "
+            "keep the sections of books and set data.sources.books.weight='{0: 1, 2: 5, 5: 0}' "
             "data.sources.code.weight='{0: 1, 2: 2, 5: 1}'",
         ),
     ],
@@ -97,6 +97,10 @@ def test_no_weight_helps_where_the_text_has_changed() -> None:
     changed["sources"]["code"] = "another digest"
     assert explain_change(past, changed).startswith("source 'books' was added; the text of source")
     assert remedy_of_change(past, changed, 5, config) == "restore that data"
+    thirds = config_of({"code": 0.9523809523809523, "books": 0.0476190476190476, "chat": 0.1})
+    even = config_of(dict.fromkeys(NAMES, 1))
+    remedy = remedy_of_change(order_of(thirds, 5), order_of(even, 5), 5, even)
+    assert remedy == "restore the former values"  # no floats have the ratios of these shares
     split = order_of(config, 5) | {"eval_files": {"code": "digest of a split"}}
     assert remedy_of_change(past, split, 5, config) == "restore that data"
     short = order_of(DataConfig(files="x"), 5)  # its weight cannot be set
@@ -119,6 +123,15 @@ def test_another_batch_size_may_begin_at_the_resume(sizes, advised):
     before, config = order({0: 8, 2: 12}), DataConfig(files="x", global_batch_size=sizes)
     remedy = remedy_of_change(before, order(sizes), 5, config)
     assert remedy.endswith(f"only from step 5 on, set data.global_batch_size='{advised}'")
-    for key, wanted in {"seed": "the former values", "sources": "that data"}.items():
-        other = order(sizes) | {key: 1}
-        assert remedy_of_change(before, other, 5, config) == f"restore {wanted}"
+    other = order(sizes) | {"seed": 1}
+    assert remedy_of_change(before, other, 5, config) == "restore the former values"
+
+
+def test_a_batch_size_and_a_source_may_change_together() -> None:
+    config = DataConfig(sources={n: {"files": n} for n in ("code", "books")}, global_batch_size=16)
+    before = order_of(config_of({"code": 1}), 5) | {"global_batch_size": [[0, 8]]}
+    now = order_of(config, 5) | {"global_batch_size": [[0, 16]]}
+    assert remedy_of_change(before, now, 5, config) == (
+        "restore the former values, or, to change them only from step 5 on, set "
+        "data.global_batch_size='{0: 8, 5: 16}' data.sources.books.weight='{0: 0, 5: 1}'"
+    )
