@@ -156,7 +156,6 @@ def test_loss_metrics_and_gradients_equal_the_formula(pairs, mesh, options, accu
         assert bound > 0 and np.abs(grads[name] - grad).max() <= bound, name
 
 
-@pytest.mark.release
 def test_the_auxiliary_loss_of_experts_is_that_of_other_objectives(pairs):
     found = {}
     for coefficient in (0, 1):
