@@ -42,6 +42,7 @@ from parallel.sharding.residual import RESIDUAL_LAYOUTS, residual_rules
 from parallel.sharding.specs import FEATURES, mesh_axes_of
 from safe_files import make_private
 from training.logs import log
+from training.multi_token_step import MultiTokenProgram
 from training.optimizers import gradient_point, make_optimizer
 from training.preference_step import PreferenceProgram
 from training.schedules import make_schedule
@@ -128,7 +129,8 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     if training.objective == "dpo":
         return PreferenceProgram(*parts, dpo=training.dpo)
     terms = LossTerms(training.label_smoothing, training.z_loss)
-    return Program(*parts, terms, training.noise_scale)
+    program = MultiTokenProgram if config.model.mtp_loss_weights else Program
+    return program(*parts, terms, training.noise_scale)
 
 
 def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
@@ -255,7 +257,7 @@ def _kinds_of(config: Config) -> set[LinearKind]:
     """Return the kinds of linears that this model has."""
     sparse, moe = config.model.sparse_layers, config.model.moe
     kinds: set[LinearKind] = {"qkv", "o", "head"}
-    kinds |= {"mlp"} if False in sparse or moe.num_shared_experts else set()
+    kinds |= {"mlp"} if config.model.has_dense_mlp or moe.num_shared_experts else set()
     return kinds | ({"experts"} if True in sparse else set())
 
 

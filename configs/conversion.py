@@ -24,6 +24,7 @@ from model.families.base import Family, family_of, find_family, nested
 from model.families.layouts import Shape
 from model.int8_base import block_floats, is_scale, scale_path, without_scales
 from model.lora import factor_paths, is_adapter, merge_block, with_adapters, without_adapters
+from model.multi_token import is_module
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import replace_file
 from training import checkpoint_tools as tools
@@ -139,6 +140,11 @@ def import_model(
         raise ValueError(
             f"lora.rank={config.lora.rank}: a converted model has no adapters; convert it without, "
             "and set lora.rank and training.init_from in train.py, or give --adapters"
+        )
+    if weights := config.model.mtp_loss_weights:
+        raise ValueError(
+            f"model.mtp_loss_weights={[*weights]}: a converted model has no such modules; convert "
+            "it without, and set the key in train.py, with training.init_from"
         )
     new = NewDirectory(run, "config.yaml", _RUN_FILES)
     if group.is_primary:
@@ -343,7 +349,8 @@ def _open_parameters(run: Path, step: int | None, *, ema: bool) -> Iterator[_Sto
         adapters = frozenset(filter(is_adapter, shapes))
         base = "params." if adapters else part  # frozen parameters have no moving average
         names = _shapes_of(leaves, base)
-        shapes = {n: x for n, x in names.items() if not is_adapter(n) and not is_scale(n)}
+        left_out = is_adapter, is_scale, is_module
+        shapes = {n: x for n, x in names.items() if not any(is_part(n) for is_part in left_out)}
         device = tools.one_device()
 
         def stored(path: str) -> np.ndarray:

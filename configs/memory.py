@@ -126,7 +126,7 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
     others = shape.others + shape.embedding + shape.head
     moments = optimizer.matrix_moments * kernels + optimizer.moments * others
     moment_bytes = {"bfloat16": 2, "int8": 1}.get(config.optimizer.moments_dtype or "", size)
-    layers, (stream, attention, products) = model.num_hidden_layers, kept_per_token(config)
+    layers, (stream, attention, products) = model.num_blocks, kept_per_token(config)
     kept = {
         "full": stream,
         "offload": stream,
@@ -147,7 +147,9 @@ def step_memory(config: Config, chip: Chip) -> dict[str, float]:
         "gradients": size * trained + accumulated,
         "kept activations": shape.tokens * per_token * layers * shape.b
         + (gathered * layers * shape.b if model.remat == "none" else 0.0),
+        # A loss keeps the gradient of the head's kernel until the backward pass.
         "temporaries": 2 * shape.b * gathered
+        + len(model.mtp_loss_weights) * shape.b * model.hidden_size * model.padded_vocab_size / tp
         + (size * trained if optimizer.point else 0.0)
         + 4 * chunk * model.padded_vocab_size / tp
         + shape.tokens * shape.b * (4 * products + 8 * stream),
@@ -158,7 +160,7 @@ def layer_kernels(config: Config) -> tuple[list[Kernels], list[Kernels]]:
     """Return the kernels of all layers: those of attention and MLPs, and those of experts."""
     model, mesh, mla = config.model, config.mesh, config.model.mla
     stored, tp = mesh.fsdp * mesh.sp, mesh.tp
-    layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
+    layers, sparse = model.num_blocks, sum(model.sparse_layers)
     width, heads = (model.hidden_size, stored), model.num_attention_heads
     dense = [Kernels(layers, (heads * model.value_size, tp), width)]
     if mla is None:
@@ -177,6 +179,8 @@ def layer_kernels(config: Config) -> tuple[list[Kernels], list[Kernels]]:
         if count * size:
             inner = size, tp
             dense += [Kernels(2 * count, width, inner), Kernels(count, inner, width)]
+    if depth := len(model.mtp_loss_weights):
+        dense += [Kernels(2 * depth, width, (model.hidden_size, 1))]
     over, parts = expert_parts(config)
     held = sparse * model.moe.num_experts / over
     outer, inner = (model.hidden_size, parts), (model.expert_size, tp)
@@ -230,7 +234,7 @@ def kept_per_token(config: Config) -> tuple[float, float, float]:
     mlp = 0.0
     if True in model.sparse_layers:
         mlp, rows = 2 * active * model.expert_size, _ROWS_KEPT * routed * width
-    mlp = max(mlp, 2 * model.intermediate_size if False in model.sparse_layers else 0)
+    mlp = max(mlp, 2 * model.intermediate_size if model.has_dense_mlp else 0)
     products = (2 * heads + kv + mlp + rows) / tp + 2 * width / split
     return width / split, attention + width / split, products
 

@@ -182,7 +182,7 @@ def _cross_check(config: Config) -> None:
     """Check the rules between sections; report the first one that is broken."""
     model, mesh = config.model, config.mesh
     _check_heads(config)
-    if False in model.sparse_layers:
+    if model.has_dense_mlp:
         _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
     vocab = "model.vocab_size" + (" (padded)" if model.pad_vocab_to_multiple_of > 1 else "")
     or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
@@ -270,13 +270,14 @@ def _check_objective(config: Config) -> None:
             "training.dpo has no effect with training.objective=sft; set training.objective=dpo, "
             "or remove training.dpo"
         )
-    for name in ("label_smoothing", "z_loss", "noise_scale"):
-        if training.objective == "dpo" and (value := getattr(training, name)):
-            remedy = " or set training.dpo.label_smoothing" if name == "label_smoothing" else ""
-            raise ConfigError(
-                f"training.{name}={str(value).lower()} has no effect with training.objective=dpo; "
-                f"remove it{remedy}"
-            )
+    unused = {f"training.{x}": getattr(training, x) for x in ("label_smoothing", "z_loss")}
+    unused["training.noise_scale"] = training.noise_scale
+    unused["model.mtp_loss_weights"] = [*config.model.mtp_loss_weights]
+    for key, value in unused.items() if training.objective == "dpo" else ():
+        if value:
+            remedy = " or set training.dpo.label_smoothing" if "smoothing" in key else ""
+            why = "has no effect with training.objective=dpo; remove it"
+            raise ConfigError(f"{key}={str(value).lower()} {why}{remedy}")
     if training.noise_scale and training.gradient_accumulation == 1:
         raise ConfigError(
             "training.noise_scale compares microbatches with their sum; set "
@@ -304,7 +305,7 @@ def _check_groups(config: Config) -> None:
     model, groups = config.model, config.optimizer.groups
     reasons = {
         "experts": None if any(model.sparse_layers) else "the model has none",
-        "mlp": "all layers have experts" if all(model.sparse_layers) else None,
+        "mlp": None if model.has_dense_mlp else "all layers have experts",
         "head": "the head is the embedding" if model.tie_word_embeddings else None,
     }
     if config.lora.rank:

@@ -36,7 +36,7 @@ def _activation(model: ModelConfig) -> Iterator[str]:
 def _linears(model: ModelConfig) -> Iterator[str]:
     """Yield error messages about optional parameters: biases and the shared-expert gate."""
     sparse, moe = model.sparse_layers, model.moe
-    has_mlp = False in sparse or moe.num_shared_experts > 0
+    has_mlp = model.has_dense_mlp or moe.num_shared_experts > 0
     absent: dict[BiasGroup, bool] = {
         "mlp": not has_mlp,
         "experts": True not in sparse,

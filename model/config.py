@@ -18,6 +18,7 @@ from pydantic import (
     RootModel,
 )
 
+from model.mla_config import MLAConfig
 from model.rope import RopeScaling
 from model.segments import LayerKind, LayerType, Segment, divide_layers
 from parallel.experts.names import ExchangeMethod, ExpertRule, RowDtype
@@ -136,51 +137,6 @@ class MoEConfig(
         return self.router_bias or self.bias_update_speed > 0
 
 
-class MLAConfig(
-    BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
-):
-    """Multi-head latent attention: the keys and values of all heads come from one latent per token.
-
-    A part of every head has no rope; the other part has, and its key is shared by all heads.
-    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
-    """
-
-    q_lora_rank: PositiveInt | None = None
-    """Width of the latent of queries; null: queries are projected directly (V2-Lite)."""
-    kv_lora_rank: PositiveInt = 512
-    """Width of the latent of keys and values."""
-    qk_nope_head_dim: PositiveInt = 128
-    """Dimensions of a query or key head without rope."""
-    qk_rope_head_dim: PositiveInt = 64
-    """Dimensions of a query or key head with rope."""
-    v_head_dim: PositiveInt = 128
-    """Dimensions of a value head."""
-    rope_interleave: bool = False
-    """Rope rotates the pairs (2i, 2i + 1), as DeepSeek's weights need, instead of (i, i + r/2) of
-    r dimensions."""
-    norm_eps: PositiveFloat = 1e-6
-    """Epsilon of the norms of the latents."""
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of a query or key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def kv_width(self) -> int:
-        """Numbers per token in a cache: the latent, and the key with rope."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    def matmul_parameters(self, hidden_size: int, heads: int) -> int:
-        """Return the parameters of all projections of one layer."""
-        queries = heads * self.qk_head_dim
-        rank = self.q_lora_rank
-        q = hidden_size * queries if rank is None else rank * (hidden_size + queries)
-        values = heads * self.v_head_dim
-        kv_b = self.kv_lora_rank * (heads * self.qk_nope_head_dim + values)
-        return q + hidden_size * self.kv_width + kv_b + values * hidden_size
-
-
 class ModelConfig(
     BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 ):
@@ -194,7 +150,7 @@ class ModelConfig(
     hidden_size: PositiveInt = 256
     """Width of the residual stream (D)."""
     num_hidden_layers: PositiveInt = 4
-    """Number of blocks."""
+    """Number of layers, without the blocks of multi-token prediction."""
     num_attention_heads: PositiveInt = 8
     """Query heads (H)."""
     num_key_value_heads: PositiveInt = 8
@@ -272,8 +228,8 @@ class ModelConfig(
     Routers, gates of shared experts and attention sinks are float32."""
     matmul_dtype: MatmulDtype | None = None
     """Type to which the linears of attention and MLPs quantize both operands of a product, with a
-    scale per row and per column; null: multiply in dtype. Embedding, head, routers and experts
-    keep dtype."""
+    scale per row and per column; null: multiply in dtype. Embedding, head, routers, experts and the
+    projections of multi-token prediction keep dtype."""
     matmul_products: Annotated[
         tuple[Product, ...], BeforeValidator(as_tuple), Field(min_length=1)
     ] = ("forward", "dgrad")
@@ -292,6 +248,11 @@ class ModelConfig(
     """Multi-head latent attention; null: grouped-query attention."""
     moe: MoEConfig = MoEConfig()
     """Mixture of experts."""
+    mtp_loss_weights: Annotated[tuple[PositiveFloat, ...], BeforeValidator(as_tuple)] = ()
+    """Weights of the losses of multi-token prediction modules (DeepSeek-V3: [0.3], later [0.1]):
+    module 1 predicts the token after the next one, module 2 the token after that, ... The modules
+    are trained with the model; evaluation, generation and exports do not use them. DeepSeek divides
+    its weight by the number of modules, this key does not."""
     remat: str = "dots"
     """Rematerialisation policy. none: keep all activations; dots: keep projections, q, k and v
     after rope, blockwise attention and the residual stream after it; recompute the rest; offload:
@@ -422,6 +383,16 @@ class ModelConfig(
         lead = self.moe.first_k_dense_replace if True in self.sparse_layers else 0
         return (*divide_layers(kinds[:lead]), *divide_layers(kinds[lead:]))
 
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether a layer, or a module of multi-token prediction, has an MLP without experts."""
+        return False in self.sparse_layers or len(self.mtp_loss_weights) > 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks: the layers, and those of the modules of multi-token prediction."""
+        return self.num_hidden_layers + len(self.mtp_loss_weights)
+
     def _matmul_parameters(self, experts: int) -> int:
         """Return the parameters in matmuls, counting `experts` experts per sparse layer."""
         heads = self.num_attention_heads + self.num_key_value_heads
@@ -430,21 +401,26 @@ class ModelConfig(
             attention = self.mla.matmul_parameters(self.hidden_size, self.num_attention_heads)
         sparse = sum(self.sparse_layers)
         width = self.expert_size * (experts + self.moe.num_shared_experts)
-        widths = (self.num_hidden_layers - sparse) * self.intermediate_size + sparse * width
+        widths = (self.num_blocks - sparse) * self.intermediate_size + sparse * width
         router = sparse * self.hidden_size * (self.moe.num_experts + self.moe.shared_expert_gate)
         mlp = 3 * self.hidden_size * widths
         head = self.hidden_size * self.padded_vocab_size
-        return self.num_hidden_layers * attention + mlp + router + head
+        projections = 2 * self.hidden_size**2 * len(self.mtp_loss_weights)
+        return self.num_blocks * attention + mlp + router + projections + head
 
     @property
     def num_matmul_parameters(self) -> int:
-        """Parameters that one token is multiplied by: projections, its experts and the head."""
-        return self._matmul_parameters(self.moe.num_experts_per_tok)
+        """Parameters that one token is multiplied by: projections, its experts and the head.
+
+        Every module of multi-token prediction multiplies by the head again.
+        """
+        again = len(self.mtp_loss_weights) * self.hidden_size * self.padded_vocab_size
+        return self._matmul_parameters(self.moe.num_experts_per_tok) + again
 
     @property
     def num_parameters(self) -> int:
         """All parameters; a tied head counts once."""
-        sinks = self.num_hidden_layers * self.num_attention_heads if self.attention_sinks else 0
+        sinks = self.num_blocks * self.num_attention_heads if self.attention_sinks else 0
         embedding = 0 if self.tie_word_embeddings else self.padded_vocab_size * self.hidden_size
         kernels = self._matmul_parameters(self.moe.num_experts)
         return kernels + embedding + self._norm_parameters + sinks + self._bias_parameters
@@ -460,12 +436,13 @@ class ModelConfig(
         per_layer += heads * self.head_size if self.qk_norm else 0
         if self.mla is not None:
             per_layer += (self.mla.q_lora_rank or 0) + self.mla.kv_lora_rank
-        return self.num_hidden_layers * per_layer + self.hidden_size
+        others = (1 + 3 * len(self.mtp_loss_weights)) * self.hidden_size
+        return self.num_blocks * per_layer + others
 
     @property
     def _bias_parameters(self) -> int:
         """Parameters of all biases, those on the choice of experts included."""
-        moe, layers, sparse = self.moe, self.num_hidden_layers, sum(self.sparse_layers)
+        moe, layers, sparse = self.moe, self.num_blocks, sum(self.sparse_layers)
         qkv = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_size
         shared = moe.num_shared_experts * self.expert_size
         mlps = [self.intermediate_size] * (layers - sparse) + [shared] * (sparse if shared else 0)
@@ -487,7 +464,8 @@ class ModelConfig(
         visible count. Recomputed work does not. Source: PaLM (arXiv 2204.02311), appendix B, with
         causal masking.
         """
-        keys = sum(self.visible_keys(kind, sequence_length) for kind in self.layer_kinds)
+        kinds = (*self.layer_kinds, *self.layer_kinds[-1:] * len(self.mtp_loss_weights))
+        keys = sum(self.visible_keys(kind, sequence_length) for kind in kinds)
         width = self.num_attention_heads * (self.head_size + self.value_size)
         attention = 3 * 2 * width * keys
         return 6 * self.num_matmul_parameters + attention

@@ -84,7 +84,7 @@ def _dense_mlp_size(config: ModelConfig) -> int:
     """Return the width of the widest gated MLP that every token passes, or 0 if there is none."""
     shared = config.moe.num_shared_experts * config.expert_size
     return max(
-        config.intermediate_size if False in config.sparse_layers else 0,
+        config.intermediate_size if config.has_dense_mlp else 0,
         shared if True in config.sparse_layers else 0,
     )
 

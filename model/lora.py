@@ -128,6 +128,11 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
             f"model.mup_base_width={model.mup_base_width} is not supported with lora.rank="
             f"{lora.rank}; remove it, or set lora.rank=0"
         )
+    if model.mtp_loss_weights:
+        raise ValueError(
+            f"model.mtp_loss_weights={[*model.mtp_loss_weights]} is not supported with "
+            f"lora.rank={lora.rank}; remove it, or set lora.rank=0"
+        )
     if model.moe.bias_update_speed:
         raise ValueError(
             f"model.moe.bias_update_speed={model.moe.bias_update_speed} would change router biases "

@@ -5,7 +5,7 @@ Every term of the loss that reads logits belongs here; it then costs no further 
 Letters: C tokens of a chunk, c tokens of one block of it, V columns of the vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,10 +44,12 @@ class LossSums(NamedTuple):
 
     objective: the loss to minimise, the cross-entropy plus the terms of `LossTerms`.
     cross_entropy: for reports alone; it has no gradient.
+    others: other losses that the objective contains, for reports alone, by name.
     """
 
     objective: jax.Array
     cross_entropy: jax.Array
+    others: Mapping[str, jax.Array] | None = None
 
 
 class ChunkSettings(NamedTuple):

@@ -13,103 +13,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from model.activation_scale import Reports, local_squares, scale_name
+from model.activation_scale import Reports
 from model.attention.cached import Cache, LayerCache, write_index
-from model.attention.registry import OUTPUT_NAME, AttentionChoice
+from model.block import Block
 from model.embedding import Embedding
 from model.generation.cache import DenseCache
 from model.head import Head
-from model.layers import Attention, GatedMLP, RMSNorm, TokenInfo
-from model.lora import add_adapters, store_frozen
+from model.layers import RMSNorm, TokenInfo
+from model.lora import store_frozen
 from model.loss_formula import CROSS_ENTROPY, LossSums, LossTerms
-from model.mla import LatentAttention
-from model.moe import MoE
+from model.multi_token import FurtherTokens, PredictionModule
 from model.plan import ExecutionPlan
 from model.remat import REMAT_POLICIES
 from model.rotation import Rotation, layer_rotations
 from model.segments import LayerKind, LayerType, Segment
 from parallel.linear.linear import named_rngs
-from parallel.sharding.axes import MODE_PREFILL, MODE_TRAIN, RUNTIME_MODE_TYPES, TokenSharding
-from parallel.sharding.memory_layout import features_innermost
-from parallel.sharding.ordering import in_order
+from parallel.sharding.axes import MODE_PREFILL, RUNTIME_MODE_TYPES, TokenSharding
+from parallel.sharding.ordering import after, in_order
 
 _STACKS = {False: "layers", True: "sparse_layers"}
-
-
-class Block(nnx.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), a gated MLP or experts.
-
-    `model.norm_placement` says whether norms come before attention and MLP, after them, or both.
-    """
-
-    def __init__(self, plan: ExecutionPlan, *, sparse: bool, rngs: nnx.Rngs):
-        config, tp = plan.model, plan.tp
-        before, after = config.norm_placement != "post", config.norm_placement != "pre"
-        self.attention_norm = RMSNorm(config, tp) if before else None
-        layer = Attention if config.mla is None else LatentAttention
-        self.attention = layer(config, plan.attention_tp, rngs=named_rngs(rngs, "attention"))
-        self.attention_post_norm = RMSNorm(config, tp) if after else None
-        self.mlp_norm = RMSNorm(config, tp) if before else None
-        self.mlp_post_norm = RMSNorm(config, tp) if after else None
-        mlp_rngs = named_rngs(rngs, "mlp")
-        self.mlp = MoE(plan, rngs=mlp_rngs) if sparse else GatedMLP(config, tp, rngs=mlp_rngs)
-        add_adapters(self, plan.lora, rngs)
-        self.tp, self.tpu_forms = tp, plan.tpu_forms
-
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        info: TokenInfo,
-        *,
-        kind: LayerKind,
-        choice: AttentionChoice,
-        mode: RUNTIME_MODE_TYPES = MODE_TRAIN,
-        cache: LayerCache | None = None,
-        dropless: bool = False,
-    ) -> tuple[jax.Array, LayerCache | None, Reports]:
-        """Return (x_BLD, the cache with these tokens, reports of this layer)."""
-        reports: Reports = {}
-        out_BLD, cache = self.attention(
-            _normed(self.attention_norm, x_BLD),
-            info,
-            layer_type=kind.layer_type,
-            has_rope=kind.has_rope,
-            choice=choice,
-            mode=mode,
-            cache=cache,
-        )
-        if self.attention_post_norm is not None:
-            out_BLD = self.attention_post_norm(checkpoint_name(out_BLD, OUTPUT_NAME))
-        reports |= self._scale("attention", out_BLD, info)
-        x_BLD = checkpoint_name(self._stored(x_BLD + out_BLD), OUTPUT_NAME)
-        normed_BLD, name = _normed(self.mlp_norm, x_BLD), "mlp"
-        if isinstance(self.mlp, MoE):
-            name = "experts"
-            out_BLD, reports[name] = self.mlp(normed_BLD, info.valid_BL, mode, dropless=dropless)
-        else:
-            out_BLD = self.mlp(normed_BLD)
-        out_BLD = _normed(self.mlp_post_norm, out_BLD)
-        x_BLD = self._stored(x_BLD + out_BLD)
-        reports |= self._scale(name, out_BLD, info) | self._scale("residual", x_BLD, info)
-        return x_BLD, cache, reports
-
-    def _scale(self, name: str, x_BLD: jax.Array, info: TokenInfo) -> Reports:
-        """Return the report of the scale of activations, if it is measured."""
-        if info.measured_BL is None:
-            return {}
-        squares = local_squares(x_BLD, info.measured_BL, self.tp.manager.mesh)
-        return {scale_name(name): squares}
-
-    def _stored(self, x_BLD: jax.Array) -> jax.Array:
-        """Return the residual stream in the memory layout of the plan."""
-        return features_innermost(x_BLD, self.tp.manager.mesh) if self.tpu_forms else x_BLD
-
-
-def _normed(norm: RMSNorm | None, x_BLD: jax.Array) -> jax.Array:
-    return x_BLD if norm is None else norm(x_BLD)
 
 
 class Transformer(nnx.Module):
@@ -129,6 +53,8 @@ class Transformer(nnx.Module):
                 setattr(self, name, _stack(build, count, rngs=named_rngs(rngs, name)))
         self.norm = RMSNorm(config, tp)
         self.head = Head(config, tp, rngs=named_rngs(rngs, "head"))
+        if depth := len(config.mtp_loss_weights):
+            self.mtp = _stack(partial(PredictionModule, plan), depth, rngs=named_rngs(rngs, "mtp"))
         store_frozen(self, plan.frozen_dtype)
 
     def __call__(
@@ -275,6 +201,62 @@ class Transformer(nnx.Module):
         modules = {sparse: getattr(self, name, None) for sparse, name in _STACKS.items()}
         parts = {sparse: nnx.split(m) for sparse, m in modules.items() if m is not None}
         return {s: part[0] for s, part in parts.items()}, {s: part[1] for s, part in parts.items()}
+
+    def further_losses(
+        self,
+        x_BLD: jax.Array,
+        objective: jax.Array,
+        further: Sequence[FurtherTokens],
+        positions_BL: jax.Array,
+        segment_ids_BL: jax.Array,
+        *,
+        index_L: jax.Array | None = None,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Return (objective plus the losses of the prediction modules, these losses one by one).
+
+        The losses are cross-entropies in nats, summed over all tokens with the weights of their
+        masks. Those one by one have no gradient.
+
+        x_BLD: hidden states of the model. objective: its own loss. further: tokens of each module,
+        in the order of x_BLD. The other arguments are those of `__call__`.
+        """
+        info = self._token_info(positions_BL, segment_ids_BL, index_L, measure=False)
+        config, mesh = self.config, self.tp.manager.mesh
+        kind = LayerKind(config.layer_kinds[-1], is_sparse=False, has_rope=config.rope_pattern[-1])
+        choice = self.plan.attention_of(kind.layer_type, x_BLD.shape[1])
+        definitions, states = zip(*map(nnx.split, (self.embed, self.head, self.mtp)), strict=True)
+        policy, losses = REMAT_POLICIES[config.remat], list[jax.Array]()
+
+        def body(x_BLD: jax.Array, states: Any, tokens_BL: jax.Array, info: TokenInfo) -> jax.Array:
+            embed, _, module = map(nnx.merge, definitions, states)
+            with jax.named_scope("embed"):
+                embedded_BLD = embed(tokens_BL)
+            return module(x_BLD, embedded_BLD, info, kind=kind, choice=choice)
+
+        if policy is not None:
+            # On simulated devices recomputed collectives would not wait for the loop of the loss.
+            is_real = mesh.devices.flat[0].platform != "cpu"
+            body = jax.checkpoint(body, policy=policy, prevent_cse=is_real)
+        for place, fields in enumerate(further):
+            *shared, stack = states
+            parameters = *shared, jax.tree.map(lambda y, n=place: y[n], stack)
+            # On simulated devices one loss after the other, and the gradients in reverse.
+            objective, (x_BLD, parameters) = in_order(objective, (x_BLD, parameters), mesh)
+            fields = after(fields, objective, mesh)
+            if dropout_key is not None:
+                key = jax.random.fold_in(dropout_key, config.num_hidden_layers + place)
+                info = dataclasses.replace(info, dropout_key=key)
+            with jax.named_scope("mtp"):
+                x_BLD = body(x_BLD, parameters, fields.tokens, info)
+                embed, head, module = map(nnx.merge, definitions, parameters)
+                w = embed.table[...].T if config.tie_word_embeddings else head.kernel[...]
+                normed_BLD, w = in_order(module.norm(x_BLD), w, mesh)
+                with jax.named_scope("head"):
+                    sums = head(normed_BLD, fields.targets, fields.mask, w=w)
+            objective += sums.objective
+            losses.append(sums.cross_entropy)
+        return objective, losses
 
     def loss(
         self,

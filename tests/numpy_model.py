@@ -327,31 +327,76 @@ def forward(config, params, tokens, positions, segments, observe=lambda kind, y:
     observe: called with what every layer adds to the residual stream, and with that stream.
     """
     c = fields_of(config)
-    table, routings, used = params["embed"]["table"], [], [0, 0]
-    x = table[tokens] * c.embedding_multiplier
-    before, after = c.norm_placement != "post", c.norm_placement != "pre"
+    x, routings = hidden_states(c, params, tokens, positions, segments, observe)
+    return logits_of(c, params, x), routings
+
+
+def hidden_states(c, params, tokens, positions, segments, observe=lambda kind, y: None):
+    """Return the hidden states `B L D` after the final norm, and the routings."""
+    routings, used = [], [0, 0]
+    x = params["embed"]["table"][tokens] * c.embedding_multiplier
     for layer in range(c.num_hidden_layers):
         sparse = is_sparse(c, layer)
         own = part_of(params["sparse_layers" if sparse else "layers"], used[sparse])
         used[sparse] += 1
-        y = rms_norm(x, own["attention_norm"], c) if before else x
-        y = attention(c, own["attention"], y, positions, segments, layer)
-        y = rms_norm(y, own["attention_post_norm"], c) if after else y
-        x = x + y
-        observe("attention", y)
-        y = rms_norm(x, own["mlp_norm"], c) if before else x
-        if sparse:
-            y, routing = experts(c, own["mlp"], y, segments >= 0)
-            routings.append(routing)
-        else:
-            y = gated_mlp(c, own["mlp"], y)
-        y = rms_norm(y, own["mlp_post_norm"], c) if after else y
-        x = x + y
-        observe("experts" if sparse else "mlp", y)
-        observe("residual", x)
-    kernel = table.T if c.tie_word_embeddings else params["head"]["kernel"]
-    logits = rms_norm(x, params["norm"], c) @ kernel
-    return capped(logits, c.final_logit_softcapping)[..., : c.vocab_size], routings
+        x, routing = block(c, own, x, positions, segments, layer, observe, sparse=sparse)
+        routings += [routing] if sparse else []
+    return rms_norm(x, params["norm"], c), routings
+
+
+def block(c, own, x, positions, segments, layer, observe=lambda kind, y: None, *, sparse=False):
+    """Return the residual stream after a block, and its routing or None."""
+    before, after = c.norm_placement != "post", c.norm_placement != "pre"
+    y = rms_norm(x, own["attention_norm"], c) if before else x
+    y = attention(c, own["attention"], y, positions, segments, layer)
+    y = rms_norm(y, own["attention_post_norm"], c) if after else y
+    x = x + y
+    observe("attention", y)
+    y, routing = rms_norm(x, own["mlp_norm"], c) if before else x, None
+    if sparse:
+        y, routing = experts(c, own["mlp"], y, segments >= 0)
+    else:
+        y = gated_mlp(c, own["mlp"], y)
+    y = rms_norm(y, own["mlp_post_norm"], c) if after else y
+    x = x + y
+    observe("experts" if sparse else "mlp", y)
+    observe("residual", x)
+    return x, routing
+
+
+def logits_of(c, params, x):
+    """Return the logits `B L V` of hidden states."""
+    tied = c.tie_word_embeddings
+    kernel = params["embed"]["table"].T if tied else params["head"]["kernel"]
+    return capped(x @ kernel, c.final_logit_softcapping)[..., : c.vocab_size]
+
+
+def prediction_losses(config, params, batch):
+    """Return the mean loss of every module of multi-token prediction.
+
+    DeepSeek-V3, arXiv 2412.19437, equations 21 to 24, with a norm before the head.
+    """
+    c = fields_of(config)
+    positions, segments = batch["positions"], batch["segment_ids"]
+    x, _ = hidden_states(c, params, batch["tokens"], positions, segments)
+    found = []
+    for k in range(1, len(c.mtp_loss_weights) + 1):
+        own, weights = part_of(params["mtp"], k - 1), np.zeros(segments.shape)
+        tokens, targets = np.zeros_like(segments), np.zeros_like(segments)
+        for row, place in np.ndindex(segments.shape):
+            later = place + k
+            if later < segments.shape[1] and segments[row, later] == segments[row, place]:
+                tokens[row, place] = batch["targets"][row, later - 1]
+                targets[row, place] = batch["targets"][row, later]
+                weights[row, place] = batch["loss_mask"][row, later]
+        embedded = params["embed"]["table"][tokens] * c.embedding_multiplier
+        x = linear(rms_norm(x, own["hidden_norm"], c), own["hidden_projection"]) + linear(
+            rms_norm(embedded, own["embedding_norm"], c), own["embedding_projection"]
+        )
+        x, _ = block(c, own["block"], x, positions, segments, c.num_hidden_layers - 1)
+        losses = token_losses(logits_of(c, params, rms_norm(x, own["norm"], c)), targets)
+        found.append((weights * losses).sum() / weights.sum())
+    return found
 
 
 def token_losses(logits, targets):

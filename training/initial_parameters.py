@@ -22,6 +22,7 @@ from model.config import ModelConfig
 from model.families.base import FamilyError, mathematics
 from model.int8_base import is_scale, quantize_array, scale_path, without_scales
 from model.lora import LoRAConfig, is_adapter, without_adapters
+from model.multi_token import MODULES, is_module, without_modules
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
@@ -35,10 +36,12 @@ from training.state import TrainState
 from training.step import Program
 
 _KEY = "training.init_from"
+_MODULES = "mtp_loss_weights"
 _SPARSE_LAYERS = ("moe.num_experts", "moe.first_k_dense_replace", "moe.decoder_sparse_step")
 # Keys of the model that decide which parameters there are, and their shapes.
 SHAPE_KEYS = (
     *_SPARSE_LAYERS,
+    _MODULES,
     "vocab_size",
     "pad_vocab_to_multiple_of",
     "hidden_size",
@@ -86,11 +89,11 @@ class InitialParameters(Protocol):
     def find_problem(self, shapes: Shapes) -> str | None:
         """Return how the parameters differ from these shapes, or None if they fit."""
 
-    def read(self, abstract_state: TrainState) -> Any:
-        """Return them with the shardings of `abstract_state.params`, in any dtype.
+    def select(self, params: Any) -> Any:
+        """Return the parameters of this run without those that the source lacks, as adapters."""
 
-        Adapters that they lack are left out.
-        """
+    def read(self, abstract_state: TrainState) -> Any:
+        """Return these parameters with the shardings of `abstract_state.params`, in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class CheckpointParameters:
     model: ModelConfig
     lora: LoRAConfig
     leaves: Leaves
-    """Shape and dtype of every parameter, by its dotted path."""
+    """Shape and dtype of every parameter that may be read, by its dotted path."""
 
     @property
     def description(self) -> str:
@@ -134,6 +137,12 @@ class CheckpointParameters:
                 return f"it has {there} {name}, but the model of this run has {here}"
         return None
 
+    def select(self, params: Any) -> Any:
+        """Return the part of the parameters that this source has."""
+        if not any(map(is_module, self.leaves)):
+            params = without_modules(params)
+        return params if self.has_adapters else without_adapters(params)
+
     def read(self, abstract_state: TrainState) -> Any:
         """Return the parameters as stored, verified against their fingerprints.
 
@@ -145,9 +154,7 @@ class CheckpointParameters:
             dtype = self.leaves[leaf_name(path)][1]
             return jax.ShapeDtypeStruct(want.shape, dtype, sharding=want.sharding)
 
-        wanted = (
-            abstract_state.params if self.has_adapters else without_adapters(abstract_state.params)
-        )
+        wanted = self.select(abstract_state.params)
         checkpoints = Checkpoints(self.folder, CheckpointConfig(), read_only=True)
         with contextlib.closing(checkpoints):
             try:
@@ -217,11 +224,14 @@ class HuggingFaceParameters:
             return problem.replace("fit config.json", "fit the model of this run")
         return None
 
+    def select(self, params: Any) -> Any:
+        """Return the parameters without what the directory never has."""
+        return without_adapters(without_modules(params))
+
     def read(self, abstract_state: TrainState) -> Any:
         """Return the parameters in the dtypes of `abstract_state`."""
-        return read_parameters(
-            self.source.path, self.config, without_adapters(abstract_state.params)
-        )
+        wanted = self.select(abstract_state.params)
+        return read_parameters(self.source.path, self.config, wanted)
 
 
 def check_is_elsewhere(path: str, run_directory: Path) -> None:
@@ -245,11 +255,10 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
     found: InitialParameters = (
         HuggingFaceParameters(ModelDirectory(folder), program.config)
         if is_model
-        else _open_checkpoint(folder, group)
+        else _open_checkpoint(folder, group, has_modules=MODULES in program.abstract_state.params)
     )
     different = found.find_differences(program.config)
-    wanted = program.abstract_state.params
-    wanted = wanted if found.has_adapters else without_adapters(wanted)
+    wanted = found.select(program.abstract_state.params)
     paths = jax.tree_util.tree_leaves_with_path(wanted)
     if problem := found.find_problem({leaf_name(path): leaf.shape for path, leaf in paths}):
         remedy = _remedy(different, found.has_adapters)
@@ -283,13 +292,19 @@ def _compare(source: Mapping[str, Any], model: Mapping[str, Any]) -> Differences
 def _remedy(different: Differences, has_adapters: bool) -> str:
     """Return what to do about parameters of other shapes."""
     keys = [key for key in different if key in (*SHAPE_KEYS, "mla")]
+    # Their number decides what is read, and a run may also have none, or fresh ones.
+    before, now = map(len, different.get(_MODULES, ((), ())))
+    keys = [key for key in keys if key != _MODULES or (before != now and before and now)]
     if keys:  # as the command line takes them
         return "set " + ", ".join(f"model.{key}={json.dumps(different[key][0])}" for key in keys)
     return "set the section lora as in that run" if has_adapters else "name another"
 
 
-def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
-    """Return the parameters of RUN_DIR/checkpoints/STEP, or of the newest step of RUN_DIR."""
+def _open_checkpoint(path: Path, group: ProcessGroup, *, has_modules: bool) -> CheckpointParameters:
+    """Return the parameters of RUN_DIR/checkpoints/STEP, or of the newest step of RUN_DIR.
+
+    has_modules: whether those of modules of multi-token prediction are read.
+    """
     run, asked = path, None
     if path.name.isdecimal() and path.parent.name == "checkpoints":
         run, asked = path.parent.parent, int(path.name)
@@ -310,6 +325,8 @@ def _open_checkpoint(path: Path, group: ProcessGroup) -> CheckpointParameters:
         for name, leaf in record["leaves"].items()
         if name.startswith("params.")
     }
+    if not has_modules:
+        leaves = {name: leaf for name, leaf in leaves.items() if not is_module(name)}
     return CheckpointParameters(folder, step, model, lora, leaves)
 
 

@@ -21,5 +21,6 @@ def kind_of_parameter(path: tuple[Any, ...]) -> ParameterKind:
         return "head"
     if "attention" in parts:
         return "attention"
-    assert "mlp" in parts, f"{'.'.join(parts)} belongs to no kind of layer"
+    is_mlp = "mlp" in parts or parts[0] == "mtp"  # the projections of multi-token prediction
+    assert is_mlp, f"{'.'.join(parts)} belongs to no kind of layer"
     return "experts" if parts[0] == "sparse_layers" else "mlp"

@@ -9,8 +9,8 @@ STEP_PARTS = (
     PartPattern(r"\bembed\b", "embedding"),
     PartPattern(r"\b(head|loss)\b", "head and loss"),
     PartPattern(r"\b(optimizer|accumulate)\b", "optimizer"),
-    PartPattern(r"\bnorm\b|\blayers\b.*/(closed_call|checkpoint)/", "norms and residual"),
-    PartPattern(r"\blayers\b", "norms and residual", is_fallback=True),
+    PartPattern(r"\bnorm\b|\b(layers|mtp)\b.*/(closed_call|checkpoint)/", "norms and residual"),
+    PartPattern(r"\b(layers|mtp)\b", "norms and residual", is_fallback=True),
     PartPattern(r"^jit\(step\)/jvp\(\)/|/transpose\(jvp\(\)\)/", "head and loss", is_fallback=True),
 )
 """The experts come first: within them there are MLPs, and norms are within attention.

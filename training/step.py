@@ -245,8 +245,8 @@ class Program:
     ) -> tuple[dict[str, jax.Array], MoEReport | None, Any]:
         """Return (means over all tokens of a batch (A, B/A, L), MoE report, gradients).
 
-        The means are `loss`, the cross-entropy, and `extra_loss` if there are `loss_terms`. With
-        `measures_noise`, those of `noise_terms` are among them.
+        The means are `loss`, the cross-entropy, `extra_loss` if the objective has other losses, and
+        these by name. With `measures_noise`, those of `noise_terms` are among them.
         Accumulation is exact: the loss is normalised by the tokens of the whole batch. The
         auxiliary loss of experts is a mean over microbatches; it is in the gradients, not in the
         loss.
@@ -260,7 +260,8 @@ class Program:
                 self.with_trained(params, trained), part, key, terms=self.loss_terms
             )
             total, means = sums.objective / count, {"loss": sums.cross_entropy / count}
-            if self.loss_terms:
+            means |= {name: loss / count for name, loss in (sums.others or {}).items()}
+            if self.loss_terms or sums.others:
                 means["extra_loss"] = total - means["loss"]
             if report is None:
                 return total, (means, None)

@@ -136,7 +136,7 @@ def _exposed_share(axis: str, config: Config, machine: Machine) -> float:
 
 def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, float]:
     """Return seconds by kind of work."""
-    model, mesh, layers = config.model, config.mesh, config.model.num_hidden_layers
+    model, mesh, layers = config.model, config.mesh, config.model.num_blocks
     chip = machine.chip
     tokens = shape.microbatches * shape.tokens / mesh.tp
     matmul = 6.0 * model.num_matmul_parameters
@@ -187,7 +187,7 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
     "host" is the traffic of offloaded activations.
     """
     model, mesh, parts = config.model, config.mesh, shape.microbatches
-    layers, sparse = model.num_hidden_layers, sum(model.sparse_layers)
+    layers, sparse = model.num_blocks, sum(model.sparse_layers)
     recomputes = model.remat == "full"
     reference = config.training.objective == "dpo"  # another forward pass
     stream = shape.tokens * model.hidden_size * shape.b
@@ -213,7 +213,8 @@ def _communication(config: Config, shape: StepShape, machine: Machine) -> dict[s
         times = parts * ((2 if config.lora.rank else 4) + reference)
         held = 1 if config.lora.base_dtype == "int8" else shape.b
         layers_only = times * shape.layer * held
-        found["fsdp"] = ring(shards, (layers_only + times * shape.head * shape.b) * shards, span)
+        heads = (1 + len(model.mtp_loss_weights)) * shape.head
+        found["fsdp"] = ring(shards, (layers_only + times * heads * shape.b) * shards, span)
         found["fsdp"] += ring(width, times * shape.experts * held * width, span)
     if not config.lora.rank:
         found |= _gradient_sums(config, shape, ring)

@@ -63,7 +63,7 @@ def run_step(program: Program, state: TrainState, batch: dict[str, np.ndarray]) 
     leaves, _ = jax.tree_util.tree_flatten_with_path(after.opt_state)
     experts = metrics.get("experts", {"load_NE": np.zeros((0, 0))})
     return StepResult(
-        float(metrics["loss"]),
+        float(metrics["loss"] + metrics.get("extra_loss", 0.0)),
         {name_of(path): np.asarray(leaf, np.float32) for path, leaf in leaves},
         experts["load_NE"],
     )

@@ -8,13 +8,15 @@ import pytest
 from conftest import MESHES, tensor_parallel
 from flax import nnx
 
-from model.config import MLAConfig, ModelConfig
+from model.block import Block
+from model.config import ModelConfig
 from model.footprint import activation_tensors, ring_shapes
 from model.layers import Attention, TokenInfo, split_heads
+from model.mla_config import MLAConfig
 from model.plan import make_plan
 from model.rotation import layer_rotations
 from model.segments import LayerKind
-from model.transformer import Block, Transformer
+from model.transformer import Transformer
 from parallel.planning.sharding_table import sharding_table
 from parallel.sharding.axes import TokenSharding
 

@@ -10,10 +10,11 @@ from flax import nnx
 from model_runs import abstract_model, assert_equal_runs, batch, run_model
 
 from model.attention.registry import choose_for_layer
-from model.config import MLAConfig, ModelConfig
+from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from model.generation.generator import Generator
 from model.lora import LoRAConfig, merge_adapters
+from model.mla_config import MLAConfig
 from model.plan import make_plan
 from model.transformer import Transformer
 from parallel.sharding.axes import MODE_DECODE, MODE_INSERT, MODE_PREFILL, MODE_TRAIN

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from model.activations import ACTIVATIONS
 from model.checks import check_model
-from model.config import MLAConfig, ModelConfig, MoEConfig
+from model.config import ModelConfig, MoEConfig
+from model.mla_config import MLAConfig
 from model.moe import auxiliary_loss
 from model.plan import make_plan
 from model.rope import _RULES, RopeScaling
@@ -418,7 +419,7 @@ def test_the_reference_imports_none_of_our_packages() -> None:
 WITHOUT_EFFECT = {
     ModelConfig: {"dtype", "param_dtype", "initializer_range", "attention", "operation_configs"}
     | {"scan_ring_attention", "zigzag", "remat", "attention_dropout", "mup_base_width"}
-    | {"matmul_dtype", "matmul_products"},
+    | {"matmul_dtype", "matmul_products", "mtp_loss_weights"},
     MoEConfig: {"exchange", "exchange_chunks", "dispatch_dtype", "grouped_matmul", "expert_rule"},
     MLAConfig: set(),
     RopeScaling: set(),

@@ -19,9 +19,10 @@ from model_runs import (
     run_model,
 )
 
-from model.config import MLAConfig, ModelConfig, MoEConfig
+from model.config import ModelConfig, MoEConfig
 from model.head import Head
 from model.lora import LoRAConfig
+from model.mla_config import MLAConfig
 from model.moe import Router, SharedExpertGate
 from model.plan import make_plan
 from model.segments import LayerKind, LayerType, divide_layers

@@ -12,7 +12,8 @@ from conftest import ONE_DEVICE, slow, tensor_parallel
 from flax import nnx
 from runs import kept_signals, losses, read_lines, refusal, run, write_config
 
-from model.config import BlockSizes, MLAConfig, ModelConfig, MoEConfig, OperationConfigs
+from model.config import BlockSizes, ModelConfig, MoEConfig, OperationConfigs
+from model.mla_config import MLAConfig
 from model.plan import make_plan
 from model.rope import RopeScaling
 from model.transformer import Transformer
@@ -307,6 +308,7 @@ OTHER_VALUES = {
     "operation_configs": OperationConfigs({"flash_attn2": BlockSizes(block_q=8)}),
     "scan_ring_attention": True,
     "zigzag": False,
+    "mtp_loss_weights": (0.5,),
     "remat": "none",
     "loss_chunk": 8,
     "mla.q_lora_rank": None,

@@ -9,9 +9,10 @@ import numpy as np
 import numpy_model
 import pytest
 from conftest import MESHES, ONE_DEVICE, ROOT, release, slow
+from program_runs import LENGTH, ROWS, TINY, leaves, placed
 from test_int8_base import INT8, floats
 from test_lora import plain_merge, stripped
-from test_step import LENGTH, ROWS, TINY, assert_same_layout, leaves, placed
+from test_step import assert_same_layout
 
 from configs.build import build_program, build_sharding_table, describe_parameters
 from configs.schema import load_config

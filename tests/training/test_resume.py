@@ -6,8 +6,9 @@ import pytest
 
 from configs.schema import Config, dump_config
 from data.config import DataConfig
-from model.config import MLAConfig, ModelConfig
+from model.config import ModelConfig
 from model.lora import LoRAConfig
+from model.mla_config import MLAConfig
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError, DamageError

@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +9,26 @@ import numpy as np
 import optax
 import pytest
 from conftest import MESHES, ONE_DEVICE, ROOT, slow
+from program_runs import (
+    TINY,
+    assert_same_gradients,
+    fields,
+    leaves,
+    placed,
+    program_on,
+)
 
 import training.step
 from configs.build import build_program
 from configs.schema import load_config
-from data.batch import read_row
-from data.packing import TokenSpans, pack_split
 from parallel.sharding.mesh import MeshConfig
 from training.moving_average import init_ema, update_ema
 from training.optimizers import OptimizerConfig, decays
 from training.state import TrainState
 from training.step import Program
 
-LENGTH, ROWS = 16, 8
+__all__ = ["fields"]
 GRID = MeshConfig(dp=2, tp=2)
-TINY = [
-    "model.hidden_size=32",
-    "model.num_hidden_layers=2",
-    "model.intermediate_size=64",
-    "model.initializer_range=0.2",
-    f"data.sequence_length={LENGTH}",
-    f"data.global_batch_size={ROWS}",
-    "optimizer.warmup_steps=0",
-    "training.steps=10",
-]
-
-
-@cache
-def program_on(mesh: MeshConfig, *options: str) -> Program:
-    overrides = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
-    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *overrides, *options])
-    return build_program(config, jax.devices()[: mesh.num_devices])
 
 
 @cache
@@ -55,32 +43,6 @@ def gradients_on(mesh: MeshConfig):
     return jax.jit(program_on(mesh).gradients)
 
 
-@pytest.fixture
-def fields() -> dict[str, np.ndarray]:
-    """Eight rows (8, L) of random documents with different numbers of masked tokens."""
-    rng = np.random.default_rng(0)
-    stream = rng.integers(0, 256, ROWS * LENGTH).astype(np.uint16)
-    ends = np.sort(rng.choice(np.arange(1, len(stream)), 20, replace=False))
-    starts = np.concatenate([[0], ends])
-    packed = pack_split(TokenSpans(starts, np.diff(starts, append=len(stream))), LENGTH)
-    store = SimpleNamespace(tokens=stream, loss_mask=None)
-    rows = [
-        read_row(store, packed, row, row_length=LENGTH, eos_id=256, vocab_size=257)
-        for row in range(ROWS)
-    ]
-    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    counts = batch["loss_mask"].reshape(4, -1).sum(axis=1)
-    assert len(set(counts)) > 1, "microbatches of equal weight would prove nothing"
-    return batch
-
-
-def placed(program: Program, fields: dict[str, np.ndarray], accumulation: int = 1):
-    def place(field: np.ndarray) -> jax.Array:
-        return jax.device_put(field.reshape(accumulation, -1, LENGTH), program.batch_sharding)
-
-    return {name: place(field) for name, field in fields.items()}
-
-
 def gradients(fields: dict[str, np.ndarray], accumulation: int = 1, mesh: MeshConfig = GRID):
     """Return the mean loss, and its gradients as numpy by path."""
     program = program_on(mesh)
@@ -88,20 +50,6 @@ def gradients(fields: dict[str, np.ndarray], accumulation: int = 1, mesh: MeshCo
         batch = placed(program, fields, accumulation)
         means, _, grads = gradients_on(mesh)(fresh_on(mesh).params, batch)
     return float(means["loss"]), leaves(grads)
-
-
-def leaves(tree) -> dict[str, np.ndarray]:
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in flat}
-
-
-def assert_same_gradients(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]):
-    """Compare up to float32 rounding, relative to the largest entry of each leaf."""
-    assert found.keys() == wanted.keys()
-    for name, grad in wanted.items():
-        scale = np.abs(grad).max()
-        assert scale > 0, name
-        assert np.abs(found[name] - grad).max() <= 1e-5 * scale, name
 
 
 def assert_same_layout(state: TrainState, abstract: TrainState):

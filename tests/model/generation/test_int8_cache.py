@@ -22,9 +22,9 @@ from test_generator import (
     write,
 )
 
-from model.config import MLAConfig
 from model.generation.cache import DenseCache
 from model.generation.int8_cache import Int8Cache
+from model.mla_config import MLAConfig
 from parallel.sharding.axes import BATCH, MODE_DECODE, MODE_PREFILL, TokenSharding
 
 LATENT = CONFIG.model_copy(

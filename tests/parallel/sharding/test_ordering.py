@@ -76,6 +76,7 @@ CASES = [
     ("tp8", "mesh.tp=2 mesh.fsdp=2 mesh.dp=2 training.gradient_accumulation=2"),
     ("tp8", "mesh.tp=2 mesh.fsdp=2 mesh.sp=2 model.tie_word_embeddings=true"),
     ("moe_ep8", ""),
+    ("tp8", "mesh.tp=2 mesh.fsdp=4 model.mtp_loss_weights=[0.3,0.1] model.loss_chunk=256"),
 ]
 MORE = [
     ("moe_ep8", "mesh.ep=2 mesh.fsdp=2 mesh.tp=2 optimizer.name=muon"),
