@@ -234,10 +234,9 @@ class Transformer(nnx.Module):
                 embedded_BLD = embed(tokens_BL)
             return module(x_BLD, embedded_BLD, info, kind=kind, choice=choice)
 
-        if policy is not None:
-            # On simulated devices recomputed collectives would not wait for the loop of the loss.
-            is_real = mesh.devices.flat[0].platform != "cpu"
-            body = jax.checkpoint(body, policy=policy, prevent_cse=is_real)
+        # On simulated devices, recomputed collectives would not wait for the loop of the loss.
+        if policy is not None and mesh.devices.flat[0].platform != "cpu":
+            body = jax.checkpoint(body, policy=policy)
         for place, fields in enumerate(further):
             *shared, stack = states
             parameters = *shared, jax.tree.map(lambda y, n=place: y[n], stack)
