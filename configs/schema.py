@@ -275,9 +275,10 @@ def _check_objective(config: Config) -> None:
     unused["model.mtp_loss_weights"] = [*config.model.mtp_loss_weights]
     for key, value in unused.items() if training.objective == "dpo" else ():
         if value:
-            remedy = " or set training.dpo.label_smoothing" if "smoothing" in key else ""
-            why = "has no effect with training.objective=dpo; remove it"
-            raise ConfigError(f"{key}={str(value).lower()} {why}{remedy}")
+            remedy = "set it to []" if isinstance(value, list) else "remove it"
+            remedy += " or set training.dpo.label_smoothing" if "smoothing" in key else ""
+            why = "has no effect with training.objective=dpo"
+            raise ConfigError(f"{key}={str(value).lower()} {why}; {remedy}")
     if training.noise_scale and training.gradient_accumulation == 1:
         raise ConfigError(
             "training.noise_scale compares microbatches with their sum; set "

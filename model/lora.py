@@ -131,7 +131,7 @@ def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
     if model.mtp_loss_weights:
         raise ValueError(
             f"model.mtp_loss_weights={[*model.mtp_loss_weights]} is not supported with "
-            f"lora.rank={lora.rank}; remove it, or set lora.rank=0"
+            f"lora.rank={lora.rank}; set it to [], or set lora.rank=0"
         )
     if model.moe.bias_update_speed:
         raise ValueError(

@@ -7,7 +7,8 @@ to prepare more than one token. Evaluation and generation do not use the modules
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2. The first module reads the hidden states after
 the final norm, and every module has a norm before the head, as in the released weights of that
-model. The block of a module is dense in models with experts, too.
+model. The block of a module is dense in models with experts, too; its kind
+of attention, and whether it has rope, are those of the last layer.
 
 Letters: B batch, L length, D embed.
 """
@@ -44,7 +45,7 @@ def is_module(name: str) -> bool:
 
 
 class FurtherTokens(NamedTuple):
-    """What a module reads and predicts at every place; all `B L`, in the layout of tokens.
+    """What a module reads and predicts at every place; all `... L`, in the layout of tokens.
 
     tokens: its input, k places after this one. targets: the token after that. mask: weight of its
     loss, float32; 0 where the row or the document ends before the target.
@@ -58,8 +59,8 @@ class FurtherTokens(NamedTuple):
 def further_tokens(batch: Mapping[str, jax.Array], k: int) -> FurtherTokens:
     """Return what module k reads and predicts.
 
-    batch: fields `... L` in natural order; `targets` are the next tokens. Communication: four
-    all-gathers over sp of a field.
+    batch: fields `... L` in natural order; `targets` are the next tokens. The result has the same
+    shapes. Communication: four all-gathers over sp, of 4 bytes per token each.
     """
 
     def moved(name: str, count: int) -> jax.Array:

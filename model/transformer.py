@@ -216,7 +216,7 @@ class Transformer(nnx.Module):
         """Return (objective plus the losses of the prediction modules, these losses one by one).
 
         The losses are cross-entropies in nats, summed over all tokens with the weights of their
-        masks. Those one by one have no gradient.
+        masks. Take gradients of the first result; the others are for metrics.
 
         x_BLD: hidden states of the model. objective: its own loss. further: tokens of each module,
         in the order of x_BLD. The other arguments are those of `__call__`.
@@ -237,20 +237,19 @@ class Transformer(nnx.Module):
         # On simulated devices, recomputed collectives would not wait for the loop of the loss.
         if policy is not None and mesh.devices.flat[0].platform != "cpu":
             body = jax.checkpoint(body, policy=policy)
-        for place, fields in enumerate(further):
+        for place, own in enumerate(further):
             *shared, stack = states
             parameters = *shared, jax.tree.map(lambda y, n=place: y[n], stack)
             # On simulated devices one loss after the other, and the gradients in reverse.
             objective, (x_BLD, parameters) = in_order(objective, (x_BLD, parameters), mesh)
-            fields = after(fields, objective, mesh)
+            fields = after(own, objective, mesh)
             if dropout_key is not None:
                 key = jax.random.fold_in(dropout_key, config.num_hidden_layers + place)
                 info = dataclasses.replace(info, dropout_key=key)
             with jax.named_scope("mtp"):
                 x_BLD = body(x_BLD, parameters, fields.tokens, info)
                 embed, head, module = map(nnx.merge, definitions, parameters)
-                w = embed.table[...].T if config.tie_word_embeddings else head.kernel[...]
-                normed_BLD, w = in_order(module.norm(x_BLD), w, mesh)
+                normed_BLD, w = in_order(module.norm(x_BLD), _head_kernel(embed, head), mesh)
                 with jax.named_scope("head"):
                     sums = head(normed_BLD, fields.targets, fields.mask, w=w)
             objective += sums.objective
@@ -291,9 +290,7 @@ class Transformer(nnx.Module):
 
     def _head_inputs(self, x_BLD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return (hidden states, kernel of the head (D, V)), for use by the head."""
-        tied = self.config.tie_word_embeddings
-        w = self.embed.table[...].T if tied else self.head.kernel[...]
-        return self._ordered(x_BLD, w)
+        return self._ordered(x_BLD, _head_kernel(self.embed, self.head))
 
     def _ordered(self, x_BLD: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return arrays as they are; on simulated devices, what uses the parameter w waits for x.
@@ -302,6 +299,11 @@ class Transformer(nnx.Module):
         """
         x_BLD, w = in_order(x_BLD, w, self.tp.manager.mesh)
         return x_BLD, lax.stop_gradient(w) if self.plan.lora.rank else w
+
+
+def _head_kernel(embed: Embedding, head: Head) -> jax.Array:
+    """Return the kernel (D, V) of a head, which is the table of embeddings if it has none."""
+    return embed.table[...].T if head.kernel is None else head.kernel[...]
 
 
 def _scan_layers(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model.lora import is_adapter
+from model.multi_token import is_module
 
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
@@ -113,6 +114,19 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
             f"checkpoint {step} has no adapters, but lora.rank is set; to go on without, remove "
             "the section lora; to train adapters on this run, set training.init_from to this "
             "run.dir, and run.dir to a new one"
+        )
+    has_modules, needs_modules = (any(map(is_module, x)) for x in (found, wanted))
+    if has_modules and not needs_modules:
+        raise ValueError(
+            f"checkpoint {step} has modules of multi-token prediction, but model.mtp_loss_weights "
+            "is empty; restore that key of the run's config.yaml, or, to go on without them, set "
+            "training.init_from to this run.dir, and run.dir to a new one"
+        )
+    if needs_modules and not has_modules:
+        raise ValueError(
+            f"checkpoint {step} has no modules of multi-token prediction, but "
+            "model.mtp_loss_weights is set; set it to [], or, to add them to this model, set "
+            "training.init_from to this run.dir, and run.dir to a new one"
         )
     names = found.keys() | wanted.keys()
     for name in sorted(names, key=lambda name: (not name.startswith("params."), name)):

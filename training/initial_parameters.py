@@ -90,7 +90,7 @@ class InitialParameters(Protocol):
         """Return how the parameters differ from these shapes, or None if they fit."""
 
     def select(self, params: Any) -> Any:
-        """Return the parameters of this run without those that the source lacks, as adapters."""
+        """Return the parameters of this run that the source has; it may lack adapters, for one."""
 
     def read(self, abstract_state: TrainState) -> Any:
         """Return these parameters with the shardings of `abstract_state.params`, in any dtype."""
@@ -267,6 +267,8 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
         _check_scale(found, program.plan.lora)
     for key, (before, now) in different.items():
         log.info("%s: model.%s was %r, is %r", _KEY, key, before, now)
+    if MODULES in program.abstract_state.params and MODULES not in wanted:
+        log.info("%s: modules of multi-token prediction start from random values", _KEY)
     return found
 
 
@@ -292,7 +294,7 @@ def _compare(source: Mapping[str, Any], model: Mapping[str, Any]) -> Differences
 def _remedy(different: Differences, has_adapters: bool) -> str:
     """Return what to do about parameters of other shapes."""
     keys = [key for key in different if key in (*SHAPE_KEYS, "mla")]
-    # Their number decides what is read, and a run may also have none, or fresh ones.
+    # Weights do not have to be equal, only the number of modules, and only if both have some.
     before, now = map(len, different.get(_MODULES, ((), ())))
     keys = [key for key in keys if key != _MODULES or (before != now and before and now)]
     if keys:  # as the command line takes them

@@ -50,8 +50,9 @@ class MultiTokenProgram(Program):
     def _with_further_tokens(self, batch: Batch) -> Batch:
         """Return the batch with the fields of every module.
 
-        A module's sum of losses is divided by the tokens of the batch, as that of the model. So its
-        mask has the weight of the module, times the quotient of these tokens and its own.
+        `Program.gradients` divides sums of losses by N, the tokens that count for the model. The
+        mean loss of a module over its own M tokens, times its weight, is therefore a sum with the
+        mask `weight * N / M`.
         """
         count, found = jnp.maximum(jnp.sum(batch["loss_mask"]), 1.0), dict[str, jax.Array]()
         for k, weight in enumerate(self.config.mtp_loss_weights, 1):

@@ -29,6 +29,7 @@ _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nu
 _NONE_LEFT = "no checkpoint of a training step is left; start again to train from the beginning"
 # Keys that decide the arrays of a checkpoint.
 _ARRAY_KEYS = {f"model.{key}" for key in (*SHAPE_KEYS, "param_dtype")}
+_MODULES = "model.mtp_loss_weights"
 _ARRAY_KEYS |= {"lora.rank", "lora.targets", "lora.base_dtype"}
 
 
@@ -207,8 +208,11 @@ class Resumer:
             saved = _keys(record["config"])
             changes = _changes(saved, _keys(self.resolved_config))
             found = {key: x for key, x in changes.items() if key in _ARRAY_KEYS & saved.keys()}
-            # If only one of the two has adapters, the error already says so.
-            if not found or 0 in found.get("lora.rank", ()):
+            # If only one of the two has adapters or modules, the error already says so.
+            modules = [len(weights or ()) for weights in found.get(_MODULES, ())]
+            if len(set(modules)) == 1:  # other weights of as many modules
+                del found[_MODULES], modules[:]
+            if not found or 0 in modules or 0 in found.get("lora.rank", ()):
                 raise
             before, now = (
                 " ".join(f"{key}={as_yaml(values[side])}" for key, values in found.items())

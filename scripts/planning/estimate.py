@@ -116,7 +116,7 @@ def exposed_between_slices(seconds: float, compute: float, config: Config) -> fl
 
     They hide under the backward pass, two thirds of the compute.
     """
-    return max(seconds / config.model.num_hidden_layers, seconds - 2 / 3 * compute)
+    return max(seconds / config.model.num_blocks, seconds - 2 / 3 * compute)
 
 
 def _exposed_share(axis: str, config: Config, machine: Machine) -> float:
@@ -143,8 +143,9 @@ def _compute(config: Config, shape: StepShape, machine: Machine) -> dict[str, fl
     attention = model.flops_per_token(config.data.row_length) - matmul
     if config.lora.rank:
         matmul *= 2 / 3
-    if model.remat == "full":
-        matmul += 2.0 * model.num_matmul_parameters
+    if model.remat == "full":  # heads of multi-token prediction are not recomputed
+        heads = len(model.mtp_loss_weights) * model.hidden_size * model.padded_vocab_size
+        matmul += 2.0 * (model.num_matmul_parameters - heads)
     elif model.remat == "attention":
         # The MLP or the experts, without their last product.
         active = model.moe.num_experts_per_tok + model.moe.num_shared_experts

@@ -60,6 +60,7 @@ def held_bytes(config: Config) -> dict[str, int]:
         ("moe_ep8", ["mesh.ep=2", "mesh.sp=4"]),
         ("moe_ep8", ["mesh.ep=2", "mesh.sp=2", "mesh.fsdp=2", "model.moe.expert_rule=alt"]),
         ("moe_ep8", ["mesh.ep=2", "mesh.sp=2", "mesh.tp=2", "model.moe.expert_rule=unified"]),
+        ("tp8", ["model.mtp_loss_weights=[0.3,0.1]", "optimizer.ema_decay=0.9"]),
         ("tp8", ["lora.rank=1", "lora.base_dtype=int8", "lora.targets=[o]"]),
         ("tp8", ["lora.rank=1", "lora.base_dtype=bfloat16", "lora.targets=[o]"]),
         ("tp8", ["model.param_dtype=bfloat16", "optimizer.ema_decay=0.9", "optimizer.name=sgd"]),
@@ -109,6 +110,7 @@ def test_the_bytes_of_an_optimizer_are_those_of_its_state(name: str, moments: st
     [
         "mesh.sp=2 mesh.tp=2 mesh.fsdp=2",
         "mesh.tp=8 optimizer.options.max_size=512",
+        "mesh.fsdp=2 mesh.tp=4 model.mtp_loss_weights=[0.3,0.1,0.1]",
         "mesh.fsdp=2 mesh.tp=4 model.mla.kv_lora_rank=128 model.mla.v_head_dim=16",
         "mesh.fsdp=2 mesh.tp=4 model.mla.q_lora_rank=64 model.mla.kv_lora_rank=128",
         "mesh.ep=2 mesh.sp=2 mesh.fsdp=2 mesh.tp=1 model.moe.num_experts=4 "

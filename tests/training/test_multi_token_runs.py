@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import slow
 from runs import kept_signals, losses, read_lines, refusal, run, write_config
 
 from configs.conversion import export_model
@@ -46,6 +45,12 @@ def test_weights_may_change_at_a_resume_and_the_number_of_modules_may_not(tmp_pa
     assert run(config, MTP, *QUIET, "training.steps=2") == 0
     message = refusal(capsys, config, "model.mtp_loss_weights=[0.3,0.1]", *QUIET)
     assert "was saved with model.mtp_loss_weights=[0.3], but this run has" in message
+    message = refusal(capsys, config, "model.mtp_loss_weights=[]", *QUIET)
+    assert "has modules of multi-token prediction" in message and "init_from" in message
+    message = refusal(
+        capsys, config, "model.mtp_loss_weights=[0.1]", *QUIET, "optimizer.ema_decay=0.9"
+    )
+    assert "has no moving average" in message
     assert run(config, "model.mtp_loss_weights=[0.1]", *QUIET, "training.steps=3") == 0
     last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
     assert last["extra_loss"] == pytest.approx(0.1 * last["mtp_loss_1"], rel=1e-5)
@@ -53,7 +58,7 @@ def test_weights_may_change_at_a_resume_and_the_number_of_modules_may_not(tmp_pa
 
 @pytest.mark.parametrize(
     ("before", "now"),
-    [((MTP,), ()), ((), (MTP,)), slow((MTP,), (MTP,))],
+    [((MTP,), ()), ((), (MTP,)), ((MTP,), (MTP,))],
     ids=["without", "fresh", "with"],
 )
 def test_a_run_starts_from_one_with_or_without_modules(tmp_path, first, before, now) -> None:
@@ -67,8 +72,11 @@ def test_a_run_starts_from_one_with_or_without_modules(tmp_path, first, before, 
     (found,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert found["loss"] < 0.9 * math.log(264)
     assert ("mtp_loss_1" in found) == bool(now)
-    if now and not before:  # a fresh module knows nothing
-        assert found["mtp_loss_1"] > 0.9 * math.log(264)
+    is_fresh = bool(now) and not before
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert ("modules of multi-token prediction start" in log) == is_fresh
+    if now:  # a fresh module knows nothing
+        assert (found["mtp_loss_1"] > 0.9 * math.log(264)) == is_fresh
 
 
 def test_another_number_of_modules_is_refused_with_the_key(first, tmp_path, capsys) -> None:
@@ -87,12 +95,12 @@ def test_an_export_leaves_the_modules_out(first, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("lora.rank=2", "training.init_from=x"), "is not supported with lora.rank=2; remove it"),
+        (("lora.rank=2", "training.init_from=x"), "with lora.rank=2; set it to []"),
         (
             ("training.objective=dpo", "data.packing=pairs", "training.init_from=x"),
-            "model.mtp_loss_weights=[0.3] has no effect with training.objective=dpo; remove it",
+            "model.mtp_loss_weights=[0.3] has no effect with training.objective=dpo; set it",
         ),
-        (("model.mtp_loss_weights=[0]",), "model.mtp_loss_weights"),
+        (("model.mtp_loss_weights=[0]",), "greater than 0"),
     ],
 )
 def test_what_modules_cannot_do_is_refused(overrides, message, tmp_path, capsys) -> None:
