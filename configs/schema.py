@@ -270,8 +270,8 @@ def _check_objective(config: Config) -> None:
             "training.dpo has no effect with training.objective=sft; set training.objective=dpo, "
             "or remove training.dpo"
         )
-    unused = {f"training.{x}": getattr(training, x) for x in ("label_smoothing", "z_loss")}
-    unused["training.noise_scale"] = training.noise_scale
+    names = "label_smoothing", "z_loss", "noise_scale"
+    unused = {f"training.{name}": getattr(training, name) for name in names}
     unused["model.mtp_loss_weights"] = [*config.model.mtp_loss_weights]
     for key, value in unused.items() if training.objective == "dpo" else ():
         if value:
@@ -489,8 +489,7 @@ def _divides(
     """Check that one number divides another; even: propose only divisors with an even quotient."""
     if value % divisor == 0:
         return
-    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
-    divisors = [*small, *(value // n for n in small)]
+    divisors = [n for n in range(1, value + 1) if value % n == 0]
     divisors = [n for n in divisors if value // n % 2 == 0 or not even] or divisors
     below = max((n for n in divisors if n < divisor), default=1)
     above = min((n for n in divisors if n > divisor), default=below)

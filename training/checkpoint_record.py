@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from model.lora import is_adapter
-from model.multi_token import is_module
+from model.multi_token import MODULES
 
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
@@ -115,7 +115,8 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
             "the section lora; to train adapters on this run, set training.init_from to this "
             "run.dir, and run.dir to a new one"
         )
-    has_modules, needs_modules = (any(map(is_module, x)) for x in (found, wanted))
+    start = f"params.{MODULES}."
+    has_modules, needs_modules = (any(y.startswith(start) for y in x) for x in (found, wanted))
     if has_modules and not needs_modules:
         raise ValueError(
             f"checkpoint {step} has modules of multi-token prediction, but model.mtp_loss_weights "
