@@ -30,6 +30,7 @@ from model.remat import REMAT_POLICIES
 from model.rotation import Rotation, layer_rotations
 from model.segments import LayerKind, LayerType, Segment
 from parallel.linear.linear import named_rngs
+from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import MODE_PREFILL, RUNTIME_MODE_TYPES, TokenSharding
 from parallel.sharding.ordering import after, in_order
 
@@ -247,7 +248,9 @@ class Transformer(nnx.Module):
                 key = jax.random.fold_in(dropout_key, config.num_hidden_layers + place)
                 info = dataclasses.replace(info, dropout_key=key)
             with jax.named_scope("mtp"):
-                x_BLD = body(x_BLD, parameters, fields.tokens, info)
+                # libtpu refuses a group in one computation with its recomputed copy.
+                with scheduling_groups(enabled=False):
+                    x_BLD = body(x_BLD, parameters, fields.tokens, info)
                 embed, head, module = map(nnx.merge, definitions, parameters)
                 normed_BLD, w = in_order(module.norm(x_BLD), _head_kernel(embed, head), mesh)
                 with jax.named_scope("head"):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, release, slow
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"'
@@ -26,6 +26,7 @@ STEPS = [
     (["model.remat=full", WINDOWS, "model.sliding_window=256"], True),
     (["lora.rank=8"], False),
 ]
+MODULES = [(["model.remat=full", "model.mtp_loss_weights=[0.3,0.1]"], True)]
 MORE_STEPS = [
     (["model.moe.num_experts=8", "model.moe.moe_intermediate_size=1024"], True),
     (["model.remat=none", "mesh.tp=4", "mesh.sp=2", "training.gradient_accumulation=2"], True),
@@ -55,10 +56,8 @@ for overrides in json.loads(sys.argv[1]):
 
 @pytest.mark.parametrize(
     "steps",
-    [
-        pytest.param(STEPS, id="some", marks=pytest.mark.release),
-        pytest.param(MORE_STEPS, id="rest", marks=pytest.mark.release),
-    ],
+    [slow(MODULES), release(STEPS), release(MORE_STEPS)],
+    ids=["modules", "some", "rest"],
 )
 def test_steps_with_groups_compile(steps) -> None:
     overrides = json.dumps([[*SMALL, *changes] for changes, _ in steps])
