@@ -236,8 +236,7 @@ class Transformer(nnx.Module):
             return module(x_BLD, embedded_BLD, info, kind=kind, choice=choice)
 
         # On simulated devices, recomputed collectives would not wait for the loop of the loss.
-        if policy is not None and mesh.devices.flat[0].platform != "cpu":
-            body = jax.checkpoint(body, policy=policy)
+        recomputes = policy is not None and mesh.devices.flat[0].platform != "cpu"
         for place, own in enumerate(further):
             *shared, stack = states
             parameters = *shared, jax.tree.map(lambda y, n=place: y[n], stack)
@@ -248,9 +247,11 @@ class Transformer(nnx.Module):
                 key = jax.random.fold_in(dropout_key, config.num_hidden_layers + place)
                 info = dataclasses.replace(info, dropout_key=key)
             with jax.named_scope("mtp"):
-                # libtpu refuses a group in one computation with its recomputed copy.
+                # libtpu refuses a group in one computation with its copy: a recomputed one, or that
+                # of another module, with which a checkpoint of the same function shares its trace.
+                apply = jax.checkpoint(partial(body), policy=policy) if recomputes else body
                 with scheduling_groups(enabled=False):
-                    x_BLD = body(x_BLD, parameters, fields.tokens, info)
+                    x_BLD = apply(x_BLD, parameters, fields.tokens, info)
                 embed, head, module = map(nnx.merge, definitions, parameters)
                 normed_BLD, w = in_order(module.norm(x_BLD), _head_kernel(embed, head), mesh)
                 with jax.named_scope("head"):

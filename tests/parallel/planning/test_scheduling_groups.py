@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, release, slow
+from conftest import ROOT, release
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason='pip install -e ".[plan]"'
@@ -56,7 +56,7 @@ for overrides in json.loads(sys.argv[1]):
 
 @pytest.mark.parametrize(
     "steps",
-    [slow(MODULES), release(STEPS), release(MORE_STEPS)],
+    [release(MODULES), release(STEPS), release(MORE_STEPS)],
     ids=["modules", "some", "rest"],
 )
 def test_steps_with_groups_compile(steps) -> None:
