@@ -15,6 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, field_validator
 from ruamel.yaml import YAML
 
+from configs.divisibility import check_divides, check_multiple, multiples
 from configs.reading import ConfigError, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig, values_by_step
@@ -183,20 +184,22 @@ def _cross_check(config: Config) -> None:
     model, mesh = config.model, config.mesh
     _check_heads(config)
     if model.has_dense_mlp:
-        _divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
+        check_divides("model.intermediate_size", model.intermediate_size, "mesh.tp", mesh.tp)
     vocab = "model.vocab_size" + (" (padded)" if model.pad_vocab_to_multiple_of > 1 else "")
     or_pad = f"model.pad_vocab_to_multiple_of={mesh.tp}"
-    _divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
-    _divides("model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+    check_divides(vocab, model.padded_vocab_size, "mesh.tp", mesh.tp, or_pad)
+    check_divides(
+        "model.hidden_size", model.hidden_size, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp
+    )
     for name in ("q_lora_rank", "kv_lora_rank") if model.mla is not None else ():
         width = getattr(model.mla, name) or 0
-        _divides(f"model.mla.{name}", width, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
+        check_divides(f"model.mla.{name}", width, "mesh.fsdp * mesh.sp", mesh.fsdp * mesh.sp)
     split_by_features = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == FEATURES
     if split_by_features or not model.tie_word_embeddings:
-        _divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
+        check_divides("model.hidden_size", model.hidden_size, "mesh.tp", mesh.tp)
     if not model.tie_word_embeddings:
         axes, parts = "mesh.tp * mesh.fsdp * mesh.sp", mesh.tp * mesh.fsdp * mesh.sp
-        _divides("model.hidden_size (embedding)", model.hidden_size, axes, parts)
+        check_divides("model.hidden_size (embedding)", model.hidden_size, axes, parts)
     _check_data(config)
     if len(model.layer_types) > model.num_hidden_layers:
         raise ConfigError(
@@ -228,23 +231,23 @@ def _check_heads(config: Config) -> None:
     model, mesh = config.model, config.mesh
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
     if model.mla is not None:
-        _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
+        check_divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
         return
     if model.head_dim is None:
-        _divides(
+        check_divides(
             "model.hidden_size", model.hidden_size, "model.num_attention_heads", heads, even=True
         )
     if model.head_size % 2:
         raise ConfigError(
             f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
         )
-    _divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
-    _divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
+    check_divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
+    check_divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
     if not config.parallel.replicate_kv:
-        _divides(
+        check_divides(
             "model.num_key_value_heads", kv_heads, "mesh.tp", mesh.tp, "parallel.replicate_kv=true"
         )
-    _divides(
+    check_divides(
         "kv features (model.num_key_value_heads * head_dim)",
         kv_heads * model.head_size,
         "mesh.tp",
@@ -370,28 +373,28 @@ def _check_data(config: Config) -> None:
     micro, devices = config.training.gradient_accumulation, mesh.dp * mesh.fsdp * mesh.ep
     unit = micro * math.lcm(devices, data.rows_per_item)
     for size in data.batch_sizes:
-        _divides(
+        check_divides(
             "data.global_batch_size",
             size,
             "training.gradient_accumulation",
             micro,
-            f"data.global_batch_size={_multiples(size, unit)}",
+            f"data.global_batch_size={multiples(size, unit)}",
         )
         if size // micro % data.rows_per_item:
             raise ConfigError(
                 f"data.global_batch_size / training.gradient_accumulation={size // micro} is odd, "
                 "but with data.packing=pairs every pair is two rows of a microbatch; use "
-                f"data.global_batch_size={_multiples(size, unit)}"
+                f"data.global_batch_size={multiples(size, unit)}"
             )
         axes = "mesh.dp * mesh.fsdp * mesh.ep"
         if micro > 1:
             axes = f"training.gradient_accumulation * {axes}"
-        _check_multiple("data.global_batch_size", size, axes, micro * devices, unit)
+        check_multiple("data.global_batch_size", size, axes, micro * devices, unit)
     split_over_tp = RESIDUAL_LAYOUTS[config.parallel.residual].split_dim == ROWS
     axes = "mesh.sp * mesh.tp" if split_over_tp else "mesh.sp"
     for length in values_by_step(data.sequence_length).values():
         parts = mesh.sp * (mesh.tp if split_over_tp else 1)
-        _check_multiple("data.sequence_length", length, axes, parts, parts)
+        check_multiple("data.sequence_length", length, axes, parts, parts)
     if data.tokenizer == "bytes" and config.model.vocab_size < ByteTokenizer.vocab_size:
         least = ByteTokenizer.vocab_size
         raise ConfigError(
@@ -434,8 +437,8 @@ def _check_experts(config: Config) -> None:
     unified = moe.expert_rule == "unified"
     owners = "mesh.fsdp * mesh.sp * mesh.ep" if unified else "mesh.ep"
     count = mesh.ep * (mesh.fsdp * mesh.sp if unified else 1)
-    _divides("model.moe.num_experts", moe.num_experts, owners, count)
-    _divides("model.moe.moe_intermediate_size", model.expert_size, "mesh.tp", mesh.tp)
+    check_divides("model.moe.num_experts", moe.num_experts, owners, count)
+    check_divides("model.moe.moe_intermediate_size", model.expert_size, "mesh.tp", mesh.tp)
     if config.parallel.overlap_experts in ("split", "hypercube"):
         raise ConfigError(
             f"parallel.overlap_experts={config.parallel.overlap_experts}: pieces of a block would "
@@ -460,41 +463,3 @@ def _check_experts(config: Config) -> None:
             f"model.moe.router={moe.router} depends on later tokens and cannot generate text; set "
             "training.sample_tokens=0, or use another router"
         )
-
-
-def _check_multiple(name: str, value: int, parts_name: str, parts: int, unit: int) -> None:
-    """Raise a ConfigError that proposes multiples of `unit` if the parts do not divide a value."""
-    if value % parts:
-        raise ConfigError(
-            f"{name}={value} is not divisible by {parts_name}={parts}; use "
-            f"{name}={_multiples(value, unit)}, or another mesh"
-        )
-
-
-def _multiples(value: int, parts: int) -> str:
-    """Return the two multiples of a number next to a value, such as `8 or 16`."""
-    below = value // parts * parts
-    return f"{below} or {below + parts}" if below else f"{parts}"
-
-
-def _divides(
-    name: str,
-    value: int,
-    divisor_name: str,
-    divisor: int,
-    or_else: str = "",
-    *,
-    even: bool = False,
-) -> None:
-    """Check that one number divides another; even: propose only divisors with an even quotient."""
-    if value % divisor == 0:
-        return
-    divisors = [n for n in range(1, value + 1) if value % n == 0]
-    divisors = [n for n in divisors if value // n % 2 == 0 or not even] or divisors
-    below = max((n for n in divisors if n < divisor), default=1)
-    above = min((n for n in divisors if n > divisor), default=below)
-    legal = f"{below} or {above}" if above != below else str(below)
-    raise ConfigError(
-        f"{name}={value} is not divisible by {divisor_name}={divisor}; use {divisor_name}={legal}"
-        + (f", or {or_else}" if or_else else f", or another {name}")
-    )

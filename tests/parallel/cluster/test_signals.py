@@ -101,10 +101,9 @@ def test_a_signal_that_comes_twice_at_once_counts_as_one(signals, monkeypatch):
     lines, exits = queue.Queue[str](), queue.Queue[int]()
     monkeypatch.setattr(module, "_quit", lambda: exits.put(1))
     monkeypatch.setattr(module, "_SAME_SIGNAL", 600.0)
-    before = set(threading.enumerate())  # threads of other tests may still be ending
+    before = threading.enumerate()  # threads of other tests may still be ending
     stop = StopRequest().install(lines.put)
-    threads = set(threading.enumerate()) - before
-    (thread,) = (thread for thread in threads if thread.name == "signals")
+    (thread,) = (new for new in threading.enumerate() if new not in before)
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
         assert stop.agree(1) == signal.SIGINT
