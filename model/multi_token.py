@@ -45,9 +45,9 @@ def is_module(name: str) -> bool:
 
 
 class FurtherTokens(NamedTuple):
-    """What a module reads and predicts at every place; all `... L`, in the layout of tokens.
+    """The tokens that a module reads and predicts; all fields `... L`, in the layout of tokens.
 
-    tokens: its input, k places after this one. targets: the token after that. mask: weight of its
+    tokens: its input at every place, the token k places later. targets: the token after that. mask: weight of its
     loss, float32; 0 where the row or the document ends before the target.
     """
 
