@@ -47,8 +47,8 @@ def is_module(name: str) -> bool:
 class FurtherTokens(NamedTuple):
     """The tokens that a module reads and predicts; all fields `... L`, in the layout of tokens.
 
-    tokens: its input at every place, the token k places later. targets: the token after that. mask: weight of its
-    loss, float32; 0 where the row or the document ends before the target.
+    tokens: its input at every place, the token k places later. targets: the token after that.
+    mask: weight of its loss, float32; 0 where the row or the document ends before the target.
     """
 
     tokens: jax.Array
