@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +20,21 @@ from pathlib import Path
 from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig, OnError, SourceConfig, files_key
+from data.duplicates import SeenDocuments
 from data.files import DataError, find_files, fingerprint, input_bytes
+from data.filters import NO_FILTERS, Filters
 from data.formats.shards import InputShard, known_suffixes, plan_shards
-from data.store import INFO, VERSION, Encoding, InputFile, Store, StorePlan, count_of
-from data.store_writer import StoreWriter, remove_journal
+from data.store import (
+    INFO,
+    VERSION,
+    Encoding,
+    InputFile,
+    Store,
+    StorePlan,
+    count_of,
+    is_unreadable,
+)
+from data.store_writer import StoreWriter, remove_leftovers
 from data.tokenization import Engine, TokenizeSettings, document_remedy, tokenize_shards
 from data.tokenizers.base import Tokenizer, document_bos
 
@@ -49,6 +60,7 @@ class StoreJob:
     """Whether the documents are those of `eval_files`."""
     held_out: frozenset[str] = frozenset()
     """Files that the job leaves out; see `held_out_files`."""
+    filters: Filters = NO_FILTERS
 
     @property
     def files(self) -> str | tuple[str, ...] | None:
@@ -81,6 +93,8 @@ class StoreJob:
             parts.append(f"bos {self.bos_id}")
         if self.is_paired:
             parts.append("pairs")
+        if self.filters.specs:
+            parts.append(f"filters {json.dumps(self.filters.key)}")
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
@@ -114,6 +128,7 @@ class StoreJob:
                 "files": files,
                 "field": self.source.field,
                 "on_error": self.on_error,
+                **({"filters": specs} if (specs := self.filters.specs) else {}),
             },
             files=tuple(InputFile(path=path, size=input_bytes([path])) for path in self.paths),
             encoding=self.encoding,
@@ -287,10 +302,10 @@ def build(
         is_cached = folder == job.folder(folder.parent)  # its name has the key of the job
         remedy = "delete it to prepare it again" if is_cached else "choose another folder"
         raise DataError(f"{folder} is a store of other files or settings; {remedy}")
-    remove_journal(folder)
+    remove_leftovers(folder)
     if job.on_error == "raise":
         for kind, skip in store.info.skipped.items():
-            if kind != "empty":  # an earlier run skipped them
+            if is_unreadable(kind):  # an earlier run skipped them
                 raise DataError(
                     f"{skip.examples[0]} ({kind}, {skip.count} in all); "
                     f"{document_remedy(kind, job.name)}"
@@ -340,8 +355,9 @@ def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | 
         job.on_error,
         plan.dtype,
         job.bos_id,
+        job.filters,
     )
-    with StoreWriter(folder, plan) as writer:
+    with StoreWriter(folder, plan) as writer, _seen_documents(job, writer) as seen:
         done = len(writer.shards)
         if writer.shards != keys[:done]:
             raise DataError(
@@ -353,6 +369,9 @@ def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | 
         try:
             with closing(engine(shards[done:], settings)) as results:
                 for index, (documents, skipped) in enumerate(results, done):
+                    if seen is not None:
+                        documents, duplicates = seen.first_of(documents)
+                        skipped = {**skipped, **duplicates}
                     writer.append(keys[index], documents, skipped)
                     if report:
                         report(bytes_before[index + 1], bytes_before[-1], writer.num_tokens)
@@ -364,6 +383,14 @@ def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | 
             if not (is_current and writer.num_tokens):
                 writer.discard()
             raise
+
+
+def _seen_documents(
+    job: StoreJob, writer: StoreWriter
+) -> AbstractContextManager[SeenDocuments | None]:
+    if not job.filters.without_duplicates:
+        return nullcontext()
+    return SeenDocuments(writer.building, writer.num_documents)
 
 
 def describe_unread_files(job: StoreJob) -> Iterator[str]:

@@ -209,8 +209,9 @@ def code_hash(settings: TokenizeSettings) -> str:
     parts = [type(settings.tokenizer), settings.chat_template]
     names = {part.__module__ for part in [*parts, *(entry.read for entry in settings.formats)]}
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    files |= {entry.code for entry in settings.filters.each}
     found = hashlib.sha256(_installed().encode())
-    for path in sorted(Path(file) for file in files if file is not None):
+    for path in sorted({Path(file) for file in files if file is not None}):
         if not path.is_relative_to(_ROOT / "data"):  # a plugin
             found.update(path.read_bytes())
     return found.hexdigest()

@@ -26,6 +26,7 @@ from data.files import DataError
 from safe_files import replace_file
 
 VERSION: Literal[1] = 1
+LEFT_OUT = "left out by "  # begins the kind of what a filter skips
 INFO = "store.json"
 TOKENS, ENDS, NUM_BYTES, LOSS_MASK = "tokens.bin", "ends.bin", "num_bytes.bin", "learned.bin"
 # Bytes of a block that has a checksum. A block of tokens is a page of memory, so that a check reads
@@ -36,6 +37,11 @@ CHECKSUM_BLOCKS = {TOKENS: 4096, ENDS: 512, NUM_BYTES: 512, LOSS_MASK: 4096}
 def count_of(number: int, noun: str) -> str:
     """Return a number with its noun: "1 row", "2,000 rows"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def is_unreadable(kind: str) -> bool:
+    """Return whether documents of this kind are skipped because they cannot be read."""
+    return kind != "empty" and not kind.startswith(LEFT_OUT)
 
 
 class Skipped(BaseModel, frozen=True, extra="forbid"):

@@ -33,12 +33,13 @@ from data.store import (
     StoreInfo,
     StorePlan,
     array_sizes,
+    is_unreadable,
     remedy,
     write_info,
 )
 from safe_files import publish_folder, remove_partials, sync
 
-JOURNAL = "journal.jsonl"
+JOURNAL, SEEN = "journal.jsonl", "seen.bin"
 MAX_EXAMPLES = 5
 BLOCK_BYTES = 2**24
 
@@ -68,6 +69,8 @@ class TokenizedDocuments:
     """(d,): UTF-8 bytes of each document that contribute to the loss."""
     loss_mask: np.ndarray | None = None
     """(t,) bool; None: every token contributes to the loss."""
+    keys: np.ndarray | None = None
+    """(d,) bytes that only equal documents share; None: duplicates stay."""
 
 
 class _JournalLine(BaseModel, frozen=True, extra="forbid"):
@@ -188,7 +191,7 @@ class StoreWriter:
         write_info(self.building, info)
         Store(self.building)  # where locks do not work, two processes may have written
         publish_folder(self.building, self.folder)
-        remove_journal(self.folder)
+        remove_leftovers(self.folder)
         return Store(self.folder)
 
     def discard(self) -> None:
@@ -197,7 +200,7 @@ class StoreWriter:
         for name in self._files:
             (self.building / name).unlink()
             checksum_path(self.building / name).unlink()
-        (self.building / JOURNAL).unlink()
+        remove_leftovers(self.building)
         self.building.rmdir()
 
     def _explain_empty(self) -> str:
@@ -207,7 +210,11 @@ class StoreWriter:
             f"{skip.count} {kind} (first: {skip.examples[0]})"
             for kind, skip in self._skipped.items()
         )
-        remedy = "correct the files" if {*self._skipped} - {"empty"} else "give files with text"
+        remedy = "give files with text"
+        if any(map(is_unreadable, self._skipped)):
+            remedy = "correct the files"
+        elif {*self._skipped} - {"empty"}:
+            remedy = "give other filters"
         if "missing field" in self._skipped:
             remedy = f"set {field_key(str(self.plan.source.get('name')))} to a field with text"
         return f"{what}: no document has a token; skipped: {skipped or 'none'}; {remedy}"
@@ -319,11 +326,11 @@ class StoreWriter:
             )
 
 
-def remove_journal(folder: Path) -> None:
-    """Delete the journal that a kill after the rename may have left in a complete store."""
-    journal = folder / JOURNAL
-    if journal.exists():
-        journal.unlink(missing_ok=True)
+def remove_leftovers(folder: Path) -> None:
+    """Delete what only writing needs, and a kill after the rename may have left in a store."""
+    for path in (folder / JOURNAL, folder / SEEN):
+        if path.exists():
+            path.unlink(missing_ok=True)
 
 
 def _check_size(folder: Path, name: str, expected: int) -> None:

@@ -24,9 +24,10 @@ from data.chat import (
 )
 from data.config import OnError, field_key
 from data.files import DataError
+from data.filters import KEY, NO_FILTERS, Filters, content_keys, text_of
 from data.formats.base import FORMATS, Document, DocumentError, FileRange, Format, read_documents
 from data.formats.shards import InputShard
-from data.store import Skipped
+from data.store import Skipped, is_unreadable
 from data.store_writer import MAX_EXAMPLES, TokenizedDocuments, add_skipped
 from data.tokenizers.base import Tokenizer, with_bos
 
@@ -49,6 +50,7 @@ class TokenizeSettings:
     dtype: np.dtype
     bos_id: int | None = None
     """Id before every document."""
+    filters: Filters = NO_FILTERS
     formats: tuple[Format, ...] = field(default_factory=lambda: tuple(FORMATS.values()))
     """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
 
@@ -139,12 +141,14 @@ def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedSh
         for document in read_documents(file_range, settings.text_field):
             if isinstance(document, Document):
                 try:
-                    output.add(document)
-                    continue
+                    if (refused := settings.filters.refuse(document)) is None:
+                        output.add(document)
+                        continue
+                    reason = refused, f"{len(text_of(document)):,} characters"
                 except ConversationError as error:
-                    place = document.file_range, document.number
-                    document = DocumentError(*place, "chat template", str(error))
-            if settings.on_error == "raise" and document.kind != "empty":
+                    reason = "chat template", str(error)
+                document = DocumentError(document.file_range, document.number, *reason)
+            if settings.on_error == "raise" and is_unreadable(document.kind):
                 raise unreadable(document, settings.source, any(out.tokens for out in outputs))
             before = skipped.get(document.kind)
             is_shown = before is None or before.count < MAX_EXAMPLES  # a location costs time
@@ -223,9 +227,15 @@ class _RangeTokens:
     tokens: list[np.ndarray] = field(default_factory=list)
     loss_masks: list[np.ndarray | None] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
 
     def add(self, document: Document) -> None:
         """Append a document, or both conversations of a pair. Raises: ConversationError."""
+        self._add(document)
+        if self.batch.settings.filters.without_duplicates:
+            self.keys += content_keys(document)
+
+    def _add(self, document: Document) -> None:
         if document.messages is None:
             assert document.text is not None
             self.batch.add(self, document.text)
@@ -263,7 +273,7 @@ class _RangeTokens:
 
     def documents(self) -> TokenizedDocuments:
         """Return all documents as arrays."""
-        loss_mask = None
+        loss_mask, without_duplicates = None, self.batch.settings.filters.without_duplicates
         if any(mask is not None for mask in self.loss_masks):
             pairs = zip(self.loss_masks, self.tokens, strict=True)
             loss_mask = np.concatenate(
@@ -275,6 +285,7 @@ class _RangeTokens:
             lengths=np.array([len(ids) for ids in self.tokens], np.int64),
             num_bytes=np.array(self.num_bytes, np.int64),
             loss_mask=loss_mask,
+            keys=np.array(self.keys, KEY) if without_duplicates else None,
         )
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from configs.command_line import CommandLine
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig
+from data.filters import Filters, parse_filters
 from data.packed_store import open_packed_store
 from data.prepare import (
     StoreJob,
@@ -105,13 +107,13 @@ def run(args: argparse.Namespace) -> None:
     sources = data.named_sources
     if args.out is not None and len(sources) > 1:
         raise ValueError(f"--out takes one source, and there are {len(sources)}; leave it out")
-    engine_context = engine_of(args)
+    engine_context, filters = engine_of(args), filters_of(args)
     if args.train_tokenizer is not None:
         ensure_tokenizer(data, args.train_tokenizer, lambda line: print(line, flush=True))
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
     folders: list[tuple[StoreJob, Path]] = []
     for name, source in sources.items():
-        job = store_job(name, data, tokenizer)
+        job = replace(store_job(name, data, tokenizer), filters=filters)
         folders.append((job, folder_of(job, data, args.out)))
         if source.eval_files is not None:
             job = store_job(name, data, tokenizer, is_evaluation=True)
@@ -123,6 +125,19 @@ def run(args: argparse.Namespace) -> None:
     with engine_context as engine:
         for job, folder in folders:
             prepare_store(job, data, folder, engine)
+    if args.out is not None:
+        print(f"to train on it, set {job.files_key}={args.out}", flush=True)
+
+
+def filters_of(args: argparse.Namespace) -> Filters:
+    """Return the filters that the options name. Raises: ValueError."""
+    if args.filter and args.out is None:
+        raise ValueError(
+            "--filter needs --out FOLDER, which train.py then reads as data.files=FOLDER"
+        )
+    if args.filter and args.verify:
+        raise ValueError("--filter has no effect with --verify; leave it out")
+    return parse_filters(args.filter)
 
 
 def folder_of(job: StoreJob, data: DataConfig, out: Path | None) -> Path:
@@ -155,8 +170,8 @@ def title(job: StoreJob) -> str:
     return f"{job.name} eval_files" if job.is_evaluation else job.name
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and run; invalid input is one line on stderr."""
+def make_parser() -> CommandLine:
+    """Return the parser of the command line."""
     parser = CommandLine(description=__doc__)
     parser.add_argument(
         "--config", help="YAML file, of which the section data is read; default: all defaults"
@@ -189,12 +204,26 @@ def main(argv: list[str] | None = None) -> int:
         help="folder of the store, if the configuration has one source",
     )
     parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="NAME:ARGUMENT",
+        help="leave documents out, and count them: all without length:MIN..MAX characters, those "
+        "with regex:PATTERN, those for which classifier:MODULE.FUNCTION is false, duplicates of "
+        "earlier ones; may be repeated. The eval_files are not filtered",
+    )
+    parser.add_argument(
         "--verify", action="store_true", help="verify existing stores instead of preparing them"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
     )
-    args = parser.parse_intermixed_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and run; invalid input is one line on stderr."""
+    args = make_parser().parse_intermixed_args(argv)
     try:
         run(args)
     except ValueError as error:

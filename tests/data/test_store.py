@@ -20,7 +20,7 @@ import safe_files
 from data import store_writer as module
 from data.files import DataError
 from data.store import Encoding, InputFile, Skipped, Store, StorePlan, count_of
-from data.store_writer import StoreWriter, TokenizedDocuments, remove_journal
+from data.store_writer import StoreWriter, TokenizedDocuments, remove_leftovers
 
 PATHS = ("a.txt", "b.txt", "c.txt")
 
@@ -186,7 +186,7 @@ def test_a_failure_at_any_moment_leaves_no_half_store(tmp_path, monkeypatch) -> 
                 Store(folder).verify()
             else:
                 write(folder, units)
-        remove_journal(folder)
+        remove_leftovers(folder)
         assert content(folder) == whole
         if calls < failing:
             break

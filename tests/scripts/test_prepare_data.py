@@ -174,6 +174,35 @@ def test_out_names_the_folder_of_the_only_source(folder, capsys) -> None:
     assert refusal(capsys, *two) == "--out takes one source, and there are 2; leave it out"
 
 
+def test_a_filtered_store_is_trained_on_by_its_folder(folder, capsys) -> None:
+    (folder / "a.txt").write_text("")
+    for n in range(30):
+        (folder / f"{n}.txt").write_text("word " * (n % 10 + 1))
+    arguments = one(folder, f"data.files={folder}/*.txt", f"data.eval_files={folder}/9.txt")
+    filters = ["--filter=length:11..", "--filter", "duplicates", "--filter=regex:(word ){9}"]
+    assert refusal(capsys, *arguments, *filters).startswith("--filter needs --out FOLDER, which")
+    out = ["--out", f"{folder}/store"]
+    line = refusal(capsys, *arguments, *filters, *out, "--verify")
+    assert line == "--filter has no effect with --verify; leave it out"
+    line = refusal(capsys, *arguments, *out, "--filter=small")
+    assert line.startswith("--filter small: there is no filter 'small'; use one of length, regex,")
+    assert script.main([*arguments, *filters, *out]) == 0
+    made, held_out, remedy = capsys.readouterr().out.splitlines()
+    # 29 files train: 3 of one word and of two, 3 of nine, 2 of ten, and 3 of each of 6 others.
+    assert made.startswith("text: 6 documents, ")
+    for part in ("6 left out by length:11..", "5 left out by regex:(word ){9}", "1 empty"):
+        assert part in made
+    assert "12 left out by duplicates (first: " in made and "1 document" in held_out
+    assert remedy == f"to train on it, set data.files={folder}/store"
+    assert Store(folder / "store").info.source["filters"] == [
+        "length:11..", "regex:(word ){9}", "duplicates",
+    ]  # fmt: skip
+    key, value = remedy.removeprefix("to train on it, set ").split("=")
+    data = script.load_data_config(None, [*arguments[1:], f"{key}={value}"])
+    (source,) = Dataset(data).sources
+    assert source.store.folder == folder / "store" and source.num_eval == 1
+
+
 def test_validation_files_have_a_store_that_training_opens(folder, capsys) -> None:
     (folder / "held.txt").write_text("def held(): pass\n")
     arguments = one(folder, f"data.files={folder}/*.txt", f"data.eval_files={folder}/held.txt")
