@@ -76,7 +76,7 @@ def test_a_plain_loop_keeps_the_same_documents(tmp_path_factory, texts, shard_by
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "plan_shards", partial(plan_shards, shard_bytes=shard_bytes))
         if not kept:
-            with pytest.raises(DataError, match="no document has a token; .*; give other filters"):
+            with pytest.raises(DataError, match=r"no document has a token; .*; give other filters"):
                 build(job, folder / "store")
             assert not (folder / "store.building").exists()
             return
