@@ -29,13 +29,14 @@ class SeenDocuments:
     Args:
         building: folder of the store that is being written.
         count: documents that it has; what the file holds beyond them is cut off.
+        per_item: documents that are duplicates together: two of a preference pair.
 
     Raises:
         DataError: the file holds fewer keys.
     """
 
-    def __init__(self, building: Path, count: int):
-        self._path = building / SEEN
+    def __init__(self, building: Path, count: int, per_item: int = 1):
+        self._path, self._per_item = building / SEEN, per_item
         self._file = open(self._path, "ab")
         size = count * KEY.itemsize
         if os.fstat(self._file.fileno()).st_size < size:
@@ -50,6 +51,10 @@ class SeenDocuments:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def first_of(
@@ -77,7 +82,9 @@ class SeenDocuments:
         if not dropped:
             return found, {}
         examples = tuple(dict.fromkeys(paths))[:MAX_EXAMPLES]
-        return found, {f"{LEFT_OUT}{DUPLICATES}": Skipped(count=dropped, examples=examples)}
+        return found, {
+            f"{LEFT_OUT}{DUPLICATES}": Skipped(count=dropped // self._per_item, examples=examples)
+        }
 
 
 def _choose(part: TokenizedDocuments, kept: np.ndarray) -> TokenizedDocuments:

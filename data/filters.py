@@ -197,7 +197,12 @@ def classifier(argument: str) -> Keep:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{error}; put the folder of the module on PYTHONPATH") from error
-    if not callable(found) or not hasattr(found, "__module__"):
-        raise ValueError(f"{argument} is not a function; name one that takes a text")
+    except Exception as error:  # a module may raise anything while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"importing {module} failed with {reason}") from error
+    if not callable(found) or getattr(found, "__qualname__", None) != name:
+        raise ValueError(
+            f"{argument} is not a function of that module; define it there by its name"
+        )
     keep: Keep = found
     return keep

@@ -381,6 +381,8 @@ def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | 
             return writer.finish()
         except DataError:
             if not (is_current and writer.num_tokens):
+                if seen is not None:
+                    seen.close()  # NFS keeps the name of an open file
                 writer.discard()
             raise
 
@@ -390,7 +392,8 @@ def _seen_documents(
 ) -> AbstractContextManager[SeenDocuments | None]:
     if not job.filters.without_duplicates:
         return nullcontext()
-    return SeenDocuments(writer.building, writer.num_documents)
+    per_item = 2 if job.is_paired else 1
+    return SeenDocuments(writer.building, writer.num_documents, per_item)
 
 
 def describe_unread_files(job: StoreJob) -> Iterator[str]:

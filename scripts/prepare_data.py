@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> None:
         for job, folder in folders:
             prepare_store(job, data, folder, engine)
     if args.out is not None:
-        print(f"to train on it, set {job.files_key}={args.out}", flush=True)
+        print(f"to train on it, set {folders[0][0].files_key}={args.out}", flush=True)
 
 
 def filters_of(args: argparse.Namespace) -> Filters:

@@ -29,7 +29,7 @@ from parallel.sharding.mesh import MeshConfig, build_mesh
 from parallel.sharding.residual import residual_rules
 
 BEGIN = time.monotonic()
-pytest_plugins = ["runs", "process_groups", "launch_scripts"]
+pytest_plugins = ["runs", "process_groups", "launch_scripts", "buckets"]
 
 ROOT = Path(__file__).parent.parent
 

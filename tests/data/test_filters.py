@@ -34,6 +34,9 @@ def _starts_with(argument, text):
     return text.startswith(argument)
 
 
+KEEP_ALL = lambda text: True  # noqa: E731 (worker processes cannot receive it)
+
+
 def is_good(text):
     if text == "bad":
         raise KeyError("no such word")
@@ -151,6 +154,7 @@ def test_chats_and_pairs_are_compared_as_a_whole(tmp_path) -> None:
     store = build(job, tmp_path / "pairs")
     answers = [re.findall(r"assistant\n(\w)", text)[0] for text in documents(store)]
     assert answers == ["a", "b", "b", "a", "a", "c"]
+    assert store.info.skipped["left out by duplicates"].count == 1  # pair
 
 
 def test_functions_from_outside_decide_also_in_worker_processes(tmp_path) -> None:
@@ -190,11 +194,17 @@ def test_other_filters_or_another_classifier_are_another_store(tmp_path, monkeyp
         ("classifier:keep", r"write classifier:MODULE\.FUNCTION"),
         ("classifier:no_module.keep", "put the folder of the module on PYTHONPATH"),
         ("classifier:json.no_function", "put the folder of the module on PYTHONPATH"),
-        ("classifier:sys.path", "is not a function"),
+        ("classifier:sys.path", "is not a function of that module"),
+        ("classifier:test_filters.KEEP_ALL", "is not a function of that module"),
+        ("classifier:broken_module.keep", "importing broken_module failed with SyntaxError"),
         ("duplicates:near", "duplicates has no argument"),
     ],
 )
-def test_a_wrong_filter_is_refused_with_the_rule(spec: str, law: str) -> None:
+def test_a_wrong_filter_is_refused_with_the_rule(
+    spec: str, law: str, tmp_path, monkeypatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("def keep(:\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=f"^--filter {re.escape(spec)}: .*{law}"):
         parse_filters([spec])
 

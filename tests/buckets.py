@@ -1,0 +1,188 @@
+"""A bucket for tests: gcp-storage-emulator, behind a proxy that adds what it lacks.
+
+The proxy refuses a write whose condition on the generation of an object is not met, as Google Cloud
+Storage does, and answers with an error on demand. It takes one request at a time to the emulator,
+which has one thread.
+"""
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+import pytest
+
+BUCKET = "bucket"
+_LIBRARIES = ("gcsfs", "gcp_storage_emulator")
+needs_buckets = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, _LIBRARIES)),
+        reason='pip install -e ".[gcs]" gcp-storage-emulator',
+    ),
+]
+Fault = Callable[[str, str], int | None]
+"""Takes the method and the path of a request; returns a status to answer with, or None."""
+
+
+class Bucket:
+    """A bucket `gs://bucket` that clients of this machine reach by `environment`."""
+
+    def __init__(self, port: int, upstream: int):
+        self.port, self.upstream = port, upstream
+        self.fault: Fault = lambda method, path: None
+        self.lock = threading.RLock()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which gcsfs, tensorstore and google-cloud-storage find the bucket."""
+        address = f"http://127.0.0.1:{self.port}"
+        return {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it asks by gRPC, which has no emulator
+            "FSSPEC_GS_TOKEN": "anon",
+            "FSSPEC_GCS_TOKEN": "anon",
+        }
+
+    def ask(
+        self, method: str, path: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Send a request to the emulator; return status, headers and body of the answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.upstream, timeout=60)
+        with self.lock, contextlib.closing(connection):
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all objects that begin with a prefix."""
+        _, _, body = self.ask("GET", f"/storage/v1/b/{BUCKET}/o?prefix={quote(prefix, safe='')}")
+        return sorted(item["name"] for item in json.loads(body).get("items", []))
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an object."""
+        return self.ask("GET", f"{_object(name)}?alt=media")[2]
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace an object."""
+        path = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quote(name, safe='')}"
+        status, _, _ = self.ask("POST", path, content, {"Content-Length": str(len(content))})
+        assert status == 200
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        self.ask("DELETE", _object(name))
+
+    def generation(self, name: str) -> str:
+        """Return the generation of an object; 0 without one, as conditions spell it."""
+        status, _, body = self.ask("GET", _object(name))
+        return str(json.loads(body)["generation"]) if status == 200 else "0"
+
+
+@pytest.fixture(scope="session")
+def _served() -> Iterator[Bucket]:
+    with serve_bucket() as bucket:  # one per process, since clients keep its address
+        yield bucket
+
+
+@pytest.fixture
+def bucket(_served: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """An empty bucket, which this process and its children use, and mirrors in `tmp_path`."""
+    for name in _served.names():
+        _served.delete(name)
+    for name, value in {**_served.environment, "XDG_CACHE_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    yield _served
+    _served.fault = lambda method, path: None
+
+
+def _object(name: str) -> str:
+    return f"/storage/v1/b/{BUCKET}/o/{quote(name, safe='')}"
+
+
+@contextlib.contextmanager
+def serve_bucket() -> Iterator[Bucket]:
+    """Serve an empty bucket for the context."""
+    from gcp_storage_emulator.server import create_server
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        upstream = free.getsockname()[1]
+    emulator = create_server("127.0.0.1", upstream, in_memory=True, default_bucket=BUCKET)
+    emulator.start()
+    server = _Server(("127.0.0.1", 0), _Proxy)
+    server.bucket = Bucket(server.server_address[1], upstream)  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, name="bucket", daemon=True)
+    thread.start()
+    try:
+        yield server.bucket  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        emulator.stop()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Ignore clients that close their connection."""
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1  # one packet for an answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def _handle(self) -> None:
+        bucket: Bucket = self.server.bucket  # type: ignore[attr-defined]
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if (status := bucket.fault(self.command, unquote(self.path))) is not None:
+            self._answer(status, {}, b'{"error": {"message": "on demand"}}')
+            return
+        with bucket.lock:
+            query = parse_qs(urlsplit(self.path).query)
+            for wanted in query.get("ifGenerationMatch", []):
+                if bucket.generation(self._name(query, body)) != wanted:
+                    self._answer(412, {}, b'{"error": {"message": "condition not met"}}')
+                    return
+            keep = ("Content-Type", "Range", "Content-Range", "Content-Length")
+            headers = {name: self.headers[name] for name in keep if name in self.headers}
+            status, found, content = bucket.ask(self.command, self.path, body, headers)
+        self._answer(status, found, content)
+
+    do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = _handle
+
+    def _name(self, query: dict[str, list[str]], body: bytes) -> str:
+        """Return the name of the object that a request writes or deletes."""
+        if "name" in query:
+            return query["name"][0]
+        if found := re.search(r"/o/([^?]+)", self.path):
+            return unquote(found[1])
+        part = re.search(rb"\r?\n\r?\n(\{.*?\})\r?\n--", body, re.DOTALL)
+        assert part is not None, self.path
+        return str(json.loads(part[1])["name"])
+
+    def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+        upstream = f":{self.server.bucket.upstream}"  # type: ignore[attr-defined]
+        here = f":{self.server.bucket.port}"  # type: ignore[attr-defined]
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding", "server"):
+                self.send_header(name, value.replace(upstream, here))
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that gave up
+            if self.command != "HEAD":
+                self.wfile.write(content)
