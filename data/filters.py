@@ -29,7 +29,7 @@ DUPLICATES = "duplicates"
 KEY = np.dtype("S16")
 """Of `content_keys`. NumPy sorts such bytes, and finds them; zeros at the end do not matter."""
 FILTERS: Registry[Callable[[str], Keep]] = Registry("filter")
-_ROOT = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 
 
 def register_filter(name: str) -> Callable[[Callable[[str], Keep]], Callable[[str], Keep]]:
@@ -58,7 +58,7 @@ class Filter:
         """The file of its function, unless that is part of Torus."""
         module = sys.modules.get(_function_of(self.keep).__module__)
         file = getattr(module, "__file__", None)
-        return None if file is None or Path(file).is_relative_to(_ROOT / "data") else Path(file)
+        return None if file is None or Path(file).is_relative_to(_PACKAGE) else Path(file)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Filters:
 
     @cached_property
     def key(self) -> list[str]:
-        """What decides the documents that are kept: the filters, and the code of classifiers."""
+        """The filters and the code of classifiers, which decide what documents are kept."""
         parts = [*(entry.spec for entry in self.each)]
         for path in (entry.code for entry in self.each):
             if path is not None:

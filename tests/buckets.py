@@ -95,7 +95,7 @@ def _served() -> Iterator[Bucket]:
 
 @pytest.fixture
 def bucket(_served: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """An empty bucket, which this process and its children use, and mirrors in `tmp_path`."""
+    """An empty bucket, which this process and its children use, with caches in `tmp_path`."""
     for name in _served.names():
         _served.delete(name)
     for name, value in {**_served.environment, "XDG_CACHE_HOME": str(tmp_path / "home")}.items():
