@@ -21,6 +21,11 @@ BENCHMARKS = {
         lambda result: [*result["batches"]["1"]["ratio_to_plain"].values()],
         "slow",
     ),
+    "data": (
+        ["data", "--copies", "1", "--gigabytes", "0.001"],
+        lambda result: [*result["tokenise_mb_per_second"].values()],
+        "slow",
+    ),
 }
 
 
