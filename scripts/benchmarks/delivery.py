@@ -33,6 +33,7 @@ from parallel.sharding.devices import describe_missing_tpu
 
 SCRIPTS = _clone.ROOT / "scripts"
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
+# Not `pairs`: the texts of this benchmark are no preference pairs.
 PACKINGS: tuple[Packing, ...] = ("split", "best_fit")
 WARMUP, NUM_BATCHES, NUM_RANDOM_BATCHES = 10, 100, 1000
 # Lengths of documents in the sparse store are log-normal; their mean is 1,006 tokens.
