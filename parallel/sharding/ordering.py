@@ -35,7 +35,7 @@ def after(values: Any, others: Any, mesh: Mesh) -> Any:
         mesh=mesh,
         in_specs=(specs, [_spec(x) for x in before]),
         out_specs=specs,
-        check_vma=False,
+        check_vma=False,  # the check does not see that replicas of a value stay equal
     )(leaves, before)
     return jax.tree.unflatten(structure, ordered)
 

@@ -103,6 +103,7 @@ class TorusLM(TemplateLM):
         for numbers in groups.values():
             # The longest first, so that a batch has contexts of about the same length.
             ids = {n: self.tok_encode(requests[n].args[0]) for n in numbers}
+            # mypy infers no type for a default of a lambda.
             numbers.sort(key=lambda n, ids=ids: -len(ids[n]))  # type: ignore[misc]
             for first in range(0, len(numbers), self._batch_size):
                 batch = numbers[first : first + self._batch_size]
