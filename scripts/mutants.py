@@ -40,6 +40,8 @@ INTERRUPTED = 130
 # Compiled programs, by a hash of the program: those of a fault do no harm to others.
 _CACHE = Path(".cache", "xla-tests")
 _PYTEST = ("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no")
+# With the further cases of costly tests.
+_CASES = ("-m", "not slow and not release")
 # Exit codes of pytest that say nothing about a fault: an error at collection or in the options, or
 # no test at all.
 _NO_VERDICT = (2, 3, 4, 5)
@@ -53,7 +55,7 @@ Verdict = Literal["killed", "timed out", "survived"]
 class Fault:
     """A deliberate fault: `old`, which occurs once in `file`, becomes `new`.
 
-    tests: arguments of pytest, from the default suite, that must fail.
+    tests: arguments of pytest, of tests that are neither slow nor for releases, that must fail.
     """
 
     name: str
@@ -169,7 +171,7 @@ class Copy:
     def _run(self, tests: Sequence[str], timeout: float, name: str) -> Result:
         begin = time.monotonic()
         with subprocess.Popen(
-            [sys.executable, *_PYTEST, *tests],
+            [sys.executable, *_PYTEST, *_CASES, *tests],
             cwd=self.folder,
             env={**os.environ, "PYTHONPATH": str(self.folder)},
             stdout=subprocess.PIPE,

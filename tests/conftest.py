@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -56,6 +57,7 @@ MESHES = {
     "ep2-fsdp2-sp2": MeshConfig(ep=2, fsdp=2, sp=2),
 }
 ONE_DEVICE = MeshConfig()
+COSTLY_EVERY = 4
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -78,6 +80,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="skip the tests that have not begun after this time, and count them as skipped",
     )
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a costly test, except the first of every four, as further ones."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "costly" in marks and not marks & {"slow", "release"}:
+            test = item.nodeid.partition("[")[0]
+            if counts[test] % COSTLY_EVERY:
+                item.add_marker("further")
+            counts[test] += 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -306,6 +306,7 @@ BEHAVIOURS = [
 @pytest.mark.parametrize(
     ("act", "want"), [r[1:] for r in BEHAVIOURS], ids=[r[0] for r in BEHAVIOURS]
 )
+@pytest.mark.costly
 def test_an_item_does_what_its_document_promises(act, want) -> None:
     got, want = act(), want() if isinstance(want, FunctionType) else want
     if isinstance(want, np.ndarray | jax.Array):

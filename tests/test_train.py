@@ -293,6 +293,7 @@ def test_sources_join_and_leave_as_refusals_say(tmp_path, capsys):
         ("training.steps=2", "training.steps=2, but the run directory already holds step 3"),
     ],
 )
+@pytest.mark.costly
 def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(
     half, tmp_path, capsys, override, message
 ):

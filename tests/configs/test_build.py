@@ -36,6 +36,7 @@ def by_name(rows: list[Row]) -> dict[str, Row]:
 @pytest.mark.parametrize(
     ("name", "moments"), [*((name, "null") for name in MESHES), ("dp2-fsdp2-tp2", "int8")]
 )
+@pytest.mark.costly
 def test_the_table_counts_every_byte_of_the_state_on_every_device(name, moments):
     config, program = build(MESHES[name], f"optimizer.moments_dtype={moments}")
     table = build_sharding_table(config, program)

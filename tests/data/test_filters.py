@@ -98,6 +98,7 @@ def test_a_plain_loop_keeps_the_same_documents(tmp_path_factory, texts, shard_by
 
 
 @pytest.mark.parametrize("killed_after", [0, 1, 4])
+@pytest.mark.costly
 def test_an_interrupted_preparation_continues_to_the_same_bytes(
     tmp_path, monkeypatch, killed_after
 ) -> None:

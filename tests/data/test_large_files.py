@@ -151,6 +151,7 @@ print(*kinds[-2:], peak() - before)
     ("name", "last"),
     [("a.txt", "too long"), ("a.jsonl", "too long text"), slow("b.txt", "text text")],
 )
+@pytest.mark.costly
 def test_a_file_of_a_gibibyte_is_read_in_a_fraction_of_its_size(tmp_path, name, last):
     path, size = tmp_path / name, 2**30
     with open(path, "wb") as file:

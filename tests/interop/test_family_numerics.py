@@ -169,6 +169,7 @@ def check(theirs: Theirs, mesh: MeshConfig) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.costly
 def test_logits_loss_and_gradients_equal_transformers(theirs, name) -> None:
     assert theirs(name).logits.std() > 0.3
     check(theirs(name), ONE_DEVICE)
@@ -188,6 +189,7 @@ def test_every_mesh_equals_transformers(theirs, name, mesh) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.costly
 def test_packed_documents_equal_separate_ones(theirs, name) -> None:
     found = theirs(name)
     ids, cut = tokens(2, 64, seed=1), 40
@@ -212,6 +214,7 @@ def greedy(model: Any, prompt: np.ndarray, count: int) -> list[int]:
     ("name", "cache"),
     [*((name, "dense") for name in MODELS), *sample([(name, "paged") for name in MODELS])],
 )
+@pytest.mark.costly
 def test_greedy_text_through_the_cache_equals_transformers(theirs, name, cache) -> None:
     found = theirs(name)
     ours = Ours(found.directory, ONE_DEVICE, 64)

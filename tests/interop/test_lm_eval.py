@@ -147,6 +147,7 @@ def pairs() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.costly
 def test_log_likelihoods_equal_those_of_the_logits_of_transformers(folder, mesh) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "model", attn_implementation="eager", dtype=torch.float32
@@ -172,6 +173,7 @@ def test_log_likelihoods_equal_those_of_the_logits_of_transformers(folder, mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.costly
 def test_every_kind_of_request_equals_the_backend_of_transformers(folder, mesh) -> None:
     ours, theirs = open_run(folder, *MESHES[mesh]), open_transformers(folder)
     requests = asked("loglikelihood", *pairs())
@@ -189,6 +191,7 @@ def test_every_kind_of_request_equals_the_backend_of_transformers(folder, mesh) 
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.costly
 def test_the_script_gives_the_results_of_the_backend_of_transformers(
     folder, mesh, capsys, tmp_path
 ) -> None:
@@ -228,6 +231,7 @@ def test_the_script_gives_the_results_of_the_backend_of_transformers(
         ),
     ],
 )
+@pytest.mark.costly
 def test_a_mistake_is_one_line(folder, capsys, arguments, message) -> None:
     given = ["--run", str(folder / "run"), "--tasks", "torus_choice"]
     given += ["--include", str(folder / "tasks")]

@@ -54,6 +54,7 @@ def greedy(model: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.costly
 def test_a_round_trip_is_bit_equal_and_loads(name, tmp_path) -> None:
     model = save_model(name, tmp_path / "hf")
     convert("from-hf", tmp_path / "hf", tmp_path / "run", *SETTINGS)

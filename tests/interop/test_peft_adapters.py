@@ -118,6 +118,7 @@ def write_random_adapters(base: Path, run: Path, directory: Path, outputs: set[s
         slow("deepseek-v3", LATENT),
     ],
 )
+@pytest.mark.costly
 def test_adapters_go_to_peft_and_back(name, outputs, tmp_path) -> None:
     base = tmp_path / "hf"
     save_model(name, base)
@@ -155,6 +156,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
         ("gpt-oss", ["v_proj"], EXPERTS),  # gate and up share A
     ],
 )
+@pytest.mark.costly
 def test_adapters_that_peft_made_come_in(name, modules, parameters, tmp_path) -> None:
     save_model(name, tmp_path / "hf")
     settings = {"task_type": "CAUSAL_LM", "target_modules": modules}

@@ -61,6 +61,7 @@ def measured(fields, mesh: MeshConfig, residual: str = "sequence"):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, WHOLE], ids=["one", "dp2-tp2-sp2"])
+@pytest.mark.costly
 def test_the_scale_of_activations_equals_numpy(case, mesh):
     found, wanted = measured(CASES[case], mesh)
     assert found == pytest.approx(wanted, rel=1e-5)

@@ -23,6 +23,7 @@ def rngs() -> nnx.Rngs:
 
 @pytest.mark.parametrize("layout", ["hidden", "sequence", "replicated"])
 @pytest.mark.parametrize("mesh", ["tp8", "fsdp8", "dp2-fsdp2-tp2", "tp4-sp2", "ep2-fsdp2-sp2"])
+@pytest.mark.costly
 def test_embedding_looks_up_rows_on_every_mesh(mesh: str, layout: str) -> None:
     tp = tensor_parallel(MESHES[mesh], layout)
     tokens = np.random.default_rng(2).integers(0, 64, (8, 16)).astype(np.int32)

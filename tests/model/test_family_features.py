@@ -143,11 +143,13 @@ SLOW = sample([(name, *run) for name in VARIANTS for run in SLOW_RUNS], 7)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.costly
 def test_loss_and_every_gradient_on_one_device_equal_a_plain_formula(name) -> None:
     assert_equal_runs(one_device(name), plain_formula(name))
 
 
 @pytest.mark.parametrize(("name", "mesh", "layout", "overlap"), [*RUNS, *SLOW])
+@pytest.mark.costly
 def test_loss_and_every_gradient_on_a_mesh_equal_a_plain_formula(
     name, mesh, layout, overlap
 ) -> None:
@@ -176,6 +178,7 @@ CACHES = {
         for cache in ("dense", "paged")
     ],
 )
+@pytest.mark.costly
 def test_greedy_text_equals_that_of_a_plain_formula(name, cache) -> None:
     config = config_of(name)
     tp = tensor_parallel(MORE["ep2-tp4"] if name in SPARSE else MESHES["dp2-fsdp2-tp2"])

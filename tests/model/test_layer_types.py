@@ -59,6 +59,7 @@ def test_every_feature_equals_one_device_with_heads_and_rows_split(one_device) -
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_rows_split_over_sp_equal_one_device(one_device, name, mesh, changes) -> None:
     config = CONFIG.model_copy(update={"attention": name, **changes})
     got = run(config, mesh)

@@ -111,6 +111,7 @@ def test_losses_and_gradients_of_tokens_equal_the_formula(
 @pytest.mark.parametrize("chunk", [8, release(40), 1000])
 @pytest.mark.parametrize("overlap", ["ring", "bidirectional", "split", "hypercube"])
 @pytest.mark.parametrize(("mesh", "layout"), [("tp8", "sequence"), ("tp4-sp2", "hidden")])
+@pytest.mark.costly
 def test_overlapped_loss_and_gradients_equal_the_formula(
     arrays, mesh, layout, overlap, chunk
 ) -> None:

@@ -93,6 +93,7 @@ def on_one_device():
 
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.costly
 def test_rows_that_are_split_over_sp_equal_one_device(on_one_device, attention) -> None:
     tp = tensor_parallel(MeshConfig(tp=2, sp=2))
     config = CONFIG.model_copy(update={"attention": attention, "remat": "full"})

@@ -186,6 +186,7 @@ MORE = [
     ("exchange", "router", "mesh"),
     [*PAIRS, *sample(case for case in MORE if case not in PAIRS)],
 )
+@pytest.mark.costly
 def test_every_exchange_and_router_equals_the_dense_layer(exchange, router, mesh) -> None:
     got = run(config_of(router, exchange=exchange), MESHES[mesh])
     assert got[0]["dropped"] == 0
@@ -202,6 +203,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("residual", "overlap"), LAYOUTS)
+@pytest.mark.costly
 def test_every_residual_layout_and_overlap_equals_the_dense_layer(residual, overlap) -> None:
     got = run(config_of(), MESHES["ep2-tp4"], residual=residual, overlap=overlap)
     assert_equal_runs(got, dense_layer())
@@ -319,6 +321,7 @@ BIASES = [
     ("exchange", "mesh", "residual", "overlap", "changes"),
     [*BIASES[:4], *(release(*case) for case in BIASES[4:])],
 )
+@pytest.mark.costly
 def test_biases_and_shared_gate_equal_the_dense_layer(
     exchange, mesh, residual, overlap, changes
 ) -> None:
@@ -355,6 +358,7 @@ def test_unsupported_grouped_matmuls_are_refused() -> None:
 
 
 @pytest.mark.parametrize("residual", ["sequence", "hidden", "replicated"])
+@pytest.mark.costly
 def test_the_router_is_a_linear_whose_bias_moves_no_logit(residual) -> None:
     tp = tensor_parallel(MESHES["ep2-sp2-tp2"], residual)
     config = config_of("sigmoid")

@@ -391,16 +391,19 @@ def assert_equal_derivatives(got: Run) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.costly
 def test_logits_and_losses_equal_numpy(name) -> None:
     assert_equal_values(run(name))
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.costly
 def test_gradients_equal_finite_differences_of_numpy(name) -> None:
     assert_equal_derivatives(run(name))
 
 
 @pytest.mark.parametrize("seed", [1, 2, *sample([(seed,) for seed in range(3, 35)])])
+@pytest.mark.costly
 def test_a_random_combination_of_features_equals_numpy(seed) -> None:
     got = run(seed)
     assert_equal_values(got)

@@ -271,6 +271,7 @@ def test_evaluation_drops_nothing_whatever_the_capacity() -> None:
 
 
 @pytest.mark.parametrize("impl", ["blocked", "padded"])
+@pytest.mark.costly
 def test_float32_is_float32_in_every_matmul_of_forward_and_backward(monkeypatch, impl) -> None:
     """TPUs and GPUs multiply float32 at lower precision by default; gradients are traced apart."""
     monkeypatch.setattr(Program, "precision", "highest")

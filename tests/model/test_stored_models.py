@@ -18,6 +18,7 @@ FIXTURES = ROOT / "tests" / "fixtures"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt_oss"])
+@pytest.mark.costly
 def test_packed_rows_have_the_stored_logits_of_each_row(name) -> None:
     """The rows are two documents of one row here; plain numpy has them as they are."""
     directory = FIXTURES / name

@@ -69,6 +69,7 @@ def parallel(mesh: str, layout: str, overlap: str | dict[str, str]) -> TensorPar
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_loss_and_every_gradient_equal_one_device(one_device, mesh, layout, overlap) -> None:
     got = run(CONFIG, parallel(mesh, layout, overlap))
     assert_equal_runs(got, one_device)
@@ -108,6 +109,7 @@ SPARSE = {"moe": MoEConfig(num_experts=4, moe_intermediate_size=16, capacity_fac
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_attention_across_documents_sees_rows_of_one_document(mesh, attention, changes) -> None:
     config, fields = CONFIG.model_copy(update=changes), batch(B, L)
     fields["segment_ids"][::2, 12:], fields["loss_mask"][::2, 12:] = -1, 0  # padding
@@ -128,6 +130,7 @@ ADAPTERS = LoRAConfig(rank=4, targets=("o",))
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp8", "dp2-fsdp2-tp2"])
+@pytest.mark.costly
 def test_forms_for_tpu_equal_one_device_without_them(mesh) -> None:
     config = CONFIG.model_copy(update=WIDE_HEADS)
     want = run(config, tensor_parallel(ONE_DEVICE))
@@ -146,6 +149,7 @@ def test_forms_for_tpu_equal_one_device_without_them(mesh) -> None:
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_the_plan_names_the_forms_for_tpu_that_the_model_has(mesh, changes, lora, linears) -> None:
     config, tp = CONFIG.model_copy(update=changes), tensor_parallel(mesh)
     works = ("_rotate_by_matmul", "layout_constraint", "optimization_barrier")
@@ -165,6 +169,7 @@ def test_the_plan_names_the_forms_for_tpu_that_the_model_has(mesh, changes, lora
 
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"mla": MLAConfig()}], ids=str)
 @pytest.mark.parametrize("remat", ["dots", "offload"])
+@pytest.mark.costly
 def test_remat_repeats_the_matmuls_of_rope(remat, changes) -> None:
     """Each of q and k has one forward, one repeated and one for the gradient."""
     config = CONFIG.model_copy(update={**changes, "remat": remat})
@@ -177,6 +182,7 @@ def test_remat_repeats_the_matmuls_of_rope(remat, changes) -> None:
 
 
 @pytest.mark.parametrize("remat", ["none", "offload", "attention", "full"])
+@pytest.mark.costly
 def test_remat_does_not_change_results(one_device, remat) -> None:
     config = CONFIG.model_copy(update={"remat": remat})
     assert_equal_runs(run(config, tensor_parallel(ONE_DEVICE)), one_device)
@@ -188,6 +194,7 @@ def test_remat_does_not_change_results(one_device, remat) -> None:
     ("attention", "mesh", "work"),
     [("flash_attn2", ONE_DEVICE, " exp "), ("ring", MESHES["tp4-sp2"], "ppermute[")],
 )
+@pytest.mark.costly
 def test_only_full_remat_recomputes_attention(attention, mesh, work) -> None:
     def count(remat: str) -> int:
         config = CONFIG.model_copy(update={"attention": attention, "remat": remat})

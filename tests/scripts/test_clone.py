@@ -26,6 +26,7 @@ COMMANDS = [path.name for path in sorted((ROOT / "scripts").glob("*.py")) if is_
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.costly
 def test_a_command_imports_from_its_clone_and_not_from_an_installed_copy(name, tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "clone/scripts")
     for package in PACKAGES:

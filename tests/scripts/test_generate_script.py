@@ -82,6 +82,7 @@ def test_samples_are_logged_during_training_and_equal_the_script(folder, capsys)
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_mesh_and_cache_do_not_change_the_text(folder, capsys, arguments) -> None:
     assert stdout_of(capsys, folder, *arguments) == stdout_of(capsys, folder)
 

@@ -206,6 +206,7 @@ def test_a_killed_process_does_not_take_its_last_lines_with_it(launch):
         ("1", "kill", 1, ["process 0 exited with code 1", "process 1 was killed by SIGKILL"]),
     ],
 )
+@pytest.mark.costly
 def test_the_exit_code_is_that_of_the_first_failure(launch, first, second, code, lines):
     program = f"""
 end = {[first, second]}[index]

@@ -102,6 +102,7 @@ def test_a_changed_test_is_run_again(toy: Path, capsys) -> None:
         ("tests/test_double.py", "import double", "import absent", "ended"),
     ],
 )
+@pytest.mark.costly
 def test_a_wrong_list_or_test_is_an_error(toy: Path, capsys, file, old, new, message) -> None:
     (toy / file).write_text((toy / file).read_text().replace(old, new))
     with pytest.raises(ValueError, match=message):

@@ -165,6 +165,7 @@ def test_a_search_compiles_the_best_estimates_until_enough_fit() -> None:
         ("v5e-8", ["mesh.tp=1", "mesh.fsdp=8"]),
     ],
 )
+@pytest.mark.costly
 def test_advice_fits_when_it_is_applied(topology: str, overrides: list[str]) -> None:
     plan = answer(llama(*overrides), topology)
     assert not plan.fits

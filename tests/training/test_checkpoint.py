@@ -85,6 +85,7 @@ def save(checkpoints: Checkpoints, step: int, metadata: dict | None = None) -> T
 
 
 @pytest.mark.parametrize("name", [*MESHES, "one device"])
+@pytest.mark.costly
 def test_a_checkpoint_is_restored_bit_equal_on_every_mesh(name, open_at):
     saved = save(open_at(), 3)
     wanted = abstract_on(MESHES.get(name, MeshConfig()))

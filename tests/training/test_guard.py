@@ -273,6 +273,7 @@ def test_training_after_a_bad_step_is_bit_equal_to_training_without_it(name):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.costly
 def test_a_skipped_spike_changes_nothing_on_any_device(name):
     program = poisoned_on(name)
     with jax.set_mesh(program.tp.mesh):

@@ -61,6 +61,7 @@ def said_differences(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "mesh", [slow(("mesh.dp=1", "mesh.tp=1")), ("mesh.tp=1", "mesh.fsdp=4"), ()]
 )
+@pytest.mark.costly
 def test_a_second_stage_starts_from_the_parameters_of_the_first_on_every_mesh(
     first, tmp_path, mesh
 ):

@@ -396,6 +396,7 @@ def test_dropout_is_a_function_of_seed_step_and_path_alone(fields):  # noqa: F81
 
 
 @pytest.mark.parametrize("probability", [0.25, 0.5, 0.75])
+@pytest.mark.costly
 def test_dropout_removes_features_and_scales_up_the_others(probability):
     program, state = started(ONE_DEVICE, "model.hidden_size=64")
     with jax.set_mesh(program.tp.mesh):

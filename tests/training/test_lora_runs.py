@@ -62,6 +62,7 @@ def test_only_adapters_have_changed_and_the_log_counts_them(run_directories):
 
 
 @pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.costly
 def test_merged_parameters_generate_the_same_text(run_directories, ema):
     opened = load_run(run_directories[0])
     with jax.set_mesh(opened.program.tp.mesh):
@@ -146,6 +147,7 @@ def test_a_second_stage_with_another_scale_is_refused(run_directories, tmp_path,
 
 
 @pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.costly
 def test_an_exported_model_has_merged_kernels(run_directories, tmp_path, ema):
     export_model(run_directories[0], tmp_path / "model", ema=ema)
     opened = load_run(run_directories[0])

@@ -61,6 +61,7 @@ def test_weights_may_change_at_a_resume_and_the_number_of_modules_may_not(tmp_pa
     [((MTP,), ()), ((), (MTP,)), ((MTP,), (MTP,))],
     ids=["without", "fresh", "with"],
 )
+@pytest.mark.costly
 def test_a_run_starts_from_one_with_or_without_modules(tmp_path, first, before, now) -> None:
     source = first / "run"
     if not before:

@@ -52,6 +52,7 @@ def objective(config, params, rows) -> float:
     ],
     ids=["plain", "tied", "sparse"],
 )  # fmt: skip
+@pytest.mark.costly
 def test_losses_and_gradients_equal_numpy(fields, options) -> None:
     options = (MTP, *options)
     # As in chats: some tokens of a document do not count.
@@ -98,6 +99,7 @@ def test_losses_and_gradients_equal_numpy(fields, options) -> None:
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_losses_and_gradients_are_equal_on_every_mesh(fields, mesh, options, parts) -> None:
     heads = "model.num_attention_heads=8", "model.num_key_value_heads=8"
     want, want_grads, _ = run(fields, ONE_DEVICE, MTP, *heads)

@@ -247,6 +247,7 @@ def test_three_steps_equal_adamw_in_numpy(clip_norm):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "lion", "adafactor", "sgd"])
+@pytest.mark.costly
 def test_groups_have_a_learning_rate_and_a_weight_decay_of_their_own(name):
     groups = {
         "embedding": {"learning_rate": 0.1, "weight_decay": 0.0},

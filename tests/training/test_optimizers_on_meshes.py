@@ -88,6 +88,7 @@ def on_one_device(name: str):
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.costly
 def test_updates_on_a_mesh_equal_those_on_one_device(name, mesh):
     program = program_of(name, MESHES[mesh])
     found = three_updates(program)
@@ -110,6 +111,7 @@ LORA = ("lora.rank=2", "model.moe.bias_update_speed=0")
 
 
 @pytest.mark.parametrize("lora", [(), LORA], ids=["all parameters", "LoRA"])
+@pytest.mark.costly
 def test_groups_apply_to_the_parameters_of_their_layers_alone(lora):
     def params_after(*keys: str):
         return three_updates(program_of("adamw", MESHES["dp2-fsdp2-tp2"], *lora, *keys))[0]
@@ -138,6 +140,7 @@ def test_groups_apply_to_the_parameters_of_their_layers_alone(lora):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("adamw", "bfloat16"), ("muon", "bfloat16"), ("adamw", "int8")]
 )
+@pytest.mark.costly
 def test_moments_are_rounded_alike_on_every_mesh(name, dtype, mesh):
     keys = [f"optimizer.moments_dtype={dtype}"]
     found = three_updates(program_of(name, MESHES[mesh], *keys))
@@ -155,6 +158,7 @@ def test_moments_are_rounded_alike_on_every_mesh(name, dtype, mesh):
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.costly
 def test_a_bad_step_changes_nothing_in_the_state(name):
     program = program_of(name, MESHES["dp2-fsdp2-tp2"])
     once = three_updates(program, (True,))[1]
@@ -196,6 +200,7 @@ def test_moments_are_as_registered_and_in_shards_as_their_parameters(name):
         *(release(x, "null") for x in ("adafactor", "lion", "sgd")),
     ],
 )
+@pytest.mark.costly
 def test_a_resumed_run_is_bit_equal(name, moments, tmp_path):
     config, keys = write_config(tmp_path), [*named(name), "mesh.fsdp=2"]
     keys += [f"optimizer.moments_dtype={moments}"]

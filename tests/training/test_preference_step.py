@@ -139,6 +139,7 @@ def _formula(config, state, pairs):
         slow(MESHES["ep2-fsdp2-sp2"], SPARSE, 2),
     ],
 )
+@pytest.mark.costly
 def test_loss_metrics_and_gradients_equal_the_formula(pairs, mesh, options, accumulation):
     program, state = started(mesh, *options)
     want, want_grads = formula(program.config, state, pairs)

@@ -317,6 +317,7 @@ def test_a_run_has_the_same_losses_with_rechecks_and_logs_equal_fingerprints(
 
 
 @pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.costly
 def test_a_bit_that_flips_in_one_replica_during_a_run_ends_it_with_code_77(
     tmp_path, monkeypatch, capsys, every
 ) -> None:

@@ -157,6 +157,7 @@ def test_an_optimizer_that_does_not_say_what_is_never_negative_has_no_eight_bits
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "soap", "adafactor"])
+@pytest.mark.costly
 def test_squares_are_unsigned_and_other_moments_signed(name):
     optimizer = make_optimizer(
         OptimizerConfig(name=name, moments_dtype="int8"), optax.constant_schedule(0.1)

@@ -146,6 +146,7 @@ def test_a_moved_run_trains_on_bit_equal(undisturbed, half, tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 3, slow(1), slow(9)])
+@pytest.mark.costly
 def test_older_or_newer_metrics_than_the_checkpoint_are_continued_or_cut(
     undisturbed, half, tmp_path, kept
 ):

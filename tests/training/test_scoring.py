@@ -46,6 +46,7 @@ def expected(program, params, pairs) -> list[tuple[float, bool]]:
         slow("ep2-fsdp2-sp2", EXPERTS),
     ],
 )
+@pytest.mark.costly
 def test_scores_equal_those_of_a_numpy_model_on_every_mesh(mesh, options):
     program, pairs = program_on(MESH[mesh], *options), requests()
     with jax.set_mesh(program.tp.mesh):

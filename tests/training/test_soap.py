@@ -74,6 +74,7 @@ def sides_of(state, field: str) -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "options", [{}, {"interval": 1}, {"interval": 3}, {"max_size": 4}, {"damping": 0.0}], ids=str
 )
+@pytest.mark.costly
 def test_steps_equal_an_implementation_in_numpy(options):
     rng = np.random.default_rng(0)
     start = rng.normal(size=SHAPE).astype("f4")
@@ -123,6 +124,7 @@ def test_without_gradients_a_basis_stays():
 
 
 @pytest.mark.parametrize("bad", [0, 2, 3], ids=["first", "due", "not due"])
+@pytest.mark.costly
 def test_a_bad_step_changes_nothing(bad):
     gradients = np.random.default_rng(0).normal(size=(5, *SHAPE)).astype("f4")
     start = np.ones(SHAPE, "f4")
@@ -141,6 +143,7 @@ def test_the_long_side_of_a_low_rank_factor_is_not_rotated():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.costly
 def test_moments_in_fewer_bits_leave_statistics_and_bases_exact(dtype):
     gradients = np.random.default_rng(0).normal(size=(3, *SHAPE)).astype("f4")
     start = np.ones(SHAPE, "f4")

@@ -69,6 +69,7 @@ def assert_same_layout(state: TrainState, abstract: TrainState):
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_gradients_over_rings_equal_those_of_one_device(fields, mesh, overlap, remat, accumulation):
     options = f"parallel.overlap_fsdp={overlap}", f"model.remat={remat}"
     program = program_on(mesh, *options)
@@ -82,6 +83,7 @@ def test_gradients_over_rings_equal_those_of_one_device(fields, mesh, overlap, r
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.08), ("fp8_e4m3", 0.3)])
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, GRID, MESHES["tp8"], MESHES["fsdp8"]], ids=str)
+@pytest.mark.costly
 def test_quantized_matmuls_change_the_gradients_by_their_rounding(fields, mesh, dtype, most):
     program = program_on(mesh, f"model.matmul_dtype={dtype}")
     with jax.set_mesh(program.tp.mesh):
@@ -131,6 +133,7 @@ def test_accumulated_gradients_equal_whole_batch_gradients(fields, accumulation)
 
 
 @pytest.mark.parametrize("dropout", ["model.attention_dropout=0.5", "lora.dropout=0.5"])
+@pytest.mark.costly
 def test_equal_microbatches_drop_different_weights(fields, dropout):
     ranks = ("lora.rank=2", "lora.targets=[qkv]") if dropout.startswith("lora") else ()
     program = program_on(ONE_DEVICE, "model.num_hidden_layers=1", dropout, *ranks)
@@ -201,6 +204,7 @@ def test_the_state_is_donated_and_keeps_its_layout(fields):
 
 
 @pytest.mark.parametrize("name", MESHES)
+@pytest.mark.costly
 def test_a_fresh_state_has_the_layout_of_the_abstract_state(name):
     assert_same_layout(fresh_on(MESHES[name]), program_on(MESHES[name]).abstract_state)
 

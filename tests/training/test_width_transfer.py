@@ -73,6 +73,7 @@ def update_of(name: str, gradient: float, *keys: str):
 @pytest.mark.parametrize(
     ("name", "matrix"), [("adamw", 0.25), ("lion", 0.25), ("muon", 0.5), ("adafactor", 0.25)]
 )
+@pytest.mark.costly
 def test_steps_of_kernels_shrink_with_the_width_and_their_decay_does_not(name, matrix):
     decay = "optimizer.weight_decay=0.3"
     plain, scaled = (

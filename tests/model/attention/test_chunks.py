@@ -137,6 +137,7 @@ def test_ids_and_window_show_the_tokens_of_a_chunk_and_no_others(lengths, chunk,
         ("ring", SP4, {"zigzag": True, "scan_ring_attention": True}),
     ],
 )
+@pytest.mark.costly
 def test_chunks_of_packed_documents_equal_rows_of_their_own(name, mesh, changes) -> None:
     fields = packed()
     real = np.ones((2, L), bool)

@@ -235,6 +235,7 @@ def test_a_kernel_for_tpu_equals_vanilla_in_the_interpreter(backend, feature) ->
 
 
 @pytest.mark.parametrize("dq_stays", [True, False])
+@pytest.mark.costly
 def test_gradients_on_tpu_see_the_rounded_keys_of_the_forward_pass(dq_stays, monkeypatch) -> None:
     """Scores have a standard deviation of 9: one rounding of keys changes weights by percents."""
     rng, rows, wide = np.random.default_rng(0), 256, 128

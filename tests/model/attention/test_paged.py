@@ -252,6 +252,7 @@ def kernel_inputs(queries, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "soft_cap"])
+@pytest.mark.costly
 def test_the_kernel_is_called_for_what_the_native_backend_computes(name, monkeypatch) -> None:
     """The kernel runs on TPU only; jax's reference implementation replaces it here."""
 

@@ -161,6 +161,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", FAST)
+@pytest.mark.costly
 def test_kernels_equal_dense_attention(name: str) -> None:
     check(FAST[name])
 

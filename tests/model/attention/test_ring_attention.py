@@ -200,6 +200,7 @@ def check(case: Case, *operations, inputs: AttentionInputs | None = None, check_
 
 @pytest.mark.parametrize("order", ["natural", "zigzag"])
 @pytest.mark.parametrize(("sp", "tp"), [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)])
+@pytest.mark.costly
 def test_split_rows_equal_whole_ones_on_every_mesh(order, sp, tp) -> None:
     zigzag = order == "zigzag"
     case = Case(sp=sp, tp=tp, zigzag=zigzag, scan=zigzag, documents=True, sinks=True)
@@ -220,6 +221,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize("case", FEATURES.values(), ids=FEATURES)
+@pytest.mark.costly
 def test_every_feature_equals_vanilla(case: Case) -> None:
     check(case, ring_attention, ulysses_attention)
 

@@ -118,6 +118,7 @@ def empty(kind: str, tp):
         ("dense", "tp4-sp2", 5),
     ],
 )
+@pytest.mark.costly
 def test_decoding_equals_the_full_forward_for_ragged_rows(kind, mesh, insert) -> None:
     """insert: number of tokens of every prompt that arrive in a second call."""
     tp, definition, params = program(mesh)
@@ -165,6 +166,7 @@ PROMPTS = [np.array([5, 9, 2]), np.arange(11), np.array([63])]
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
 @pytest.mark.parametrize("mesh", MESHES_HERE)
+@pytest.mark.costly
 def test_every_mesh_and_cache_generates_the_same_text(mesh: str, cache: str) -> None:
     if cache == "paged" and mesh == "tp4-sp2":
         with pytest.raises(ValueError, match="a paged cache cannot split rows over sp"):
@@ -227,6 +229,7 @@ def test_every_overlap_method_can_cut_a_prompt(sp, tp) -> None:
 
 
 @pytest.mark.parametrize("cache", ["dense", "paged"])
+@pytest.mark.costly
 def test_prefill_is_compiled_per_bucket_and_decoding_once(cache) -> None:
     assert [bucket_length(n, 8) for n in (1, 64, 65, 200)] == [64, 64, 128, 256]
     assert bucket_length(1, 48) == 96

@@ -94,6 +94,7 @@ def decode(mesh: str, config, kind: type[DenseCache]) -> np.ndarray:
         *(release("latents", mesh) for mesh in ("one", "tp8", "dp2-fsdp2-tp2")),
     ],
 )
+@pytest.mark.costly
 def test_logits_equal_those_of_rounded_keys_and_values(name, mesh) -> None:
     config = CONFIGS[name]
     found, wanted = (decode(mesh, config, kind) for kind in (Int8Cache, RoundingCache))

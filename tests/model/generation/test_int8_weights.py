@@ -31,6 +31,7 @@ def rounded(kernel: np.ndarray) -> np.ndarray:
     [slow(*case) if case[0] == "moe_ep8" else case for case in CASES.values()],
     ids=CASES,
 )
+@pytest.mark.costly
 def test_texts_equal_those_of_kernels_rounded_by_numpy(name, keys):
     keys = ["model.initializer_range=0.2", "model.num_hidden_layers=2", *keys]
     config = load_config(ROOT / "configs" / f"{name}.yaml", keys)

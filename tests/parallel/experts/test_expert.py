@@ -193,6 +193,7 @@ def loop_over_experts(expert, x, cotangent, kernels, biases) -> list[np.ndarray]
 
 
 @pytest.mark.parametrize(("mesh", "residual", "overlap", "impl"), RUNS, ids=str)
+@pytest.mark.costly
 def test_linears_equal_a_loop_over_experts(mesh, residual, overlap, impl) -> None:
     """Column, then row, with biases: values and gradients. nnx.merge keeps the order of kernels."""
     tp = tensor_parallel(mesh, residual, overlap)

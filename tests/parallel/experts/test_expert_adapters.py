@@ -107,6 +107,7 @@ CASES = [
     [case if number < 3 else release(case) for number, case in enumerate(CASES)],
     ids=str,
 )
+@pytest.mark.costly
 def test_experts_with_adapters_equal_experts_of_merged_kernels(case) -> None:
     island, place = layer_on(case)
     arrays, experts, cotangent = inputs()

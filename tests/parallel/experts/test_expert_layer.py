@@ -252,6 +252,7 @@ MORE_CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.costly
 def test_kept_tokens_meet_their_experts_and_dropped_ones_are_counted(case) -> None:
     assert_equals_every_expert_on_every_token(case)
 

@@ -216,6 +216,7 @@ def test_devices_with_sizes_of_their_own_multiply_and_differentiate(impl, kind, 
     ("dtype", "cases"),
     [("float32", ("skewed", "some empty", "all empty")), ("bfloat16", ("last group",))],
 )
+@pytest.mark.costly
 def test_kernels_multiply_and_differentiate(dtype, cases, monkeypatch) -> None:
     """Two tiles each way, the second extending past the matrix; a group of several blocks."""
     monkeypatch.setattr(grouped_kernels, "_MAX_TILE_ROWS", 128)

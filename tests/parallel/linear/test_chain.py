@@ -78,6 +78,7 @@ def pairs_on_one_device():
 
 
 @pytest.mark.parametrize(("mesh", "layout", "overlap"), CASES)
+@pytest.mark.costly
 def test_a_chain_equals_its_two_linears(pairs_on_one_device, mesh, layout, overlap) -> None:
     tp = tensor_parallel(MESHES[mesh], layout, overlap)
     for pair, want in pairs_on_one_device.items():

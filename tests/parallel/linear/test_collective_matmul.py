@@ -148,6 +148,7 @@ def shapes_of(
     extras=st.integers(0, 2),
 )
 @example(size=3, lead=(2,), rows=1, features=1, widths=[1, 3, 1], extras=0)
+@pytest.mark.costly
 def test_rings_equal_the_matmuls_of_one_device(
     overlap, kind, size, lead, rows, features, widths, extras
 ) -> None:
@@ -343,6 +344,7 @@ def growth(parts: int) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.costly
 def test_bfloat16_rounds_no_more_than_its_travelling_sums_explain(kind) -> None:
     size = 8
     errors = bfloat16_errors(kind, ring(size))

@@ -76,6 +76,7 @@ def compiled(build, tp: TensorParallelConfig, overlaps: tuple[str, str]):
     [*(("tp8", overlaps) for overlaps in DENSE), ("dp2-fsdp2-tp2", ("bidirectional", "ring"))],
 )
 @pytest.mark.parametrize("layout", ["hidden", "sequence"])
+@pytest.mark.costly
 def test_a_block_of_dense_layers_is_the_block_of_linears(mesh, layout, overlaps) -> None:
     tp = tensor_parallel(MESHES[mesh], layout)
     got, want = (compiled(build, tp, overlaps) for build in (dense, linear))

@@ -67,6 +67,7 @@ def test_products_equal_those_of_plain_matrices(side) -> None:
     ],
     ids=str,
 )
+@pytest.mark.costly
 def test_linears_equal_plain_ones_on_one_device(kind, mesh, fsdp_overlap) -> None:
     tp = tensor_parallel(mesh).replace(fsdp_overlap=fsdp_overlap, head_width=WIDTH)
     assert_same_runs(run_kind(tp, kind), run_kind(tensor_parallel(ONE_DEVICE), kind))

@@ -121,6 +121,7 @@ def test_token_linear_equals_matmul(mesh, layout) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.costly
 def test_native_forward_equals_the_call(mesh, layout) -> None:
     split = tensor_parallel(MESHES[mesh], layout)
     with jax.set_mesh(split.mesh):
@@ -348,6 +349,7 @@ def test_rings_turn_under_x64(overlap) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["none", "ring"])
+@pytest.mark.costly
 def test_linears_need_no_mesh_in_context_if_the_config_has_one(overlap) -> None:
     tp = tensor_parallel(MESHES["dp2-fsdp2-tp2"], "sequence", overlap)
     first, last = column(tp, F), row(tp)

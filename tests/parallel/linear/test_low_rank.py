@@ -126,6 +126,7 @@ def on_one_device(build):
 @pytest.mark.parametrize(
     "build", [column_of_two, column_with_one_adapter, tokens_of_two, rows_of_two]
 )
+@pytest.mark.costly
 def test_one_device_equals_the_formula(build) -> None:
     by_rows = build is rows_of_two
     x, scale = (ARRAYS["h"], (3 * D) ** -0.5) if by_rows else (ARRAYS["x"], D**-0.5)
@@ -158,6 +159,7 @@ def test_token_linear_with_adapters(mesh, layout) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "layout", "overlap"), CASES)
+@pytest.mark.costly
 def test_row_linear_with_adapters(mesh, layout, overlap) -> None:
     tp = tensor_parallel(MESHES[mesh], layout, overlap)
     got = run(tp, HIDDEN, ARRAYS["h"], rows_of_two, to_residual, ResidualSharding)

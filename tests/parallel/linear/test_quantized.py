@@ -170,6 +170,7 @@ def scattered(x, w, dy, dtype):
 
 @pytest.mark.parametrize("overlap", ["ring", "bidirectional", "split", "hypercube"])
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.costly
 def test_rings_equal_numpy(dtype, overlap):
     precision, mesh = QuantizedMatmul(dtype, ("forward", "dgrad")), ring(N)
     x, w1, w2 = random(B, L, D), random(D, F, seed=1), random(D, F, seed=2)
@@ -188,6 +189,7 @@ def test_rings_equal_numpy(dtype, overlap):
 
 
 @pytest.mark.parametrize("overlap", ["ring", "bidirectional", "split", "hypercube"])
+@pytest.mark.costly
 def test_a_chain_equals_its_two_linears_one_after_the_other(overlap):
     mesh, precision = ring(N), QuantizedMatmul("int8", ("forward", "dgrad"))
     arrays = [np.tanh(random(*s, seed=i)) for i, s in enumerate([(B, L, D), *[(D, F)] * 2])]
@@ -254,6 +256,7 @@ def test_a_quantized_array_is_a_pytree_of_its_values_and_scales():
 
 @pytest.mark.parametrize("side", ["out", "in"])
 @pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.costly
 def test_products_by_head_equal_plain_ones(side, is_stored):
     precision, heads = QuantizedMatmul("int8", ALL), HeadMatmul(4, side)
     x, w, dy = random(B, L, D), random(D, F, seed=1), random(B, L, F, seed=2)

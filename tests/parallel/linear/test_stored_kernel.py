@@ -69,6 +69,7 @@ def on_one_device():
         ("dp4-sp2", "ring"),
     ],
 )
+@pytest.mark.costly
 def test_gradients_equal_those_of_one_device(on_one_device, kind, mesh, overlap) -> None:
     tp = tensor_parallel(STORED[mesh]).replace(fsdp_overlap=overlap)
     assert_same_runs(run_kind(tp, kind), on_one_device[kind])

@@ -290,6 +290,7 @@ def test_a_linen_module_is_refused_with_the_remedy(mode) -> None:
 
 
 @pytest.mark.parametrize("name", ["gather-bidirectional", "scatter-split"])
+@pytest.mark.costly
 def test_the_mesh_of_a_config_is_enough(name) -> None:
     config = TensorParallelConfig(grid(4, dp=2))
     layer = dense(name, parallel_config=config)

@@ -68,6 +68,7 @@ def reasons(found: Row) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", MESHES)
+@pytest.mark.costly
 def test_a_row_has_the_shape_and_bytes_of_every_shard(name):
     tp = tensor_parallel(MESHES[name])
     definition, state = state_of(tp)

@@ -99,6 +99,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(("name", "keys"), [*CASES, *sample(MORE)])
+@pytest.mark.costly
 def test_no_collective_of_a_step_overtakes_a_loop(name, keys):
     config = load_config(ROOT / "configs" / f"{name}.yaml", keys.split())
     program = build_program(config, jax.devices())

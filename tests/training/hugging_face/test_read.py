@@ -54,6 +54,7 @@ def test_every_array_is_the_tensor_that_its_name_says(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["tp8", "dp2-fsdp2-tp2", "ep2-fsdp2-sp2"])
+@pytest.mark.costly
 def test_a_mesh_reads_what_one_device_reads(tmp_path, monkeypatch, mesh) -> None:
     monkeypatch.setattr(reading, "_CHUNK_BYTES", 1500)  # several parts, the last ones overlapping
     write_model(tmp_path)
