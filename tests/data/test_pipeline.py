@@ -123,7 +123,6 @@ CHANGING = {
 
 @pytest.mark.parametrize("packing", ["split", "best_fit"])
 @pytest.mark.parametrize("num_hosts", [1, 2, 4, 8])
-@pytest.mark.costly
 def test_hosts_together_hold_the_bytes_of_the_batch(folder, packing, num_hosts):
     rows = rows_in(folder, packing=packing, **CHANGING)
     whole = steps(rows, 0, 201)
