@@ -55,7 +55,7 @@ Verdict = Literal["killed", "timed out", "survived"]
 class Fault:
     """A deliberate fault: `old`, which occurs once in `file`, becomes `new`.
 
-    tests: arguments of pytest, of tests that are neither slow nor for releases, that must fail.
+    tests: arguments of pytest, from the default suite and its further cases; one must fail.
     """
 
     name: str

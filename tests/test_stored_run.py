@@ -33,7 +33,6 @@ def stored_with(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", [path.name for path in sorted(STORED.glob("jax_*"))])
-@pytest.mark.costly
 def test_a_stored_run_resumes_bit_equal_arrays_and_data_and_the_same_losses(tmp_path, name):
     shutil.copytree(STORED / name, tmp_path / "run")
     shutil.copy(STORED / "a.txt", tmp_path)
