@@ -62,13 +62,13 @@ def publish_folder(building: Path, folder: Path) -> None:
     """Give a complete folder its name, after its files are on disk.
 
     Args:
-        building: the folder under its temporary name; it holds files only.
+        building: the folder under its temporary name.
         folder: its name, in a folder that exists.
 
     Raises:
         OSError: it cannot be written, or `folder` exists and is not empty.
     """
-    for path in building.iterdir():
+    for path in building.rglob("*"):
         sync(path)
     sync(building)
     rename(building, folder)

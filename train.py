@@ -15,6 +15,7 @@ import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from configs.reading import ConfigError
 from configs.reference import as_text, find_sections
 from configs.schema import Config, dump_config, fill_mesh, load_config
 from data.files import DataError
-from data.pipeline import Dataset
+from data.pipeline import Dataset, Pins
 from data.tokenizers.base import Tokenizer, open_tokenizer, with_bos, without_ends
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
@@ -81,23 +82,16 @@ def open_session(
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     _check_vocabulary(config, tokenizer)
     try:
-        dataset = Dataset(config.data, tokenizer)
+        report = print if group.is_primary else _say_nothing
+        dataset = Dataset(config.data, tokenizer, report=report)
+        pins = group.broadcast("parts of data", lambda: asdict(dataset.pins))
+        dataset.pin(Pins(**pins))  # a part may have been added since another process looked
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
     problems = describe_schedule_warnings(config.optimizer, config.training.steps)
-    announce = [
-        *([f"devices: {notice}"] if notice else []),
-        *program.plan.describe(),
-        *program.describe_objective(),
-        config.optimizer.describe(config.model.param_dtype),
-        *(source.summary for source in dataset.sources),
-        dataset.describe_epochs(config.training.steps),
-        *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
-        *describe_parameters(program, table),
-    ]
     generator = Generator(
         program.definition,
         program.plan,
@@ -116,10 +110,24 @@ def open_session(
         jax.set_mesh(program.tp.manager.mesh),
         open_run(program, dataset, settings, generate=sample, stop=stop, group=group) as trainer,
     ):
+        announce = [
+            *([f"devices: {notice}"] if notice else []),
+            *program.plan.describe(),
+            *program.describe_objective(),
+            config.optimizer.describe(config.model.param_dtype),
+            *(source.summary for source in dataset.sources),
+            dataset.describe_epochs(config.training.steps),
+            *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
+            *describe_parameters(program, table),
+        ]
         for line in aligned(announce):
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
         yield trainer.train
+
+
+def _say_nothing(line: str) -> None:
+    pass
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:

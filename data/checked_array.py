@@ -5,16 +5,12 @@ is `zlib.crc32(block, seed + n)`, so that neither a block nor a file of another 
 A read compares the bytes that it returns. So it finds damage by a disk, by memory, and by a program
 that overwrites the file during a run. It always finds up to three flipped bits and a burst of up to
 32 bits in a block, and misses other damage with a probability of 2^-32 per damaged block.
-
-Files are read with pread and not mapped into memory: reading a mapped file that was cut short, or
-whose disk fails, ends the process with SIGBUS.
 """
 
 import hashlib
 import os
 import resource
 import struct
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, overload
@@ -22,16 +18,23 @@ from zlib import crc32
 
 import numpy as np
 
+from data.block_cache import BlockCache
+from data.bucket_path import AnyPath
 from data.files import DataError
+from data.raw_files import open_file
 
-# Files that the store and the packed rows of one source keep open.
+# Files that the store and the packed rows of one source, or of one shard, keep open.
 FILES_PER_SOURCE = 10
 # Most bytes of one read: below the limit of pread, and few enough for the memory of any machine.
 MAX_READ = 2**24
 _SEEDS = 2**32
 
 
-def checksum_path(path: Path) -> Path:
+@overload
+def checksum_path(path: Path) -> Path: ...
+@overload
+def checksum_path(path: AnyPath) -> AnyPath: ...
+def checksum_path(path: AnyPath) -> AnyPath:
     """Return the file with the checksums of an array file."""
     return path.with_suffix(".crc32")
 
@@ -99,14 +102,11 @@ class ChecksumWriter:
 
 
 class CheckedArray:
-    """One-dimensional array in a file, read-only; `array[begin:end]` reads and checks that part.
-
-    The open file stays the same if another takes its name.
-    """
+    """One-dimensional array in a file, read-only; `array[begin:end]` reads and checks that part."""
 
     def __init__(
         self,
-        path: Path,
+        path: AnyPath,
         dtype: Any,
         length: int,
         *,
@@ -114,11 +114,13 @@ class CheckedArray:
         block_bytes: int | None = None,
         seed: int = 0,
         describe: Callable[[int, int], str] = "elements {} to {}".format,
+        cache: BlockCache | None = None,
     ):
         """Open a file.
 
         length: elements. remedy: what to do about damage. block_bytes: of a block; None: the file
         has no checksums. seed: see `make_seed`. describe: names elements from one to another.
+        cache: of what is read from a bucket.
         Raises: DataError when a file is missing or has another size.
         """
         self.path, self.dtype, self._length = path, np.dtype(dtype), length
@@ -127,25 +129,10 @@ class CheckedArray:
         self._remedy, self._describe, self._seed = remedy, describe, seed
         self._block_bytes = block_bytes
         self._kept: np.ndarray | None = None
-        self._file = self._open(path, self._size)
-        self._checksums = -1
+        self._file = open_file(path, self._size, remedy, cache)
         if block_bytes is not None:
-            self._checksums = self._open(checksum_path(path), 4 * -(-self._size // block_bytes))
-
-    def _open(self, path: Path, size: int) -> int:
-        try:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            what = f"{path} is missing, expected {size} bytes; {self._remedy}"
-            raise DataError(what) from error
-        weakref.finalize(self, os.close, file)
-        found = os.fstat(file).st_size
-        if found != size:
-            raise DataError(f"{path} has {found} bytes, expected {size} bytes; {self._remedy}")
-        # Readahead would read a cold disk many times, since rows are read in random order.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)
-        return file
+            size = 4 * -(-self._size // block_bytes)
+            self._checksums = open_file(checksum_path(path), size, remedy, cache)
 
     def __len__(self) -> int:
         return self._length
@@ -191,14 +178,18 @@ class CheckedArray:
             return np.concatenate(list(self.chunks(begin, end)))
         size = self._block_bytes
         if size is None:
-            return np.frombuffer(self._pread(self._file, last - first, first), self.dtype)
+            return np.frombuffer(self._file.read(first, last - first), self.dtype)
         number, skipped = divmod(first, size)
         count = -(-last // size) - number
         num_bytes = min(count * size, self._size - first + skipped)
-        data = self._pread(self._file, num_bytes, first - skipped)
-        written = self._pread(self._checksums, 4 * count, 4 * number)
+        data = self._file.read(first - skipped, num_bytes)
+        written = self._checksums.read(4 * number, 4 * count)
         if self._compute(data, number, count) != written:
-            raise self._damage(data, written, number, count)
+            # A cache of this machine may be damaged, and not the store.
+            data = self._file.read_again(first - skipped, num_bytes) or data
+            written = self._checksums.read_again(4 * number, 4 * count) or written
+            if self._compute(data, number, count) != written:
+                raise self._damage(data, written, number, count)
         return np.frombuffer(data, self.dtype, end - begin, skipped)
 
     def _compute(self, data: bytes, number: int, count: int) -> bytes:
@@ -227,25 +218,3 @@ class CheckedArray:
             f"{self.path}: {what} (bytes {begin} to {end}) differ from what was written; "
             f"{self._remedy}"
         )
-
-    def _pread(self, file: int, size: int, begin: int) -> bytes:
-        """Read bytes of a file. Raises: DataError where it ends before."""
-        try:
-            data = os.pread(file, size, begin)
-            while len(data) < size:
-                more = os.pread(file, size - len(data), begin + len(data))
-                if not more:
-                    break
-                data += more
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._name(file))) from error
-        if len(data) < size:
-            raise DataError(
-                f"{self._name(file)} was cut short while it was in use: it ends at byte "
-                f"{os.fstat(file).st_size}, and a read needs byte {begin + size - 1}; "
-                f"{self._remedy}"
-            )
-        return data
-
-    def _name(self, file: int) -> Path:
-        return self.path if file == self._file else checksum_path(self.path)

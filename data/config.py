@@ -138,6 +138,9 @@ class DataConfig(
     """Seed of the order of rows."""
     cache_dir: str = ".cache/data"
     """Folder for tokenized stores. On a shared disk, flock must work across machines."""
+    bucket_cache_gb: float = Field(default=20.0, ge=0)
+    """Size of the cache of blocks of stores in buckets, in cache_dir: GB (1e9 bytes) of all jobs
+    together; 0: nothing is kept."""
     num_workers: int = Field(default=0, ge=0)
     """Processes that read rows; 0: one thread, which is enough for most runs."""
 

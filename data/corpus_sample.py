@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from data.files import load_library
+from data.sharded_store import ShardedStore
 from data.store import Store
 from data.tokenizers.base import Tokenizer
 
+SAMPLED_SHARDS = 16
 SIMILAR, WORDS = 0.8, 5
 """Documents are near duplicates if the sets of their runs of 5 words have this Jaccard index."""
 # Of a document; a longer one is known by its beginning.
@@ -20,9 +22,17 @@ _BANDS, _ROWS = 25, 5
 
 
 def sample_documents(
+    store: Store | ShardedStore, tokenizer: Tokenizer, bos_id: int | None, count: int
+) -> Iterator[str]:
+    """Yield the texts of about `count` documents, evenly spread over the store."""
+    stores = [*store.stores(limit=SAMPLED_SHARDS)]
+    for each in stores:
+        yield from _sample_store(each, tokenizer, bos_id, -(-count // len(stores)))
+
+
+def _sample_store(
     store: Store, tokenizer: Tokenizer, bos_id: int | None, count: int
 ) -> Iterator[str]:
-    """Yield the texts of at most `count` documents, evenly spread over the store."""
     total = len(store.ends)
     for place in range(min(count, total)):
         index = place * total // min(count, total)

@@ -221,6 +221,12 @@ def open_file_system(path: str) -> tuple[Any, str]:
         raise DataError(f"{path}: {type(error).__name__}: {error}; correct the path") from error
 
 
+def forget_listings(path: str) -> None:
+    """Ask a bucket again what it holds when the file is looked for next."""
+    if "://" in path:
+        open_file_system(path)[0].invalidate_cache()
+
+
 def open_bytes(path: str) -> Any:
     """Open a file for reading, without decompressing it."""
     system, name = open_file_system(path)

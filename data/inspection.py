@@ -20,6 +20,7 @@ BORDER, END, OPEN, CLOSE = "┃", "⏎", "⟦", "⟧"
 LEGEND = f"{BORDER} next document   {END} end token   {OPEN}not in the loss{CLOSE}"
 COLOURS = ("green", "cyan")
 BAR_WIDTH = 40
+SAMPLED_SHARDS = 16
 # Control characters, which could move the cursor or change colours, are shown as symbols.
 VISIBLE: dict[int, int | str] = {
     code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
@@ -131,8 +132,12 @@ def _spell(ids: np.ndarray, tokenizer: Tokenizer, by_token: bool) -> str:
 
 
 def document_lengths(source: Source) -> np.ndarray:
-    """Return the tokens of every document with its end, int64 (D,)."""
-    return np.diff(source.store.ends[:], prepend=0)
+    """Return the tokens of every document with its end, int64 (D,).
+
+    Of a store with many shards, those of the documents of `SAMPLED_SHARDS`.
+    """
+    stores = source.store.stores(limit=SAMPLED_SHARDS)
+    return np.concatenate([np.diff(store.ends[:], prepend=0) for store in stores])
 
 
 def length_histogram(lengths: np.ndarray) -> np.ndarray:
@@ -142,11 +147,8 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
 
 def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, str]]:
     """Return (name, value) of the statistics of a source, with its weight at `step`."""
-    store, info, packed = source.store, source.store.info, source.packed.info
-    num_bytes = sum(int(part.sum()) for part in store.num_bytes.chunks())
-    num_learned = info.num_tokens
-    if store.loss_mask is not None:
-        num_learned = sum(int(np.count_nonzero(part)) for part in store.loss_mask.chunks())
+    store, packed = source.store, source.packed.info
+    num_bytes, num_learned = store.text_bytes(), store.loss_tokens()
     weights = {
         name: next(w for s, w in reversed(values_by_step(of.weight).items()) if s <= step)
         for name, of in config.named_sources.items()
@@ -156,9 +158,9 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
     least, median, most_90, most_99, longest = (f"{value:,.0f}" for value in marks)
     weight, left_out = weights[source.name], source.num_pairs_left_out
     return [
-        ("documents", f"{info.num_documents:,}"),
-        ("tokens", f"{info.num_tokens:,}"),
-        ("tokens in the loss", f"{num_learned:,} ({num_learned / info.num_tokens:.1%})"),
+        ("documents", f"{store.num_documents:,}"),
+        ("tokens", f"{store.num_tokens:,}"),
+        ("tokens in the loss", f"{num_learned:,} ({num_learned / store.num_tokens:.1%})"),
         ("bytes per token in loss", f"{num_bytes / max(1, num_learned):.3f}"),
         ("training rows", f"{packed.train_rows:,} of {source.row_length} tokens"),
         ("held-out rows", f"{source.num_eval:,}"),
@@ -167,7 +169,7 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
         *([("pairs left out", f"{left_out:,}")] if left_out else []),
         *(
             (f"skipped: {kind}", f"{skip.count:,}{skip.example(kind)}")
-            for kind, skip in info.skipped.items()
+            for kind, skip in store.skipped.items()
         ),
         (f"weight at step {step}", f"{weight:g} ({weight / sum(weights.values()):.1%} of rows)"),
         ("lengths", f"shortest {least}, median {median}, mean {lengths.mean():,.0f}"),
@@ -212,7 +214,7 @@ def plot_lengths(sources: Sequence[Source], path: str | Path) -> None:
         mark = left + step * (math.log2(source.row_length) - first)
         if left <= mark <= SIZE[0] - right:
             draw.line((mark, ceiling, mark, floor), MARK, 2)
-        title = f"{source.name}: {source.store.info.num_documents:,} documents"
+        title = f"{source.name}: {source.store.num_documents:,} documents"
         draw.text((left, ceiling - 8), title, INK, font, anchor="ls")
     every = -(-num_bins // 16)
     for edge in range(num_bins + 1):

@@ -11,7 +11,7 @@ from typing import Any
 from data.config import DataConfig, values_by_step
 
 # Parts of an order that name sources.
-_OF_SOURCES = {"sources", "eval_files", "undivided", "weight"}
+_OF_SOURCES = {"sources", "eval_files", "undivided", "weight", "parts"}
 
 _KEYS = {
     "weight": "weight of data.sources",
@@ -44,7 +44,7 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
                 f"conversations of source {name!r} are now held out whole; an earlier version of "
                 "this program held out parts of them"
             )
-    said = {"sources", "undivided", "eval_files"} | (
+    said = {"sources", "undivided", "eval_files", "parts"} | (
         set() if old.keys() == new.keys() else {"weight"}
     )
     for key in sorted((now.keys() | before.keys()) - said):

@@ -15,13 +15,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data.block_cache import BlockCache
+from data.bucket_path import AnyPath
 from data.checked_array import CheckedArray, ChecksumWriter, checksum_path, make_seed
 from data.config import Packing
 from data.files import DataError
@@ -32,6 +33,7 @@ from data.packing import (
     PackedRows,
     RowSpans,
     TokenSpans,
+    TooLittleTextError,
     count_divided,
     count_loss_tokens,
     pack_pairs,
@@ -43,7 +45,7 @@ from safe_files import publish_folder, replace_file
 
 # Part of the name of a folder; raise it when the files change.
 FORMAT = 2
-INDEX, ROWS = "pack.json", "rows.bin"
+PACKS, INDEX, ROWS = "packs", "pack.json", "rows.bin"
 # Bytes of a block that has a checksum: a row is a few dozen bytes.
 BLOCK_BYTES = 512
 
@@ -93,39 +95,55 @@ class StoredRows:
 
 @dataclass(frozen=True)
 class PackedStore:
-    """Training and held-out rows of a store, on disk; pickles as its folder."""
+    """Training and held-out rows of a store, in a folder, by which it pickles."""
 
-    folder: Path
+    folder: AnyPath
     train: StoredRows
     held_out: StoredRows
     info: PackingInfo
+    cache: BlockCache | None = None
+    """Cache of what is read from a bucket."""
 
-    def __reduce__(self) -> tuple[Callable[[Path], "PackedStore"], tuple[Path]]:
-        return _open_folder, (self.folder,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_rows, (self.folder, self.cache)
 
 
-def open_packed_store(
-    store: Store, *, row_length: int, packing: Packing, eval_fraction: float, cache: Path
-) -> PackedStore:
-    """Open the packed rows of a store, or pack them on first use.
+@dataclass(frozen=True)
+class PackSettings:
+    """Settings that decide the rows of a store; they are keys of the section `data`."""
 
-    Raises: DataError when the store is too small to be split, or the cached files are damaged.
-    """
-    has_conversations = packing != "pairs" and store.loss_mask is not None
-    version = CONVERSATION_PACK_VERSION if has_conversations else PACK_VERSION
-    identity = store.digest, row_length, packing, eval_fraction, version, FORMAT
-    name = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    folder = cache / "packs" / name
-    _remove_leftovers(folder.parent)
-    if not folder.exists():
-        ends = store.ends[:]
-        if packing == "pairs":
+    row_length: int
+    packing: Packing
+    eval_fraction: float
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Versions of the code and of the files."""
+        return CONVERSATION_PACK_VERSION, PACK_VERSION, FORMAT
+
+    def pack_name(self, store: Store) -> str:
+        """Return the name of the folder with the packed rows of a store."""
+        version = CONVERSATION_PACK_VERSION if self._are_conversations(store) else PACK_VERSION
+        identity = store.digest, self.row_length, self.packing, self.eval_fraction, version, FORMAT
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+
+    def _are_conversations(self, store: Store) -> bool:
+        return self.packing != "pairs" and store.loss_mask is not None
+
+    def pack(self, store: Store) -> tuple[PackedRows, PackedRows, PackingInfo]:
+        """Return training rows, held-out rows, and their counts.
+
+        Raises: DataError when the store is too small to be split.
+        """
+        ends, row_length, eval_fraction = store.ends[:], self.row_length, self.eval_fraction
+        has_conversations = self._are_conversations(store)
+        if self.packing == "pairs":
             train, held_out = pack_pairs(ends, row_length, eval_fraction)
             held_spans = TokenSpans(held_out.start, held_out.length)
         else:
             split = split_conversations if has_conversations else split_documents
             train_spans, held_spans = split(ends, eval_fraction)
-            pack = PACKERS[packing]
+            pack = PACKERS[self.packing]
             train, held_out = pack(train_spans, row_length), pack(held_spans, row_length)
         info = _describe(store, train, held_out, held_spans, row_length)
         if has_conversations:
@@ -135,12 +153,34 @@ def open_packed_store(
                 once_divided=count_divided(ends, eval_fraction),
             )
         if eval_fraction and not info.held_out_learned:
-            raise DataError(
+            raise TooLittleTextError(
                 f"none of the {info.held_out_tokens} held-out tokens contributes to the loss; give "
                 f"more text, or change data.eval_fraction={eval_fraction:g}"
             )
-        _write_folder(folder, train, held_out, info)
-    return _open_folder(folder)
+        return train, held_out, info
+
+
+def open_packed_store(
+    store: Store, *, row_length: int, packing: Packing, eval_fraction: float, cache: Path
+) -> PackedStore:
+    """Open the packed rows of a store, or pack them on first use.
+
+    Raises: DataError when the store is too small to be split, or the cached files are damaged.
+    """
+    settings = PackSettings(row_length, packing, eval_fraction)
+    return open_rows(write_rows(store, settings, cache / PACKS))
+
+
+def write_rows(store: Store, settings: PackSettings, packs: Path) -> Path:
+    """Pack the rows of a store into a folder in `packs`, unless they are there; return the folder.
+
+    Raises: DataError when the store is too small to be split.
+    """
+    folder = packs / settings.pack_name(store)
+    _remove_leftovers(packs)
+    if not folder.exists():
+        _write_folder(folder, *settings.pack(store))
+    return folder
 
 
 def _describe(
@@ -234,11 +274,18 @@ def _counts(rows: PackedRows) -> list[int]:
     return [rows.num_rows, len(rows.start)]
 
 
-def _open_folder(folder: Path) -> PackedStore:
+def open_rows(
+    folder: AnyPath, cache: BlockCache | None = None, *, keep: bool = True
+) -> PackedStore:
+    """Open packed rows.
+
+    cache: of what is read from a bucket. keep: keep a small index in memory, and so check it now.
+    Raises: DataError when they are damaged.
+    """
     remedy = f"delete the folder {folder}, the next run makes it again"
     index = folder / INDEX
     try:
-        record = json.loads(index.read_text())
+        record = json.loads(index.read_bytes())
         digest = record.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index}: not the index of a packed store: {error}; {remedy}") from error
@@ -253,12 +300,14 @@ def _open_folder(folder: Path) -> PackedStore:
         remedy=remedy,
         block_bytes=BLOCK_BYTES,
         seed=make_seed(folder.name, ROWS),
+        cache=cache,
     )
-    array.load()
+    if keep:
+        array.load()
     train = StoredRows(array, counts["train"][0], 0)
     held_out = StoredRows(array, counts["held_out"][0], sizes["train"])
     try:
         info = PackingInfo(**record["info"])
     except TypeError as error:
         raise DataError(f"{index}: another version of this program wrote it; {remedy}") from error
-    return PackedStore(folder, train, held_out, info)
+    return PackedStore(folder, train, held_out, info, cache)

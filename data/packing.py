@@ -8,7 +8,7 @@ them apart, unless `data.attend_across_documents` is set.
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -26,6 +26,10 @@ PACK_VERSION = 2
 CONVERSATION_PACK_VERSION = 3
 # A longer document is split into parts: few enough to be fast, small enough for a fair sample.
 MAX_PART_TOKENS = 65536
+
+
+class TooLittleTextError(DataError):
+    """Store that is too small to be split, or to make one row."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def split_documents(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, Toke
     num_tokens = int(ends[-1])
     train, held_out = _split_parts(ends, fraction, _part_tokens(num_tokens, fraction))
     if fraction and min(p.length.max(initial=0) for p in (train, held_out)) < 2:
-        raise DataError(
+        raise TooLittleTextError(
             f"{num_tokens} tokens in {len(ends)} document(s) are too few for training and for "
             f"data.eval_fraction={fraction:g} of them held out; give more text, or change "
             "data.eval_fraction"
@@ -133,7 +137,7 @@ def split_conversations(ends: np.ndarray, fraction: float) -> tuple[TokenSpans, 
         what, remedy = f"all {len(ends)} conversations", "lower data.eval_fraction"
         if len(ends) == 1:
             what, remedy = "the only conversation", "set data.eval_fraction=0"
-        raise DataError(
+        raise TooLittleTextError(
             f"data.eval_fraction={fraction:g} would hold out {what}, because each is held out "
             f"whole or not at all; give more conversations, or {remedy}"
         )
@@ -295,7 +299,7 @@ def pack_pairs(
     pairs = np.flatnonzero(lengths.reshape(-1, 2).max(axis=1) <= row_length)
     num_held = math.ceil(eval_fraction * len(pairs))
     if len(pairs) < 1 + (eval_fraction > 0):
-        raise DataError(
+        raise TooLittleTextError(
             f"{len(pairs)} of {len(lengths) // 2} preference pairs fit data.sequence_length="
             f"{row_length}, too few for data.eval_fraction={eval_fraction:g}; raise the length, or "
             "give more pairs"
@@ -321,24 +325,21 @@ PACKERS: dict[Packing, Callable[[TokenSpans, int], PackedRows]] = {
 }
 
 
-def count_bytes(store: Store, rows: Rows, numbers: Sequence[int]) -> float:
-    """Return the UTF-8 bytes of text in these rows that contributes to the loss.
+def count_bytes(store: Store, rows: Rows, row: int) -> float:
+    """Return the UTF-8 bytes of text in a row that contributes to the loss.
 
-    A document that is only partly in the rows counts in proportion to its tokens in the loss.
+    A document that is only partly in the row counts in proportion to its tokens in the loss.
     """
-    total = 0.0
-    for row in numbers:
-        spans = rows.spans(row)
-        documents = [bisect_right(store.ends, start) for start in spans.start.tolist()]
-        begins = np.array([store.ends[n - 1] if n else 0 for n in documents])
-        ends = np.array([store.ends[n] for n in documents])
-        num_bytes = np.array([store.num_bytes[n] for n in documents])
-        here, whole = spans.length, ends - begins
-        if store.loss_mask is not None:
-            here = count_loss_tokens(store.loss_mask, spans.start, spans.start + spans.length)
-            whole = count_loss_tokens(store.loss_mask, begins, ends)
-        total += float((num_bytes * (here / np.maximum(whole, 1))).sum())
-    return total
+    spans = rows.spans(row)
+    documents = [bisect_right(store.ends, start) for start in spans.start.tolist()]
+    begins = np.array([store.ends[n - 1] if n else 0 for n in documents])
+    ends = np.array([store.ends[n] for n in documents])
+    num_bytes = np.array([store.num_bytes[n] for n in documents])
+    here, whole = spans.length, ends - begins
+    if store.loss_mask is not None:
+        here = count_loss_tokens(store.loss_mask, spans.start, spans.start + spans.length)
+        whole = count_loss_tokens(store.loss_mask, begins, ends)
+    return float((num_bytes * (here / np.maximum(whole, 1))).sum())
 
 
 def count_loss_tokens(mask: CheckedArray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:

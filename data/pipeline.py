@@ -9,8 +9,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -23,15 +24,18 @@ from absl import flags
 
 from data.batch import FIELDS, Fields, cut_row, empty_fields
 from data.batch_schedule import BatchSchedule, batch_number
+from data.block_cache import BlockCache
+from data.bucket_path import BucketPath
 from data.chat_jinja import find_chat_template
 from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
 from data.files import DataError
 from data.mixture import Mixture
-from data.packed_store import PackedStore, open_packed_store
+from data.packed_store import PackedStore, PackSettings, open_packed_store
 from data.packing import PACK_VERSION
 from data.prepare import describe_unread_files, prepare, store_job
-from data.source import Source
+from data.sharded_store import ShardedRows, ShardedStore, wait_for_first_rows
+from data.source import SHUFFLE_PASSES, Source
 from data.store import Store, count_of
 from data.tokenization import bind_to_parent
 from data.tokenization_progress import TokenizationProgress
@@ -39,8 +43,28 @@ from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 
 # Larger inputs must be tokenized before the run, by scripts/prepare_data.py.
 MAX_UNPREPARED_BYTES = 2**30
-# Part of `Dataset.order`; raise it when mixing, shuffling or cutting changes.
-ORDER_VERSION = 1
+# Part of `Dataset.order`, by the number of shuffles; runs of the first version had one. Add another
+# when mixing, shuffling or cutting changes.
+_ORDER_VERSIONS = {1: 1, SHUFFLE_PASSES: 2}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What a run keeps of the state in which its first process found the data.
+
+    parts: of each sharded store, by source, or by source and "eval_files"; shards that are added
+    later are left out. shuffle_passes: see `data.source.shuffled`.
+    """
+
+    parts: Mapping[str, int] = field(default_factory=dict)
+    shuffle_passes: int = SHUFFLE_PASSES
+
+    @classmethod
+    def of_order(cls, order: Mapping[str, Any]) -> "Pins":
+        """Return the pins of a run from the order in the record of a checkpoint."""
+        version = order["version"][0]
+        passes = next((n for n, number in _ORDER_VERSIONS.items() if number == version), None)
+        return cls(order.get("parts", {}), passes or SHUFFLE_PASSES)
 
 
 class Dataset:
@@ -49,18 +73,30 @@ class Dataset:
     Raises: ValueError for what the user can correct: files, tokenizer, schedule, too little text.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Tokenizer | None = None):
-        self.config = config
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer | None = None,
+        *,
+        pins: Pins | None = None,
+        report: Callable[[str], None] = print,
+    ):
+        """Open the sources, and prepare small ones.
+
+        pins: of an earlier dataset, see `Dataset.pins`; None: all that is there. report: called
+            with a line while the first rows of a source are being prepared.
+        """
+        self.config, self._report = config, report
         self.schedule = BatchSchedule(config)
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.bos_id = document_bos(self.tokenizer, config.add_bos)
         cache = Path(os.path.expanduser(config.cache_dir))
-        # Sorted, so that the order in the configuration has no influence.
         names = sorted(config.named_sources)
         num_stores = sum(1 + (s.eval_files is not None) for s in config.named_sources.values())
         allow_open_files(FILES_PER_SOURCE * num_stores)
-        self._unread_files: list[str] = []
-        self.sources = [self._open(name, cache) for name in names]
+        self._cache = cache
+        self._blocks = BlockCache(cache / "blocks", int(config.bucket_cache_gb * 1e9))
+        self.pin(pins or Pins())
         self.mixture = Mixture(
             names,
             [
@@ -69,6 +105,30 @@ class Dataset:
             ],
         )
 
+    def pin(self, pins: "Pins") -> None:
+        """Open the sources again, unless they are as another dataset found them.
+
+        Raises: ValueError when a part of a store is gone.
+        """
+        if hasattr(self, "sources") and pins == self.pins:
+            return
+        self._pins = pins
+        self._unread_files: list[str] = []
+        # Sorted, so that the order in the configuration has no influence.
+        self.sources = [self._open(name, self._cache) for name in sorted(self.config.named_sources)]
+
+    @property
+    def pins(self) -> "Pins":
+        """What was there when the dataset was opened, and its way to shuffle."""
+        stores: dict[str, Store | ShardedStore] = {}
+        for source in self.sources:
+            stores[source.name] = source.store
+            if source.evaluation is not None:
+                stores[f"{source.name} eval_files"] = source.evaluation[0]
+        sharded = {n: store for n, store in stores.items() if isinstance(store, ShardedStore)}
+        parts = {name: len(store.parts) for name, store in sharded.items()}
+        return Pins(parts, self._pins.shuffle_passes)
+
     def _open(self, name: str, cache: Path) -> Source:
         config = self.config
         source = config.named_sources[name]
@@ -76,7 +136,7 @@ class Dataset:
         evaluation = None
         if source.eval_files is not None:
             evaluation = self._open_store(name, cache, 0.0, is_evaluation=True)
-        has_chats = store.loss_mask is not None
+        has_chats = store.is_masked
         template = find_chat_template(config.chat_template, self.tokenizer) if has_chats else None
         # A seed per source, so that other sources do not change its order.
         seed = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4]
@@ -90,16 +150,30 @@ class Dataset:
             config.rows_per_item,
             evaluation,
             None if template is None else template.label,
+            self._pins.shuffle_passes,
         )
 
     def _open_store(
         self, name: str, cache: Path, eval_fraction: float, *, is_evaluation: bool = False
-    ) -> tuple[Store, PackedStore]:
+    ) -> tuple[Store | ShardedStore, PackedStore | ShardedRows]:
         config = self.config
         key = f"data.sources.{name}" if config.sources else "data"
+        title = f"{name} eval_files" if is_evaluation else name
         job = store_job(name, config, self.tokenizer, is_evaluation=is_evaluation)
+        settings = PackSettings(config.row_length, config.packing, eval_fraction)
         with TokenizationProgress(name) as progress:
-            store = prepare(job, cache=cache, limit=MAX_UNPREPARED_BYTES, report=progress.update)
+            store = prepare(
+                job,
+                cache=cache,
+                limit=MAX_UNPREPARED_BYTES,
+                report=progress.update,
+                blocks=self._blocks,
+                num_parts=self._pins.parts.get(title),
+            )
+        if isinstance(store, ShardedStore):
+            rows = ShardedRows(store, settings)
+            wait_for_first_rows(rows, self._report)
+            return store, rows
         store.load_index()
         self._unread_files.extend(describe_unread_files(job))
         try:
@@ -167,7 +241,7 @@ class Dataset:
             f"{count_of(source.num_items, item)}, so rows repeat within a step; give more data, or "
             "lower data.global_batch_size"
             for source, taken in zip(self.sources, most.values(), strict=True)
-            if taken > source.num_items
+            if taken > source.expected_items
         ]
 
     def unchecked_stores(self) -> list[str]:
@@ -180,14 +254,42 @@ class Dataset:
             if not store.has_checksums
         ]
 
+    def is_ready(self, number: int) -> bool:
+        """Return whether the rows of a batch can be read; else `refresh` may find them later."""
+        taken: tuple[int, ...] = ()
+        for index, source in enumerate(self.sources):
+            if source.is_growing:
+                taken = taken or self.mixture.counts(self.schedule.first_row(number + 1))
+                if taken[index] > source.num_items:
+                    return False
+        return True
+
+    def refresh(self) -> None:
+        """Look for shards that were prepared since. Raises: DataError."""
+        for source in self.sources:
+            source.refresh()
+
+    @property
+    def read_options(self) -> grain.ReadOptions:
+        """How many batches are read at a time, and how far ahead: more if they are in buckets."""
+        if any(isinstance(source.store.folder, BucketPath) for source in self.sources):
+            return grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
+        return grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether shards are still being prepared."""
+        return any(source.is_growing for source in self.sources)
+
     def progress(self, step: int) -> dict[str, float]:
         """Return tokens and epochs of every source in the first `step` steps, by metric name."""
         counts = self.mixture.counts(self.schedule.tokens_before(step) // self.schedule.row_length)
         numbers: dict[str, float] = {}
         for source, count in zip(self.sources, counts, strict=True):
-            epochs = count / source.num_items
+            epochs = count / source.expected_items
             # Without padding, of which every row has about the same amount.
-            numbers[f"data/{source.name}/tokens"] = round(epochs * source.packed.info.train_tokens)
+            tokens = count / source.num_items * source.packed.info.train_tokens
+            numbers[f"data/{source.name}/tokens"] = round(tokens)
             numbers[f"data/{source.name}/epoch"] = epochs
         return numbers
 
@@ -221,7 +323,8 @@ class Dataset:
             **bos,
             **({"eval_files": evaluated} if evaluated else {}),
             **({"undivided": undivided} if undivided else {}),
-            "version": [ORDER_VERSION, PACK_VERSION],
+            **({"parts": parts} if (parts := self.pins.parts) else {}),
+            "version": [_ORDER_VERSIONS[self._pins.shuffle_passes], PACK_VERSION],
             "seed": config.seed,
             "tokenizer": self.tokenizer.digest,
             "packing": config.packing,
@@ -295,7 +398,8 @@ def train_batches(
 ) -> Generator[dict[str, jax.Array]]:
     """Yield the global batches of zero-based steps start .. stop - 1; one is prefetched to devices.
 
-    Close the generator, to stop the threads and processes that prefetch.
+    Close the generator, to stop the threads and processes that prefetch. It ends early before a
+    step whose rows cannot be read yet, see `Dataset.is_ready`.
 
     skipped: ranges [first, last) of batches that no step takes.
     """
@@ -315,8 +419,17 @@ def train_batches(
         size = dataset.schedule.at(number).batch_size
         return make_global_batch(fields, rows[size], shape(number), sharding)
 
+    if dataset.is_growing:
+        stop = (
+            bisect_left(
+                range(start, stop),
+                True,
+                key=lambda step: not dataset.is_ready(batch_number(step, skipped)),
+            )
+            + start
+        )
     steps = grain.MapDataset.range(start, stop).map(_ReadLocalRows(dataset, rows, tuple(skipped)))
-    read = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+    read = steps.to_iter_dataset(dataset.read_options)
     if dataset.config.num_workers:
         if not flags.FLAGS.is_parsed():  # grain reads one of its absl flags when it starts workers
             flags.FLAGS.mark_as_parsed()

@@ -11,12 +11,16 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
+from data.block_cache import BlockCache
+from data.bucket_path import AnyPath, BucketPath, to_path
 from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig, OnError, SourceConfig, files_key
@@ -24,11 +28,14 @@ from data.duplicates import SeenDocuments
 from data.files import DataError, find_files, fingerprint, input_bytes
 from data.filters import NO_FILTERS, Filters
 from data.formats.shards import InputShard, known_suffixes, plan_shards
+from data.shard_list import is_sharded
+from data.sharded_store import ShardedStore
 from data.store import (
     INFO,
     VERSION,
     Encoding,
     InputFile,
+    Skipped,
     Store,
     StorePlan,
     count_of,
@@ -109,6 +116,19 @@ class StoreJob:
         name = re.sub(r"[^\w.-]", "_", self.name)
         return cache.expanduser() / f"{name}-{self.key[:16]}"
 
+    def settings(self, dtype: np.dtype) -> TokenizeSettings:
+        """Return the settings of tokenization. dtype: of tokens."""
+        return TokenizeSettings(
+            self.name,
+            None if self.is_paired else self.source.field,
+            self.tokenizer,
+            self.chat_template.template,
+            self.on_error,
+            dtype,
+            self.bos_id,
+            self.filters,
+        )
+
     def plan(self) -> StorePlan:
         """Return the description of the store before it is written."""
         for path in self.paths:
@@ -159,7 +179,7 @@ def held_out_files(config: DataConfig) -> frozenset[str]:
         if source.eval_files is None:
             continue
         if (folder := prepared_folder(source.eval_files)) is not None:
-            found |= {_identity(file.path) for file in Store(folder).info.files}
+            found |= {_identity(path) for path in open_any(folder).input_files()}
         else:
             key = files_key(name, is_evaluation=True)
             paths = find_files(source.eval_files, key, known_suffixes())
@@ -190,16 +210,18 @@ def prepare(
     engine: Engine = tokenize_shards,
     limit: int | None = None,
     report: ReportProgress | None = None,
-) -> Store:
+    blocks: BlockCache | None = None,
+    num_parts: int | None = None,
+) -> Store | ShardedStore:
     """Return the store of a source, made if necessary; concurrent calls make it once.
 
     engine: where to tokenize; default: in this process. limit: bytes of input above which the store
-        must exist already.
+        must exist already. blocks, num_parts: see `open_prepared`.
     Raises: DataError for what the user can correct; OSError, for instance of a full disk. After
         either, or a kill, the next call continues.
     """
     if (folder := prepared_folder(job.files)) is not None:
-        return open_prepared(folder, job)
+        return open_prepared(folder, job, blocks, num_parts)
     folder = job.folder(cache)
     if _is_free(folder) and limit is not None and job.num_bytes > limit:
         raise DataError(
@@ -209,35 +231,54 @@ def prepare(
     return build(job, folder, engine=engine, report=report)
 
 
-def prepared_folder(files: str | tuple[str, ...] | None) -> Path | None:
+def prepared_folder(files: str | tuple[str, ...] | None) -> AnyPath | None:
     """Return the folder that the files of a source name, if it is a store itself."""
-    if isinstance(files, str):
-        folder = Path(files).expanduser()
-        if (folder / INFO).is_file():
-            return folder
-    return None
+    if not isinstance(files, str) or files.startswith("hf://"):
+        return None
+    folder = to_path(files)
+    if isinstance(folder, BucketPath) and set("*?[") & set(files):  # a glob, and a request for each
+        return None
+    return folder if (folder / INFO).is_file() or is_sharded(folder) else None
 
 
-def open_prepared(folder: Path, job: StoreJob) -> Store:
-    """Open a store that the user names. Raises: DataError if the job would make other tokens."""
-    store, tokenizer, key = Store(folder), job.tokenizer, job.files_key
-    if store.info.tokenizer_digest != tokenizer.digest:
+def open_any(folder: AnyPath, cache: BlockCache | None = None) -> Store | ShardedStore:
+    """Open a store, sharded or not. Raises: DataError."""
+    return ShardedStore(folder, cache) if is_sharded(folder) else Store(folder, cache)
+
+
+def open_prepared(
+    folder: AnyPath, job: StoreJob, cache: BlockCache | None = None, num_parts: int | None = None
+) -> Store | ShardedStore:
+    """Open a store that the user names.
+
+    cache: of what is read from a bucket. num_parts: of a sharded store, see `ShardedStore`.
+    Raises: DataError if the job would make other tokens.
+    """
+    store: Store | ShardedStore
+    if is_sharded(folder):
+        store = ShardedStore(folder, cache, num_parts)
+        name, digest = store.tokenizer
+    else:
+        store = Store(folder, cache)
+        name, digest = store.info.tokenizer, store.info.tokenizer_digest
+    tokenizer, key = job.tokenizer, job.files_key
+    if digest != tokenizer.digest:
         raise DataError(
-            f"{key}={folder} was made with tokenizer {store.info.tokenizer} "
-            f"({store.info.tokenizer_digest[:16]}), but data.tokenizer is {tokenizer.name} "
-            f"({tokenizer.digest[:16]}); use the same, or prepare it again"
+            f"{key}={folder} was made with tokenizer {name} ({digest[:16]}), but data.tokenizer is "
+            f"{tokenizer.name} ({tokenizer.digest[:16]}); use the same, or prepare it again"
         )
     _check_encoding(store, job)
-    for file in store.info.files:
-        if _identity(file.path) in job.held_out:
-            raise DataError(
-                f"{key}={folder} was prepared from {file.path}, which is one of eval_files and is "
-                "not trained on; prepare it again without that file"
-            )
+    if job.held_out:
+        for path in store.input_files():
+            if _identity(path) in job.held_out:
+                raise DataError(
+                    f"{key}={folder} was prepared from {path}, which is one of eval_files and is "
+                    "not trained on; prepare it again without that file"
+                )
     return store
 
 
-def _check_encoding(store: Store, job: StoreJob) -> None:
+def _check_encoding(store: Store | ShardedStore, job: StoreJob) -> None:
     """Raise DataError unless a store has the BOS, pairs and, in chats, the template of a job."""
     stored, wanted = _stored_encoding(store, job), job.encoding
     place = f"{job.files_key}={store.folder}"
@@ -259,7 +300,7 @@ def _check_encoding(store: Store, job: StoreJob) -> None:
             f"{job.tokenizer.name} and data.add_bos ask for documents {now}; prepare it again"
             f"{or_set}"
         )
-    if store.loss_mask is not None and stored.chat_template != wanted.chat_template:
+    if store.is_masked and stored.chat_template != wanted.chat_template:
         was, now = (encoding.chat_template[:16] for encoding in (stored, wanted))
         raise DataError(
             f"{place} was prepared with chat template {was}, but data.chat_template is {now}; use "
@@ -267,14 +308,15 @@ def _check_encoding(store: Store, job: StoreJob) -> None:
         )
 
 
-def _stored_encoding(store: Store, job: StoreJob) -> Encoding:
+def _stored_encoding(store: Store | ShardedStore, job: StoreJob) -> Encoding:
     """Return the encoding of a store.
 
     Older stores do not record it, and hold no pairs. Their text begins with BOS if they have one;
     nothing is known about their chats.
     """
-    if store.info.encoding is not None:
-        return store.info.encoding
+    if isinstance(store, ShardedStore) or store.encoding is not None:
+        assert store.encoding is not None
+        return store.encoding
     encoding = job.encoding.model_copy(update={"is_paired": False})
     if job.bos_id is None or store.loss_mask is not None or job.bos_id in store.tokens[:1]:
         return encoding
@@ -294,7 +336,7 @@ def build(
     """
     if _is_free(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if _is_free(folder):
                 return _check_loss(_make(job, folder, engine, report), job)
     store = _check_loss(Store(folder), job)
@@ -303,23 +345,32 @@ def build(
         remedy = "delete it to prepare it again" if is_cached else "choose another folder"
         raise DataError(f"{folder} is a store of other files or settings; {remedy}")
     remove_leftovers(folder)
-    if job.on_error == "raise":
-        for kind, skip in store.info.skipped.items():
-            if is_unreadable(kind):  # an earlier run skipped them
-                raise DataError(
-                    f"{skip.examples[0]} ({kind}, {skip.count} in all); "
-                    f"{document_remedy(kind, job.name)}"
-                )
+    check_skipped(store.skipped, job)
     return store
+
+
+def check_skipped(skipped: Mapping[str, Skipped], job: StoreJob) -> None:
+    """Raise DataError for unreadable documents that an earlier run skipped, if a job does not."""
+    for kind, skip in skipped.items():
+        if job.on_error == "raise" and is_unreadable(kind):
+            raise DataError(
+                f"{skip.examples[0]} ({kind}, {skip.count} in all); "
+                f"{document_remedy(kind, job.name)}"
+            )
 
 
 def _check_loss(store: Store, job: StoreJob) -> Store:
     if store.loss_mask is not None and not any(part.any() for part in store.num_bytes.chunks()):
-        raise DataError(
-            f"{job.files_key}: no message has the role assistant, so no token contributes to "
-            "the loss; give the answers that role"
-        )
+        raise DataError(no_answer(job))
     return store
+
+
+def no_answer(job: StoreJob) -> str:
+    """Return the error of a source of conversations without any answer."""
+    return (
+        f"{job.files_key}: no message has the role assistant, so no token contributes to the loss; "
+        "give the answers that role"
+    )
 
 
 def _is_free(folder: Path) -> bool:
@@ -327,8 +378,8 @@ def _is_free(folder: Path) -> bool:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let only one process of this machine make the store."""
+def locked(folder: Path) -> Iterator[None]:
+    """Let only one process of this machine make what is in a folder."""
     with open(folder.with_name(f"{folder.name}.lock"), "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -345,18 +396,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | None) -> Store:
     plan, shards = job.plan(), plan_shards(job.paths)
-    keys = [_shard_key(shard) for shard in shards]
-    bytes_before = _bytes_before(shards, plan.files)
-    settings = TokenizeSettings(
-        job.name,
-        None if job.is_paired else job.source.field,
-        job.tokenizer,
-        job.chat_template.template,
-        job.on_error,
-        plan.dtype,
-        job.bos_id,
-        job.filters,
-    )
+    keys = [piece_key(shard) for shard in shards]
+    bytes_before = bytes_before_each(shards, plan.files)
+    settings = job.settings(plan.dtype)
     with StoreWriter(folder, plan) as writer, _seen_documents(job, writer) as seen:
         done = len(writer.shards)
         if writer.shards != keys[:done]:
@@ -410,13 +452,14 @@ def describe_unread_files(job: StoreJob) -> Iterator[str]:
         )
 
 
-def _shard_key(shard: InputShard) -> str:
+def piece_key(shard: InputShard) -> str:
+    """Return the hash of the ranges of files that one task tokenizes."""
     # The form of the first version, so that interrupted preparations of it can be continued.
     content = {"entries": [asdict(file_range) for file_range in shard.ranges]}
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _bytes_before(shards: Sequence[InputShard], files: Sequence[InputFile]) -> list[int]:
+def bytes_before_each(shards: Sequence[InputShard], files: Sequence[InputFile]) -> list[int]:
     """Return the bytes of input before shard 0, 1, ..., and of all shards.
 
     Ranges may count in records: then each has the same share of bytes as of the file's records.

@@ -1,17 +1,48 @@
 """Source of a run: its tokens, its packed rows in an order of their own, and its held-out rows."""
 
+import hashlib
+from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import grain
-import numpy as np
 
 from data.batch import Fields, empty_fields, read_row
 from data.config import Packing
+from data.files import DataError
 from data.packed_store import PackedStore
 from data.packing import Rows, count_bytes
+from data.sharded_store import ShardedRows, ShardedSplit, ShardedStore
 from data.store import Store, count_of
 from data.tokenizers.base import Tokenizer
+
+# One pass of grain's shuffle is far from uniform for many items: with 244 million, the means of 32
+# neighbours vary 5 to 7 times as much as by chance. Three passes are uniform.
+SHUFFLE_PASSES = 3
+
+
+def shuffled(count: int, seed: int, passes: int) -> grain.MapDataset:
+    """Return the numbers below `count` in a random order, of which no position is stored."""
+    order = grain.MapDataset.range(count).seed(seed)
+    for _ in range(passes):
+        order = order.shuffle()
+    return order
+
+
+@lru_cache(maxsize=64)
+def _shard_order(seed: int, epoch: int, shard: int, count: int) -> grain.MapDataset:
+    digest = hashlib.sha256(f"{seed}/{epoch}/{shard}".encode()).digest()[:4]
+    return shuffled(count, int.from_bytes(digest, "little"), SHUFFLE_PASSES)
+
+
+def _in_shard(
+    store: Store | ShardedStore, rows: Rows | ShardedSplit, row: int
+) -> tuple[Store, Rows, int]:
+    """Return the store of a row, its rows, and the number of the row among them."""
+    if isinstance(rows, ShardedSplit):
+        return rows.locate(row)
+    assert isinstance(store, Store)
+    return store, rows, row
 
 
 @dataclass(frozen=True)
@@ -19,22 +50,25 @@ class Source:
     """One source of a run: its tokens, its packed rows, and their order."""
 
     name: str
-    store: Store
-    packed: PackedStore
+    store: Store | ShardedStore
+    packed: PackedStore | ShardedRows
     seed: int
     tokenizer: Tokenizer
     row_length: int
     rows_per_item: int = 1
     """Rows that are shuffled as one: two of a preference pair."""
-    evaluation: tuple[Store, PackedStore] | None = None
+    evaluation: tuple[Store | ShardedStore, PackedStore | ShardedRows] | None = None
     """Store of `eval_files`, of which every row is held out; None: the held-out rows of `packed`.
     """
     chat_template: str | None = None
     """Label of the template of its conversations; None: it has none."""
 
+    shuffle_passes: int = SHUFFLE_PASSES
+    """Shuffles one after the other; see `shuffled`."""
+
     @cached_property
     def _order(self) -> grain.MapDataset:
-        return grain.MapDataset.range(self.num_items).seed(self.seed).shuffle().repeat()
+        return shuffled(self.num_items, self.seed, self.shuffle_passes).repeat()
 
     @cached_property
     def _held_out_order(self) -> grain.MapDataset:
@@ -52,7 +86,7 @@ class Source:
         """
         count, length = self.rows_per_item, self.row_length
         out = empty_fields(count * length) if out is None else out
-        first = count * int(self._order[index])
+        first = count * self._item(index)
         if count == 1:
             return self._read(self.store, self.packed.train, first, out)
         for n in range(count):
@@ -60,8 +94,46 @@ class Source:
             self._read(self.store, self.packed.train, first + n, part)
         return out
 
+    def _item(self, index: int) -> int:
+        """Return the row, or pair, at a place of the endless training order."""
+        if not self.is_in_order:
+            return int(self._order[index])
+        assert isinstance(self.packed, ShardedRows)
+        total = self.num_items
+        epoch, place = (0, index) if self.is_growing else divmod(index, total)
+        if place >= total:
+            raise DataError(f"data {self.name}: row {index:,} of the training order is not there")
+        ends = self.packed.train.ends
+        shard = bisect_right(ends, self.rows_per_item * place)
+        first = ends[shard - 1] // self.rows_per_item if shard else 0
+        count = ends[shard] // self.rows_per_item - first
+        return first + int(_shard_order(self.seed, epoch, shard, count)[place - first])
+
     @property
-    def held_out(self) -> tuple[Store, Rows]:
+    def is_in_order(self) -> bool:
+        """Whether each shard is shuffled by itself, and they are read one after the other."""
+        return isinstance(self.store, ShardedStore) and self.store.in_order
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether shards are still being prepared, so that some rows cannot be read yet."""
+        return isinstance(self.store, ShardedStore) and not self.store.is_complete
+
+    def refresh(self) -> None:
+        """Look for shards that were prepared since. Raises: DataError."""
+        if isinstance(self.store, ShardedStore) and isinstance(self.packed, ShardedRows):
+            self.store.refresh()
+            self.packed.refresh()
+
+    @property
+    def expected_items(self) -> float:
+        """Number of training rows or pairs; an estimate while shards are being prepared."""
+        if isinstance(self.store, ShardedStore) and self.is_growing:
+            return self.num_items / self.store.share_there
+        return self.num_items
+
+    @property
+    def held_out(self) -> tuple[Store | ShardedStore, Rows | ShardedSplit]:
         """The held-out rows, and the store that has their tokens."""
         if self.evaluation is None:
             return self.store, self.packed.held_out
@@ -92,8 +164,7 @@ class Source:
         )
         if info.held_out_conversations:
             line += (
-                f" ({info.held_out_conversations:,} of {self.store.info.num_documents:,} "
-                "conversations)"
+                f" ({info.held_out_conversations:,} of {self.store.num_documents:,} conversations)"
             )
         elif self.rows_per_item > 1:
             line += f" ({count_of(self.num_eval // self.rows_per_item, 'pair')})"
@@ -110,7 +181,7 @@ class Source:
         info = self.packed.info
         if self.chat_template is None or not info.cut_documents:
             return None
-        total = self.store.info.num_documents - (info.held_out_conversations or 0)
+        total = self.store.num_documents - (info.held_out_conversations or 0)
         found = f"data {self.name}: {info.cut_documents:,} of {total:,} conversations"
         if packing == "best_fit":
             return f"{found} longer than a row, and cut; raise data.sequence_length"
@@ -121,13 +192,12 @@ class Source:
 
     def unanswered_conversations(self) -> str | None:
         """Return a line about conversations without an answer in the loss; None: all have one."""
-        if self.store.loss_mask is None or self.rows_per_item > 1:
+        if not self.store.is_masked or self.rows_per_item > 1:
             return None
-        count = sum(int(np.count_nonzero(part == 0)) for part in self.store.num_bytes.chunks())
-        if not count:
+        if not (count := self.store.count_unanswered()):
             return None
         return (
-            f"data {self.name}: {count:,} of {self.store.info.num_documents:,} conversations have "
+            f"data {self.name}: {count:,} of {self.store.num_documents:,} conversations have "
             "no text of the role assistant, so nothing of them is in the loss; check their roles"
         )
 
@@ -137,24 +207,28 @@ class Source:
         if self.rows_per_item == 1:
             return 0
         parts = [(self.store, self.packed), *([self.evaluation] if self.evaluation else [])]
-        documents = sum(store.info.num_documents for store, _ in parts)
+        documents = sum(store.num_documents for store, _ in parts)
         rows = sum(packed.train.num_rows + packed.held_out.num_rows for _, packed in parts)
         return (documents - rows) // 2
 
     def eval_bytes(self, count: int) -> float:
         """Return the UTF-8 bytes of text in the loss of the first `count` held-out rows."""
         order = [self._held_out_row(index) for index in range(min(count, self.num_eval))]
-        return count_bytes(*self.held_out, order)
+        return sum(count_bytes(*_in_shard(*self.held_out, row)) for row in order)
 
     def _held_out_row(self, index: int) -> int:
         item, n = divmod(index, self.rows_per_item)
         return self.rows_per_item * int(self._held_out_order[item]) + n
 
-    def _read(self, store: Store, rows: Rows, row: int, out: Fields | None = None) -> Fields:
+    def _read(
+        self,
+        store: Store | ShardedStore,
+        rows: Rows | ShardedSplit,
+        row: int,
+        out: Fields | None = None,
+    ) -> Fields:
         return read_row(
-            store,
-            rows,
-            row,
+            *_in_shard(store, rows, row),
             row_length=self.row_length,
             eos_id=self.tokenizer.eos_id,
             vocab_size=self.tokenizer.vocab_size,

@@ -12,15 +12,17 @@ Beside each is a `.crc32` file with checksums of its blocks; see `checked_array.
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, NonNegativeInt, PositiveInt
 
+from data.block_cache import BlockCache
+from data.bucket_path import AnyPath, to_path
 from data.checked_array import CheckedArray, make_seed
 from data.files import DataError
 from safe_files import replace_file
@@ -154,8 +156,12 @@ class Store:
     Raises: DataError when a file is missing, truncated or damaged.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | AnyPath, cache: BlockCache | None = None):
+        """Open a store.
+
+        folder: where it is, on a disk or in a bucket. cache: of what is read from a bucket.
+        """
+        self.folder, self._cache = to_path(folder), cache
         self.info = _read_info(self.folder)
         tokens = np.dtype(self.info.dtype).newbyteorder("<")
         # Not a method: with it, files would stay open until the garbage collector comes.
@@ -184,10 +190,11 @@ class Store:
             block_bytes=(self.info.checksum_blocks or {}).get(name),
             seed=make_seed(self.info.key, name),
             describe=describe,
+            cache=self._cache,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_again, (self.folder, self.digest)
+        return open_again, (self.folder, self.digest, self._cache)
 
     @property
     def digest(self) -> str:
@@ -198,6 +205,15 @@ class Store:
     def has_checksums(self) -> bool:
         """Whether damage is noticed when it is read; earlier versions wrote no checksums."""
         return self.info.checksum_blocks is not None
+
+    def stores(self, limit: int | None = None) -> Iterator["Store"]:
+        """Yield this store, as a sharded one yields its shards."""
+        yield self
+
+    def input_files(self) -> Iterator[str]:
+        """Yield the paths of the files from which it was prepared."""
+        for file in self.info.files:
+            yield file.path
 
     def verify(self) -> None:
         """Read everything. Raises: DataError that names the input file whose tokens changed."""
@@ -225,21 +241,90 @@ class Store:
                 f"{remedy(self.folder)}"
             )
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens (T)."""
+        return self.info.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents (D); two of each preference pair."""
+        return self.info.num_documents
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """Additions to the text of documents; None in stores that are older than this entry."""
+        return self.info.encoding
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens do not contribute to the loss."""
+        return self.loss_mask is not None
+
+    @property
+    def skipped(self) -> dict[str, Skipped]:
+        """Documents that were left out, by reason."""
+        return self.info.skipped
+
+    def text_bytes(self) -> int:
+        """Return the UTF-8 bytes of all documents that contribute to the loss."""
+        return sum(int(part.sum()) for part in self.num_bytes.chunks())
+
+    def loss_tokens(self) -> int:
+        """Return the number of tokens that contribute to the loss."""
+        if self.loss_mask is None:
+            return self.num_tokens
+        return sum(int(np.count_nonzero(part)) for part in self.loss_mask.chunks())
+
+    def count_unanswered(self) -> int:
+        """Return the number of documents of which nothing contributes to the loss."""
+        return sum(int(np.count_nonzero(part == 0)) for part in self.num_bytes.chunks())
+
     def summary(self) -> str:
         """Return one line with the size of the store and the skipped documents."""
-        info, num_bytes = self.info, sum(int(part.sum()) for part in self.num_bytes.chunks())
-        documents = count_of(info.num_documents, "document")
-        if info.encoding is not None and info.encoding.is_paired:
-            documents = count_of(info.num_documents // 2, "preference pair")
-        line = f"{documents}, {count_of(info.num_tokens, 'token')}, " + (
-            f"{num_bytes / info.num_tokens:.2f} bytes per token"
-            if self.loss_mask is None
-            else f"{num_bytes:,} bytes of text in the loss"
-        )
-        skipped = [
-            f"{skip.count:,} {kind}{skip.example(kind)}" for kind, skip in info.skipped.items()
-        ]
-        return f"{line}; skipped: {', '.join(skipped)}" if skipped else line
+        return summary(self)
+
+
+class Contents(Protocol):
+    """Counts of a store, or of all shards of one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents; two of each preference pair."""
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """Additions to the text of documents."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens do not contribute to the loss."""
+
+    @property
+    def skipped(self) -> dict[str, Skipped]:
+        """Documents that were left out, by reason."""
+
+    def text_bytes(self) -> int:
+        """Return the UTF-8 bytes of all documents that contribute to the loss."""
+
+
+def summary(store: Contents) -> str:
+    """Return one line with the size of a store and the skipped documents."""
+    num_bytes = store.text_bytes()
+    documents = count_of(store.num_documents, "document")
+    if store.encoding is not None and store.encoding.is_paired:
+        documents = count_of(store.num_documents // 2, "preference pair")
+    line = f"{documents}, {count_of(store.num_tokens, 'token')}, " + (
+        f"{num_bytes:,} bytes of text in the loss"
+        if store.is_masked
+        else f"{num_bytes / max(1, store.num_tokens):.2f} bytes per token"
+    )
+    skipped = [f"{skip.count:,} {kind}{skip.example(kind)}" for kind, skip in store.skipped.items()]
+    return f"{line}; skipped: {', '.join(skipped)}" if skipped else line
 
 
 def _tokens_of(files: Sequence[StoredFile], begin: int, end: int) -> str:
@@ -251,20 +336,20 @@ def _tokens_of(files: Sequence[StoredFile], begin: int, end: int) -> str:
     return f"tokens {begin} to {end}" + (f" of {names}" if names else "")
 
 
-def _open_again(folder: Path, digest: str) -> Store:
-    """Open a store in another process. Raises: DataError also when it holds other tokens now."""
-    store = Store(folder)
+def open_again(folder: AnyPath, digest: str, cache: BlockCache | None) -> Store:
+    """Open a store that was open before. Raises: DataError also when it holds other tokens now."""
+    store = Store(folder, cache)
     if store.digest != digest:
         raise DataError(f"{folder} was replaced by another store during the run; start it again")
     return store
 
 
-def remedy(folder: Path) -> str:
+def remedy(folder: AnyPath) -> str:
     """Return what to do about a damaged store."""
     return f"delete {folder} and prepare the data again"
 
 
-def _read_info(folder: Path) -> StoreInfo:
+def _read_info(folder: AnyPath) -> StoreInfo:
     path = folder / INFO
     try:
         tree = json.loads(path.read_bytes())

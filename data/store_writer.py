@@ -102,7 +102,7 @@ class StoreWriter:
     A shard is on disk before its line in the journal is. After an exception from `append`, close
     the writer. Only one process at a time may write.
 
-    shards: keys of the shards on disk.
+    shards: keys of the shards on disk. skipped: documents that were left out so far.
     Raises: DataError when FOLDER.building belongs to another plan, or is damaged.
     """
 
@@ -111,7 +111,7 @@ class StoreWriter:
         self.building = folder.with_name(f"{folder.name}.building")
         self.shards: list[str] = []
         self.num_tokens = self.num_documents = 0
-        self._skipped: dict[str, Skipped] = {}
+        self.skipped: dict[str, Skipped] = {}
         self._inputs = {file.path: _Written() for file in plan.files}
         self._digests: dict[str, Any] = {}
         self._checksums: dict[str, ChecksumWriter] = {}
@@ -145,7 +145,7 @@ class StoreWriter:
         """Write the documents of a shard and count the skipped ones. Raises: OSError."""
         for part in parts:
             self._append_documents(part)
-        add_skipped(self._skipped, skipped)
+        add_skipped(self.skipped, skipped)
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -184,7 +184,7 @@ class StoreWriter:
             num_documents=self.num_documents,
             digest=self._digest(),
             digests={name: digest.hexdigest() for name, digest in self._digests.items()},
-            skipped=self._skipped,
+            skipped=self.skipped,
             files=tuple(files),
             checksum_blocks={name: CHECKSUM_BLOCKS[name] for name in self._digests},
         )
@@ -208,14 +208,14 @@ class StoreWriter:
         what = files[0].path if len(files) == 1 else f"{len(files)} files of {files[0].path} ..."
         skipped = ", ".join(
             f"{skip.count} {kind} (first: {skip.examples[0]})"
-            for kind, skip in self._skipped.items()
+            for kind, skip in self.skipped.items()
         )
         remedy = "give files with text"
-        if any(map(is_unreadable, self._skipped)):
+        if any(map(is_unreadable, self.skipped)):
             remedy = "correct the files"
-        elif {*self._skipped} - {"empty"}:
+        elif {*self.skipped} - {"empty"}:
             remedy = "give other filters"
-        if "missing field" in self._skipped:
+        if "missing field" in self.skipped:
             remedy = f"set {field_key(str(self.plan.source.get('name')))} to a field with text"
         return f"{what}: no document has a token; skipped: {skipped or 'none'}; {remedy}"
 
@@ -313,7 +313,7 @@ class StoreWriter:
                     for block in _read_blocks(file, tokens * itemsize):
                         self._account(TOKENS, block)
                         self._inputs[path].digest.update(block)
-                add_skipped(self._skipped, line.skipped)
+                add_skipped(self.skipped, line.skipped)
         for name, size in self._sizes(masked).items():
             _check_size(self.building, name, size)
             if name != TOKENS:

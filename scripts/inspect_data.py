@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
             texts = [
                 *sample_documents(source.store, dataset.tokenizer, dataset.bos_id, args.sample)
             ]
-            for name, value in describe_sample(texts, source.store.info.num_documents):
+            for name, value in describe_sample(texts, source.store.num_documents):
                 console.print(f"{name:>26} {value.translate(VISIBLE)}")
         for line in histogram_lines(length_histogram(document_lengths(source))):
             console.print(line)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,10 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from configs.command_line import CommandLine
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
+from data.bucket_path import AnyPath, BucketPath, to_path
 from data.config import DataConfig
 from data.filters import Filters, parse_filters
-from data.packed_store import open_packed_store
+from data.packed_store import PackSettings, open_packed_store
 from data.prepare import (
     StoreJob,
     build,
@@ -33,6 +34,9 @@ from data.prepare import (
     store_job,
 )
 from data.ray_engine import ray_engine
+from data.shard_list import is_sharded
+from data.shard_writer import Sharding, prepare_shards
+from data.sharded_store import ShardedRows, ShardedStore
 from data.store import Store
 from data.tokenization import Engine, tokenize_shards
 from data.tokenization_progress import TokenizationProgress
@@ -40,6 +44,7 @@ from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+DEFAULT_SHARD_GB = 1.0
 
 
 def load_data_config(path: str | None, overrides: Sequence[str]) -> DataConfig:
@@ -82,23 +87,53 @@ def make(job: StoreJob, folder: Path, engine: Engine) -> tuple[Store, str]:
     return store, progress.speed()
 
 
-def pack(store: Store, data: DataConfig, eval_fraction: float) -> int:
-    """Pack a store into rows, which train.py then finds too; return how many are not held out."""
-    packed = open_packed_store(
-        store,
-        row_length=data.row_length,
-        packing=data.packing,
-        eval_fraction=eval_fraction,
-        cache=Path(data.cache_dir).expanduser(),
-    )
-    return packed.info.train_rows
+def make_shards(
+    job: StoreJob, folder: AnyPath, engine: Engine, sharding: Sharding, data: DataConfig
+) -> tuple[ShardedStore, str]:
+    """Prepare the shards of a source; return the store and the speed."""
+    settings, cache = pack_settings(job, data), Path(data.cache_dir)
+    with TokenizationProgress(job.name) as progress:
+        store = prepare_shards(
+            job, folder, sharding, settings, cache=cache, engine=engine, report=progress.update
+        )
+    return store, progress.speed()
 
 
-def verify(job: StoreJob, folder: Path) -> str:
+def pack_settings(job: StoreJob, data: DataConfig) -> PackSettings:
+    """Return the settings that decide the rows of a store."""
+    eval_fraction = 0.0 if job.is_evaluation else data.eval_fraction_of(job.source)
+    return PackSettings(data.row_length, data.packing, eval_fraction)
+
+
+def count_rows(store: Store | ShardedStore, settings: PackSettings, cache: Path) -> int:
+    """Return how many rows are not held out; a store is packed, so that train.py finds them."""
+    if isinstance(store, ShardedStore):
+        return ShardedRows(store, settings).info.train_rows
+    return open_packed_store(store, **asdict(settings), cache=cache).info.train_rows
+
+
+def verify(job: StoreJob, folder: AnyPath) -> str:
     """Read the whole store of a source; return a line about it. Raises: DataError for damage."""
     store = open_prepared(folder, job)
     store.verify()
     return f"{title(job)}: {store.summary()}; verified, digest {store.digest[:16]}; {folder}"
+
+
+def sharding_of(args: argparse.Namespace) -> Sharding | None:
+    """Return how the options cut the store into shards; None: it has none. Raises: ValueError."""
+    options = {"--shard-gb": args.shard_gb, "--append": args.append, "--stream": args.stream}
+    is_wanted = any(options.values()) or isinstance(args.out, BucketPath)
+    if args.out is None:
+        for name, value in options.items():
+            if value:
+                raise ValueError(f"{name} needs --out FOLDER, which train.py then reads")
+        return None
+    if not is_wanted and not is_sharded(args.out):
+        return None
+    if args.shard_gb is not None and args.shard_gb <= 0:
+        raise ValueError(f"--shard-gb {args.shard_gb:g}: use a number above 0, such as 1")
+    size = DEFAULT_SHARD_GB if args.shard_gb is None else args.shard_gb
+    return Sharding(max(1, round(size * 1e9)), in_order=args.stream, append=args.append)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -107,11 +142,11 @@ def run(args: argparse.Namespace) -> None:
     sources = data.named_sources
     if args.out is not None and len(sources) > 1:
         raise ValueError(f"--out takes one source, and there are {len(sources)}; leave it out")
-    engine_context, filters = engine_of(args), filters_of(args)
+    engine_context, filters, sharding = engine_of(args), filters_of(args), sharding_of(args)
     if args.train_tokenizer is not None:
         ensure_tokenizer(data, args.train_tokenizer, lambda line: print(line, flush=True))
     tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
-    folders: list[tuple[StoreJob, Path]] = []
+    folders: list[tuple[StoreJob, AnyPath]] = []
     for name, source in sources.items():
         job = replace(store_job(name, data, tokenizer), filters=filters)
         folders.append((job, folder_of(job, data, args.out)))
@@ -124,7 +159,7 @@ def run(args: argparse.Namespace) -> None:
         return
     with engine_context as engine:
         for job, folder in folders:
-            prepare_store(job, data, folder, engine)
+            prepare_store(job, data, folder, engine, sharding if folder == args.out else None)
     if args.out is not None:
         print(f"to train on it, set {folders[0][0].files_key}={args.out}", flush=True)
 
@@ -140,7 +175,7 @@ def filters_of(args: argparse.Namespace) -> Filters:
     return parse_filters(args.filter)
 
 
-def folder_of(job: StoreJob, data: DataConfig, out: Path | None) -> Path:
+def folder_of(job: StoreJob, data: DataConfig, out: AnyPath | None) -> AnyPath:
     """Return the folder of a store. out: given on the command line. Raises: ValueError."""
     if (prepared := prepared_folder(job.files)) is None:
         return out or job.folder(Path(data.cache_dir))
@@ -151,14 +186,20 @@ def folder_of(job: StoreJob, data: DataConfig, out: Path | None) -> Path:
     return prepared
 
 
-def prepare_store(job: StoreJob, data: DataConfig, folder: Path, engine: Engine) -> None:
-    """Prepare one store, and print a line about it."""
-    store, speed = (
-        (open_prepared(folder, job), "already prepared")
-        if prepared_folder(job.files) is not None
-        else make(job, folder, engine)
-    )
-    count = pack(store, data, 0.0 if job.is_evaluation else data.eval_fraction_of(job.source))
+def prepare_store(
+    job: StoreJob, data: DataConfig, folder: AnyPath, engine: Engine, sharding: Sharding | None
+) -> None:
+    """Prepare one store, and print a line about it. sharding: None: it has no shards."""
+    settings = pack_settings(job, data)
+    store: Store | ShardedStore
+    if prepared_folder(job.files) is not None:
+        store, speed = open_prepared(folder, job), "already prepared"
+    elif sharding is not None:
+        store, speed = make_shards(job, folder, engine, sharding, data)
+    else:
+        assert isinstance(folder, Path)
+        store, speed = make(job, folder, engine)
+    count = count_rows(store, settings, Path(data.cache_dir).expanduser())
     rows = f"{count:,} {'held-out' if job.is_evaluation else 'training'} rows of {data.row_length}"
     print(f"{title(job)}: {store.summary()}; {rows}; {speed}; {folder}", flush=True)
     for line in describe_unread_files(job):
@@ -200,8 +241,26 @@ def make_parser() -> CommandLine:
     )
     parser.add_argument(
         "--out",
-        type=lambda text: Path(text).expanduser(),
-        help="folder of the store, if the configuration has one source",
+        type=to_path,
+        help="folder of the store, or gs://... or s3://..., if the configuration has one source",
+    )
+    parser.add_argument(
+        "--shard-gb",
+        type=float,
+        metavar="N",
+        help="write a store in shards, each of about N GB (1e9 bytes) of input; in buckets always "
+        f"(default: {DEFAULT_SHARD_GB:g})",
+    )
+    parser.add_argument(
+        "--append",
+        action="store_true",
+        help="add these files to the sharded store --out, which holds others",
+    )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="let train.py begin with the first shard of --out; it reads the shards one after the "
+        "other",
     )
     parser.add_argument(
         "--filter",

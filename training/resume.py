@@ -13,7 +13,7 @@ from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
 from data.order_changes import explain_change, remedy_of_change
-from data.pipeline import Dataset
+from data.pipeline import Dataset, Pins
 from model.families.base import NOT_MATHEMATICS
 from parallel.cluster.config import ProcessGroupError
 from training.checkpoint import Checkpoints
@@ -101,9 +101,12 @@ class Resumer:
             ValueError: the checkpoint does not fit this run, or all of them are damaged.
         """
         group = self.checkpoints.group
-        found = group.broadcast("origin", lambda: asdict(self._search()))
+        found = group.broadcast(
+            "origin", lambda: {**asdict(self._search()), "pins": asdict(self.dataset.pins)}
+        )
         if not group.is_primary:
             self.checkpoints.reload()
+            self.dataset.pin(Pins(**found["pins"]))
         return ResumePoint(
             step=found["step"],
             skipped=tuple((first, last) for first, last in found["skipped"]),
@@ -155,6 +158,8 @@ class Resumer:
         while (step := checkpoints.latest_step) is not None:
             try:
                 record = checkpoints.record(step)
+                if step:
+                    self.dataset.pin(Pins.of_order(record["order"]))
                 self._check(record, step)
                 self._check_arrays(record, step)
                 return ResumePoint.from_record(record, step)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -51,27 +51,49 @@ class StepRunner:
         clock: StepClock,
     ):
         self._program, self._group, self._goodput, self._clock = program, group, goodput, clock
-        self._batches = train_batches(
-            dataset,
-            program.batch_sharding,
-            start=resume_point.step,
-            stop=config.steps,
-            accumulation=config.gradient_accumulation,
-            skipped=resume_point.skipped,
-        )
-        self._batch = next(self._batches)
+        self._dataset, self._config, self._resume_point = dataset, config, resume_point
+        self._batches = self._read_from(resume_point.step)
+        self._batch = next(self._batches, None)
         self._train_step: Any = None
         self._compiled_shape: tuple[int, ...] | None = None
+
+    def _read_from(self, step: int) -> Generator[Batch]:
+        """Return the batches from a zero-based step on, as far as their rows are prepared."""
+        return train_batches(
+            self._dataset,
+            self._program.batch_sharding,
+            start=step,
+            stop=self._config.steps,
+            accumulation=self._config.gradient_accumulation,
+            skipped=self._resume_point.skipped,
+        )
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether the batch of the next step is read; else its rows are being prepared."""
+        return self._batch is not None
+
+    def is_prepared(self, step: int) -> bool:
+        """Look for rows that were prepared since; return whether those of a step are there."""
+        self._dataset.refresh()
+        return self._dataset.is_ready(self._resume_point.batch(step - 1))
+
+    def read_on(self, step: int) -> None:
+        """Read batches again, from a step on whose rows are prepared."""
+        self._batches.close()
+        self._batches = self._read_from(step - 1)
+        self._batch = next(self._batches)
 
     @property
     def batch(self) -> Batch:
         """The batch of the next step."""
+        assert self._batch is not None
         return self._batch
 
     @property
     def needs_compile(self) -> bool:
         """Whether the next batch has another shape than the compiled step."""
-        return self._batch["tokens"].shape != self._compiled_shape
+        return self.batch["tokens"].shape != self._compiled_shape
 
     def compile(self, state: TrainState) -> dict[str, float]:
         """Compile the step for the next batch; return the metric `compile_time`, in seconds."""
@@ -79,8 +101,8 @@ class StepRunner:
         self._group.set_phase("compiling")
         self._train_step = None
         with self._goodput.spend("compile"):
-            self._train_step = compile_lowered(self._program.train_step.lower(state, self._batch))
-        parts, rows, length = self._compiled_shape = self._batch["tokens"].shape
+            self._train_step = compile_lowered(self._program.train_step.lower(state, self.batch))
+        parts, rows, length = self._compiled_shape = self.batch["tokens"].shape
         seconds = time.perf_counter() - begin
         log.info(
             "compiled the training step for %d rows of %d tokens in %.1f s",
@@ -112,9 +134,9 @@ class StepRunner:
         """Dispatch a step and fetch the next batch; return (state, metrics), not awaited."""
         self._group.set_phase(f"step {step}")
         with self._goodput.spend("step"):
-            state, metrics = self._train_step(state, self._batch)
+            state, metrics = self._train_step(state, self.batch)
         with self._clock.waiting_for_data(), self._goodput.spend("data_wait"):
-            self._batch = next(self._batches, self._batch)
+            self._batch = next(self._batches, None)
         return state, metrics
 
     def close(self) -> None:

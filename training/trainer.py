@@ -15,6 +15,7 @@ import jax
 from data.pipeline import Dataset
 from parallel.cluster.process_group import ProcessGroup
 from training.agreement import StepAgreement, StepCoordinator
+from training.batch_wait import BatchWait
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
 from training.config import TrainingConfig
@@ -28,7 +29,7 @@ from training.recheck import Recheck
 from training.reporter import StepReporter
 from training.resume import ResumePoint, Resumer
 from training.runner import StepRunner
-from training.spikes import Rollback, SpikeHandler
+from training.spikes import Rollback, SpikeHandler, TrainingError
 from training.state import TrainState
 from training.step import Program
 from training.stragglers import StragglerMonitor
@@ -100,6 +101,9 @@ class Trainer:
             runner.explained_memory_errors(),
         ):
             for step in range(first_step, last_step + 1):
+                if not runner.has_batch and (by := self._wait_for_batch(step, state, runner)):
+                    self._stop(step - 1, state, by, None)
+                    return state, EXIT_RESUMABLE
                 state = self._step(step, state, runner)
                 agreed, eval_loss = self._agree(step), None
                 evaluate, sample = self.evaluation.is_due(step), self.sampling.is_due(step)
@@ -135,6 +139,31 @@ class Trainer:
                 "training.steps to go on, or give another run.dir for a new run"
             )
         return None
+
+    def _wait_for_batch(
+        self, step: int, state: TrainState, runner: StepRunner
+    ) -> signal.Signals | None:
+        """Wait until the rows of a step are prepared; return a signal that ends the wait, or None.
+
+        Process 0 decides for all; only a process alone can stop meanwhile. What was trained is
+        saved before the run ends for lack of rows.
+
+        Raises: TrainingError after `WAIT_SECONDS`.
+        """
+        self.reporter.finish_step()
+        self.group.set_phase(None)
+        wait = BatchWait(self.group, self.dataset, runner)
+        with self.goodput.spend("data_wait"):
+            while not wait.is_over(step):
+                if self.coordinator.late_stop is not None:
+                    return self.coordinator.late_stop
+            if not wait.has_failed:
+                runner.read_on(step)
+                return None
+        if step - 1 > self.resume_point.step:
+            self._save(step - 1, state, None)
+        self.checkpointing.finish()
+        raise TrainingError(wait.failure(step))
 
     def _step(self, step: int, state: TrainState, runner: StepRunner) -> TrainState:
         """Dispatch a step, then write the metrics of the previous one.

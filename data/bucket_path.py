@@ -1,0 +1,166 @@
+"""Paths in buckets, with the methods of `pathlib.Path` that stores need.
+
+A bucket has neither locks nor renames. What takes their place: an object appears whole or not at
+all, `create` writes one only where there is none, and what describes a folder is written last.
+"""
+
+import os
+import posixpath
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from data.files import DataError, open_file_system
+
+T = TypeVar("T")
+ATTEMPTS = 6
+# Of the first pause between two attempts; each is twice as long as the one before.
+PAUSE_SECONDS = 0.5
+# Errors after which another attempt has no better chance.
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, DataError)
+_FINAL_STATUS = {400, 401, 403, 404, 412}
+
+
+@dataclass(frozen=True)
+class BucketPath:
+    """Object, or prefix of objects, such as `gs://bucket/texts`.
+
+    All methods ask again, with growing pauses, while the service is busy or cannot be reached.
+    They raise FileNotFoundError for what does not exist, and OSError for other failures.
+    """
+
+    url: str
+
+    def __truediv__(self, name: str) -> "BucketPath":
+        return BucketPath(f"{self.url.rstrip('/')}/{name}")
+
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.url.rstrip("/").rpartition("/")[2]
+
+    def with_suffix(self, suffix: str) -> "BucketPath":
+        """Return the path with another suffix."""
+        return BucketPath(posixpath.splitext(self.url)[0] + suffix)
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the object."""
+        return self._ask(lambda system, name: bytes(system.cat_file(name)))
+
+    def read_range(self, begin: int, end: int) -> bytes:
+        """Return the bytes from `begin` up to `end`, or fewer where the object ends."""
+        return self._ask(lambda system, name: bytes(system.cat_file(name, start=begin, end=end)))
+
+    def size(self) -> int:
+        """Return the bytes of the object."""
+        return int(self._ask(lambda system, name: _fresh(system).info(name)["size"]))
+
+    def exists(self) -> bool:
+        """Return whether there is such an object, or one below this prefix."""
+        return bool(self._ask(lambda system, name: _fresh(system).exists(name)))
+
+    def is_file(self) -> bool:
+        """Return whether there is such an object."""
+        return bool(self._ask(lambda system, name: _fresh(system).isfile(name)))
+
+    def iterdir(self) -> Iterator["BucketPath"]:
+        """Yield the objects and prefixes directly below; none if there is no such prefix."""
+        try:
+            names = self._ask(lambda system, name: _fresh(system).ls(name, detail=False))
+        except FileNotFoundError:
+            return
+        for name in sorted(names):
+            if last := str(name).rstrip("/").rpartition("/")[2]:
+                yield self / last
+
+    def create(self, content: bytes) -> bool:
+        """Write the object if there is none; return whether this call has written it."""
+
+        def write(system: Any, name: str) -> bool:
+            try:
+                system.pipe_file(name, content, mode="create")
+            except FileExistsError:
+                return False
+            except Exception as error:
+                if _status(error) != 412:
+                    raise
+                return False
+            return True
+
+        # An attempt whose answer was lost may have written it.
+        return self._ask(write) or self.read_bytes() == content
+
+    def replace(self, content: bytes) -> None:
+        """Write the object, also over another one."""
+        self._ask(lambda system, name: system.pipe_file(name, content))
+
+    def upload(self, source: Path) -> None:
+        """Copy a file to this object, and compare the sizes."""
+        self._ask(lambda system, name: system.put_file(str(source), name))
+        if (size := self.size()) != (wanted := source.stat().st_size):
+            raise OSError(f"{self} has {size} bytes after the copy of {source}, with {wanted}")
+
+    def download(self, target: Path) -> None:
+        """Copy this object to a file."""
+        self._ask(lambda system, name: system.get_file(name, str(target)))
+
+    def delete(self) -> None:
+        """Delete the object, if there is one."""
+        try:
+            self._ask(lambda system, name: system.rm_file(name))
+        except FileNotFoundError:
+            return
+
+    def _ask(self, request: Callable[[Any, str], T]) -> T:
+        """Return the answer to a request, which takes the file system and the name there."""
+        system, name = open_file_system(self.url)
+        pause = PAUSE_SECONDS
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                return request(system, name)
+            except _FINAL:
+                raise
+            except Exception as error:  # each library behind fsspec has exceptions of its own
+                if _status(error) == 404:
+                    raise FileNotFoundError(f"{self} does not exist") from error
+                if attempt == ATTEMPTS or _status(error) in _FINAL_STATUS:
+                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                    raise OSError(f"{self}: {reason}") from error
+            time.sleep(pause * random.uniform(0.5, 1.5))  # not all hosts at once
+            pause *= 2
+        raise AssertionError("the last attempt returns or raises")
+
+
+def _fresh(system: Any) -> Any:
+    """Return the file system without what it remembers of earlier listings."""
+    system.invalidate_cache()
+    return system
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status of an error of gcsfs, s3fs or aiohttp; None without one."""
+    for value in (getattr(error, "code", None), getattr(error, "status", None)):
+        if str(value).isdecimal():
+            return int(str(value))
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return None if found is None else int(found)
+    return None
+
+
+AnyPath = Path | BucketPath
+
+
+def to_path(text: str | os.PathLike[str] | BucketPath) -> AnyPath:
+    """Return the path of a folder or file on a disk (`~` is expanded), or in a bucket."""
+    if isinstance(text, BucketPath):
+        return text
+    given = os.fspath(text)
+    return BucketPath(given.rstrip("/")) if "://" in given else Path(given).expanduser()

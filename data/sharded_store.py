@@ -1,0 +1,357 @@
+"""Sharded store for reading: its lists in memory, its shards opened when a batch needs them.
+
+A reader is pinned to the parts that the store had when it was opened, so that shards which are
+added later change nothing for it. `shard_list.py` has the layout of the folder.
+"""
+
+import math
+import threading
+import time
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from data.block_cache import BlockCache
+from data.bucket_path import AnyPath, to_path
+from data.files import DataError
+from data.packed_store import PACKS, PackedStore, PackingInfo, PackSettings, StoredRows, open_rows
+from data.shard_list import (
+    RECORD,
+    SHARDS,
+    Part,
+    RowsRecord,
+    ShardRecord,
+    digest_of,
+    in_parallel,
+    part_file,
+    read_list,
+    read_model,
+    read_parts,
+    rows_key,
+    shard_name,
+    shard_names,
+)
+from data.store import Encoding, Skipped, Store, open_again, summary
+from data.store_writer import add_skipped
+
+# How long a run waits for rows that are being prepared, how often it looks, and says so.
+WAIT_SECONDS, LOOK_SECONDS, LINE_SECONDS = 1800.0, 1.0, 60.0
+KEPT_OPEN = 512
+"""Shards of a source that stay open; each takes up to eight files."""
+_AT_A_TIME = 64
+
+
+class ShardedStore:
+    """Shards of the parts of a store, as one store.
+
+    While a part that is read in order is prepared, only its first shards are there; `refresh` looks
+    for more. Otherwise a part that is not complete is left out.
+    """
+
+    def __init__(
+        self, folder: str | AnyPath, cache: BlockCache | None = None, num_parts: int | None = None
+    ):
+        """Open a store.
+
+        folder: where it is, on a disk or in a bucket. cache: of what is read from a bucket.
+            num_parts: only the first ones; None: all.
+        Raises: DataError when no part is complete, or a list is damaged.
+        """
+        self.folder, self.cache = to_path(folder), cache
+        parts = read_parts(self.folder)
+        if not parts:
+            raise DataError(f"{folder} is not a sharded store; prepare it")
+        self.in_order = parts[0].in_order
+        self.shards: list[tuple[str, ShardRecord]] = []
+        """Names and records of the shards that can be read, in their order."""
+        self.parts: list[Part] = []
+        self.is_complete = True
+        for number, part in enumerate(parts[:num_parts]):
+            found, is_complete = self._records(number, part, ())
+            if not is_complete and not self.in_order:
+                break
+            self.parts.append(part)
+            self.shards += found
+            if not is_complete:
+                self.is_complete = False
+                break
+        if not self.parts or (num_parts is not None and len(self.parts) < num_parts):
+            what = "is not complete" if not self.parts else f"has lost its part {len(self.parts)}"
+            raise DataError(
+                f"{folder} {what}; run the command that prepares it again, which continues"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedStore, (self.folder, self.cache, len(self.parts))
+
+    def _records(
+        self, number: int, part: Part, known: Sequence[tuple[str, ShardRecord]]
+    ) -> tuple[list[tuple[str, ShardRecord]], bool]:
+        """Return the shards of a part that are there, and whether they are all."""
+        names = [shard_name(number, shard) for shard in range(len(part.pieces))]
+        listed = read_list(part_file(self.folder, number, "shards"), ShardRecord)
+        if listed is not None:
+            return [*zip(names, listed, strict=True)], True
+        if not part.in_order:
+            return [], False
+        there = shard_names(self.folder)
+        count = next((n for n, name in enumerate(names) if name not in there), len(names))
+        new = in_parallel(self._record, names[len(known) : count])
+        # A folder in a bucket is there before its record.
+        whole = next((n for n, record in enumerate(new) if record is None), len(new))
+        records = [record for record in new[:whole] if record is not None]
+        found = [*known, *zip(names[len(known) :], records, strict=False)]
+        return found, len(found) == len(names)
+
+    def _record(self, name: str) -> ShardRecord | None:
+        path = self.folder / SHARDS / name / RECORD
+        try:
+            return read_model(path, ShardRecord, self.remedy(name))
+        except FileNotFoundError:
+            return None
+
+    def remedy(self, name: str) -> str:
+        """Return what to do about a damaged shard."""
+        return (
+            f"delete {self.folder / SHARDS / name}, and run the command that prepared the store "
+            "again, which makes only what is missing"
+        )
+
+    def refresh(self) -> None:
+        """Look for shards that were added to the last part since. Raises: DataError."""
+        if self.is_complete:
+            return
+        last = len(self.parts) - 1
+        before = sum(len(part.pieces) for part in self.parts[:-1])
+        found, self.is_complete = self._records(last, self.parts[last], self.shards[before:])
+        self.shards = self.shards[:before] + found
+
+    @property
+    def share_there(self) -> float:
+        """Share of the pieces of the input whose shards can be read."""
+        pieces = [count for part in self.parts for count in part.pieces]
+        return sum(pieces[: len(self.shards)]) / max(1, sum(pieces))
+
+    @property
+    def records(self) -> list[ShardRecord]:
+        """Records of the shards that can be read."""
+        return [record for _, record in self.shards]
+
+    @property
+    def digest(self) -> str:
+        """Identity of the tokens of all shards. If they are read in order: that of their input."""
+        if self.in_order:
+            return digest_of([part.digest for part in self.parts])
+        return digest_of([record.digest for record in self.records])
+
+    @property
+    def tokenizer(self) -> tuple[str, str]:
+        """Name and digest of the tokenizer."""
+        plan = self.parts[0].plan
+        return plan.tokenizer, plan.tokenizer_digest
+
+    @property
+    def encoding(self) -> Encoding:
+        """Additions to the text of documents."""
+        return self.parts[0].plan.encoding
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return sum(record.num_tokens for record in self.records)
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents; two of each preference pair."""
+        return sum(record.num_documents for record in self.records)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens do not contribute to the loss."""
+        return any(record.is_masked for record in self.records)
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether damage is noticed when it is read: always."""
+        return True
+
+    @property
+    def skipped(self) -> dict[str, Skipped]:
+        """Documents that were left out, by reason."""
+        found: dict[str, Skipped] = {}
+        for record in self.records:
+            add_skipped(found, record.skipped)
+        return found
+
+    def text_bytes(self) -> int:
+        """Return the UTF-8 bytes of all documents that contribute to the loss."""
+        return sum(record.text_bytes for record in self.records)
+
+    def loss_tokens(self) -> int:
+        """Return the number of tokens that contribute to the loss."""
+        return sum(record.loss_tokens for record in self.records)
+
+    def count_unanswered(self) -> int:
+        """Return the number of documents of which nothing contributes to the loss."""
+        return sum(record.unanswered for record in self.records)
+
+    def summary(self) -> str:
+        """Return one line with the size of the store and the skipped documents."""
+        count, total = len(self.shards), sum(len(part.pieces) for part in self.parts)
+        of = "" if self.is_complete else f" of {total:,}, the others are being prepared"
+        return f"{count:,} shards{of}; {summary(self)}"
+
+    def open_shard(self, number: int) -> Store:
+        """Open a shard. Raises: DataError."""
+        name, record = self.shards[number]
+        return open_again(self.folder / SHARDS / name, record.digest, self.cache)
+
+    def stores(self, limit: int | None = None) -> Iterator[Store]:
+        """Yield the shards that have tokens; at most `limit`, evenly spread."""
+        numbers = [number for number, record in enumerate(self.records) if record.num_tokens]
+        count = len(numbers) if limit is None else min(limit, len(numbers))
+        for place in range(count):
+            yield self.open_shard(numbers[place * len(numbers) // count])
+
+    def input_files(self) -> Iterator[str]:
+        """Yield the paths of the files from which it was prepared; each shard is opened."""
+        numbers = [number for number, record in enumerate(self.records) if record.num_tokens]
+        for begin in range(0, len(numbers), _AT_A_TIME):
+            for store in in_parallel(self.open_shard, numbers[begin : begin + _AT_A_TIME]):
+                yield from store.input_files()
+
+    def verify(self) -> None:
+        """Read everything. Raises: DataError that names the shard and the damaged part."""
+        for store in self.stores():
+            store.verify()
+
+
+class ShardedSplit:
+    """Training rows, or held-out rows, of all shards, one after the other."""
+
+    def __init__(self, rows: "ShardedRows", counts: Sequence[int], *, is_train: bool):
+        self._rows, self._is_train = rows, is_train
+        self.ends = np.cumsum(np.array([0, *counts], np.int64))[1:].tolist()
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.ends[-1] if self.ends else 0
+
+    def locate(self, row: int) -> tuple[Store, StoredRows, int]:
+        """Return the shard of a row, its rows, and the number of the row among them."""
+        shard = bisect_right(self.ends, row)
+        store, packed = self._rows.open_shard(shard)
+        first = self.ends[shard - 1] if shard else 0
+        return store, packed.train if self._is_train else packed.held_out, row - first
+
+
+class ShardedRows:
+    """Packed rows of a sharded store."""
+
+    def __init__(self, store: ShardedStore, settings: PackSettings):
+        """Read the counts of all rows.
+
+        Raises: DataError when they were not packed with these settings.
+        """
+        self.store, self.settings = store, settings
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, tuple[Store, PackedStore]] = OrderedDict()
+        self._records: list[RowsRecord] = []
+        self.refresh()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardedRows, (self.store, self.settings)
+
+    def refresh(self) -> None:
+        """Read the counts of rows of shards that were added since. Raises: DataError."""
+        first, found = 0, list[RowsRecord]()
+        for number, part in enumerate(self.store.parts):
+            end = min(first + len(part.pieces), len(self.store.shards))
+            found += self._records[first:end]
+            if len(found) < end:
+                found += self._read(number, len(found) - first, self.store.shards[first:end])
+            first = end
+        self._records = found
+        counts = [record.counts for record in found]
+        self.train = ShardedSplit(self, [c.train_rows for c in counts], is_train=True)
+        self.held_out = ShardedSplit(self, [c.held_out_rows for c in counts], is_train=False)
+        self.info = PackingInfo(
+            **{
+                field.name: sum(getattr(c, field.name) for c in counts)
+                for field in fields(PackingInfo)
+            }
+        )
+
+    def _read(
+        self, part: int, known: int, shards: Sequence[tuple[str, ShardRecord]]
+    ) -> list[RowsRecord]:
+        """Return the records of the rows of shards of a part, without the `known` first ones."""
+        store, key = self.store, rows_key(self.settings)
+        listed = read_list(part_file(store.folder, part, key), RowsRecord)
+        if listed is not None:
+            found = listed[known : len(shards)]
+        else:  # the part is being prepared
+            folders = [store.folder / SHARDS / name for name, _ in shards[known:]]
+            read = in_parallel(lambda folder: read_rows_record(folder, key), folders)
+            found = [record for record in read if record is not None]
+        if len(found) < len(shards) - known:
+            given = ", ".join(f"{name} {value}" for name, value in asdict(self.settings).items())
+            raise DataError(
+                f"{store.folder} has no rows for these settings ({given}); run "
+                "scripts/prepare_data.py with the same data keys and --out, which packs them"
+            )
+        return found
+
+    def open_shard(self, number: int) -> tuple[Store, PackedStore]:
+        """Return a shard and its rows, opened unless they are still open. Raises: DataError."""
+        with self._lock:
+            if number in self._open:
+                self._open.move_to_end(number)
+                return self._open[number]
+        store = self.store.open_shard(number)
+        folder = store.folder / PACKS / self._records[number].name
+        opened = store, open_rows(folder, self.store.cache, keep=False)
+        with self._lock:
+            self._open[number] = opened
+            while len(self._open) > KEPT_OPEN:
+                self._open.popitem(last=False)
+        return opened
+
+
+def read_rows_record(folder: AnyPath, key: str) -> RowsRecord | None:
+    """Return the record of the packed rows of a shard; None: it was packed otherwise."""
+    try:
+        path = folder / PACKS / f"{key}.json"
+        return read_model(path, RowsRecord, f"delete {folder} and prepare the shard again")
+    except FileNotFoundError:
+        return None
+
+
+def wait_for_first_rows(
+    rows: ShardedRows, report: Callable[[str], None], limit: float = WAIT_SECONDS
+) -> None:
+    """Wait until the first shard is prepared. report: called with a line now and then.
+
+    Raises: DataError when there is still none after `limit` seconds, or never will be.
+    """
+    store, begin, last = rows.store, time.monotonic(), -math.inf
+    while not rows.train.num_rows:
+        if store.is_complete:
+            raise DataError(f"{store.folder} has no row for training; prepare other texts")
+        now = time.monotonic()
+        if now - begin > limit:
+            raise DataError(
+                f"{store.folder}: no shard was prepared in {limit / 60:.0f} minutes; see whether "
+                "the command that prepares it still runs"
+            )
+        if now - last > LINE_SECONDS:
+            report(f"waiting for the first shard of {store.folder}, which is being prepared")
+            last = now
+        time.sleep(LOOK_SECONDS)
+        store.refresh()
+        rows.refresh()
