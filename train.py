@@ -55,6 +55,7 @@ from training.resume import library_versions
 from training.schedules import describe_schedule_warnings
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
+from training.step import Program
 from training.trainer import EXIT_RESUMABLE
 from training.writers.registry import check_writers
 
@@ -91,7 +92,6 @@ def open_session(
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
-    problems = describe_schedule_warnings(config.optimizer, config.training.steps)
     generator = Generator(
         program.definition,
         program.plan,
@@ -110,20 +110,27 @@ def open_session(
         jax.set_mesh(program.tp.manager.mesh),
         open_run(program, dataset, settings, generate=sample, stop=stop, group=group) as trainer,
     ):
-        announce = [
-            *([f"devices: {notice}"] if notice else []),
-            *program.plan.describe(),
-            *program.describe_objective(),
-            config.optimizer.describe(config.model.param_dtype),
-            *(source.summary for source in dataset.sources),
-            dataset.describe_epochs(config.training.steps),
-            *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
-            *describe_parameters(program, table),
-        ]
-        for line in aligned(announce):
+        for line in aligned(_describe_start(config, program, dataset, table, notice)):
             log.info("%s", line)
         log.debug("sharding of every tensor:\n%s", render(table))
         yield trainer.train
+
+
+def _describe_start(
+    config: Config, program: Program, dataset: Dataset, table: Any, notice: str | None
+) -> list[str]:
+    """Return the first lines of the log. notice: about the devices."""
+    problems = describe_schedule_warnings(config.optimizer, config.training.steps)
+    return [
+        *([f"devices: {notice}"] if notice else []),
+        *program.plan.describe(),
+        *program.describe_objective(),
+        config.optimizer.describe(config.model.param_dtype),
+        *(source.summary for source in dataset.sources),
+        dataset.describe_epochs(config.training.steps),
+        *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
+        *describe_parameters(program, table),
+    ]
 
 
 def _say_nothing(line: str) -> None:

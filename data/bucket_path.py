@@ -63,11 +63,17 @@ class BucketPath:
 
     def exists(self) -> bool:
         """Return whether there is such an object, or one below this prefix."""
-        return bool(self._ask(lambda system, name: _fresh(system).exists(name)))
+        return self._type() is not None
 
     def is_file(self) -> bool:
         """Return whether there is such an object."""
-        return bool(self._ask(lambda system, name: _fresh(system).isfile(name)))
+        return self._type() == "file"
+
+    def _type(self) -> str | None:
+        try:  # `exists` and `isfile` of fsspec are false after any error
+            return str(self._ask(lambda system, name: _fresh(system).info(name)["type"]))
+        except FileNotFoundError:
+            return None
 
     def iterdir(self) -> Iterator["BucketPath"]:
         """Yield the objects and prefixes directly below; none if there is no such prefix."""
@@ -96,7 +102,7 @@ class BucketPath:
         # An attempt whose answer was lost may have written it.
         return self._ask(write) or self.read_bytes() == content
 
-    def replace(self, content: bytes) -> None:
+    def overwrite(self, content: bytes) -> None:
         """Write the object, also over another one."""
         self._ask(lambda system, name: system.pipe_file(name, content))
 

@@ -8,7 +8,7 @@ them apart, unless `data.attend_across_documents` is set.
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -325,21 +325,24 @@ PACKERS: dict[Packing, Callable[[TokenSpans, int], PackedRows]] = {
 }
 
 
-def count_bytes(store: Store, rows: Rows, row: int) -> float:
-    """Return the UTF-8 bytes of text in a row that contributes to the loss.
+def count_bytes(store: Store, rows: Rows, numbers: Sequence[int]) -> float:
+    """Return the UTF-8 bytes of text in these rows that contributes to the loss.
 
-    A document that is only partly in the row counts in proportion to its tokens in the loss.
+    A document that is only partly in the rows counts in proportion to its tokens in the loss.
     """
-    spans = rows.spans(row)
-    documents = [bisect_right(store.ends, start) for start in spans.start.tolist()]
-    begins = np.array([store.ends[n - 1] if n else 0 for n in documents])
-    ends = np.array([store.ends[n] for n in documents])
-    num_bytes = np.array([store.num_bytes[n] for n in documents])
-    here, whole = spans.length, ends - begins
-    if store.loss_mask is not None:
-        here = count_loss_tokens(store.loss_mask, spans.start, spans.start + spans.length)
-        whole = count_loss_tokens(store.loss_mask, begins, ends)
-    return float((num_bytes * (here / np.maximum(whole, 1))).sum())
+    total = 0.0
+    for row in numbers:
+        spans = rows.spans(row)
+        documents = [bisect_right(store.ends, start) for start in spans.start.tolist()]
+        begins = np.array([store.ends[n - 1] if n else 0 for n in documents])
+        ends = np.array([store.ends[n] for n in documents])
+        num_bytes = np.array([store.num_bytes[n] for n in documents])
+        here, whole = spans.length, ends - begins
+        if store.loss_mask is not None:
+            here = count_loss_tokens(store.loss_mask, spans.start, spans.start + spans.length)
+            whole = count_loss_tokens(store.loss_mask, begins, ends)
+        total += float((num_bytes * (here / np.maximum(whole, 1))).sum())
+    return total
 
 
 def count_loss_tokens(mask: CheckedArray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -196,7 +196,7 @@ def write_tree(path: AnyPath, tree: Mapping[str, Any], *, create: bool = False) 
     if isinstance(path, BucketPath):
         if create:
             return path.create(content)
-        path.replace(content)
+        path.overwrite(content)
     else:
         if create and path.exists():
             return False

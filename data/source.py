@@ -214,7 +214,11 @@ class Source:
     def eval_bytes(self, count: int) -> float:
         """Return the UTF-8 bytes of text in the loss of the first `count` held-out rows."""
         order = [self._held_out_row(index) for index in range(min(count, self.num_eval))]
-        return sum(count_bytes(*_in_shard(*self.held_out, row)) for row in order)
+        total = 0.0
+        for row in order:
+            store, rows, number = _in_shard(*self.held_out, row)
+            total += count_bytes(store, rows, [number])
+        return total
 
     def _held_out_row(self, index: int) -> int:
         item, n = divmod(index, self.rows_per_item)

@@ -244,6 +244,26 @@ def make_parser() -> CommandLine:
         type=to_path,
         help="folder of the store, or gs://... or s3://..., if the configuration has one source",
     )
+    _add_shard_options(parser)
+    parser.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        metavar="NAME:ARGUMENT",
+        help="leave documents out, and count them: all without length:MIN..MAX characters, those "
+        "with regex:PATTERN, those for which classifier:MODULE.FUNCTION is false, duplicates of "
+        "earlier ones; may be repeated. The eval_files are not filtered",
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="verify existing stores instead of preparing them"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
+    )
+    return parser
+
+
+def _add_shard_options(parser: CommandLine) -> None:
     parser.add_argument(
         "--shard-gb",
         type=float,
@@ -262,22 +282,6 @@ def make_parser() -> CommandLine:
         help="let train.py begin with the first shard of --out; it reads the shards one after the "
         "other",
     )
-    parser.add_argument(
-        "--filter",
-        action="append",
-        default=[],
-        metavar="NAME:ARGUMENT",
-        help="leave documents out, and count them: all without length:MIN..MAX characters, those "
-        "with regex:PATTERN, those for which classifier:MODULE.FUNCTION is false, duplicates of "
-        "earlier ones; may be repeated. The eval_files are not filtered",
-    )
-    parser.add_argument(
-        "--verify", action="store_true", help="verify existing stores instead of preparing them"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
-    )
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

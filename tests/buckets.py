@@ -13,10 +13,12 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import fsspec
 import pytest
 
 BUCKET = "bucket"
@@ -186,3 +188,55 @@ class _Proxy(BaseHTTPRequestHandler):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a client that gave up
             if self.command != "HEAD":
                 self.wfile.write(content)
+
+
+needs_s3 = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("s3fs", "moto"))),
+        reason='pip install -e ".[s3]" "moto[server]"',
+    ),
+]
+STORES = [
+    pytest.param("gs", marks=needs_buckets, id="gs"),
+    pytest.param("s3", marks=needs_s3, id="s3"),
+]
+
+
+@dataclass
+class Place:
+    """A bucket, by its URL."""
+
+    url: str
+    write: Callable[[str, bytes], None]
+
+
+@pytest.fixture(scope="session")
+def _s3() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A bucket of the service that the parameter names, without objects."""
+    fsspec.get_filesystem_class(request.param).clear_instance_cache()
+    if request.param == "gs":
+        bucket: Bucket = request.getfixturevalue("bucket")
+        return Place("gs://bucket/texts", lambda name, data: bucket.write(f"texts/{name}", data))
+    address = request.getfixturevalue("_s3")
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    for name, value in zip(names, ("key", "secret", "us-east-1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    system = fsspec.filesystem("s3")
+    if not system.exists("texts"):
+        system.mkdir("texts")
+    for name in system.find("texts"):
+        system.rm_file(name)
+    return Place("s3://texts", lambda name, data: system.pipe_file(f"texts/{name}", data))

@@ -153,6 +153,7 @@ def test_every_choice_is_made_in_one_place() -> None:
 
 # What replaces or creates files without `safe_files.py`, and why it may.
 OTHER_WRITERS = {
+    "data.block_cache": "a cache, whose blocks may be lost",
     "data.checked_array": "checksums in a folder that is published when it is complete",
     "data.packed_store": "rows in a folder that is published when it is complete",
     "data.prepare": "an empty file for a lock",

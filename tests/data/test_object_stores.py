@@ -1,17 +1,14 @@
 """Input files in buckets of Google Cloud Storage and S3 are read as those of a disk are."""
 
 import gzip
-import importlib.util
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
 import pytest
-from buckets import Bucket, needs_buckets
+from buckets import STORES
 
 from data import prepare as preparation
 from data.config import SourceConfig
@@ -19,56 +16,6 @@ from data.files import DataError, find_files
 from data.formats.shards import known_suffixes, plan_shards
 from data.prepare import StoreJob, build
 from data.tokenizers.byte_level import ByteTokenizer
-
-needs_s3 = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("s3fs", "moto"))),
-        reason='pip install -e ".[s3]" "moto[server]"',
-    ),
-]
-STORES = [
-    pytest.param("gs", marks=needs_buckets, id="gs"),
-    pytest.param("s3", marks=needs_s3, id="s3"),
-]
-
-
-@dataclass
-class Place:
-    """A bucket, by its URL."""
-
-    url: str
-    write: Callable[[str, bytes], None]
-
-
-@pytest.fixture(scope="session")
-def _s3() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def place(request, monkeypatch) -> Place:
-    fsspec.get_filesystem_class(request.param).clear_instance_cache()
-    if request.param == "gs":
-        bucket: Bucket = request.getfixturevalue("bucket")
-        return Place("gs://bucket/texts", lambda name, data: bucket.write(f"texts/{name}", data))
-    address = request.getfixturevalue("_s3")
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, ("key", "secret", "us-east-1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    system = fsspec.filesystem("s3")
-    if not system.exists("texts"):
-        system.mkdir("texts")
-    for name in system.find("texts"):
-        system.rm_file(name)
-    return Place("s3://texts", lambda name, data: system.pipe_file(f"texts/{name}", data))
 
 
 def corpus(seed: int) -> dict[str, bytes]:
