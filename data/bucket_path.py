@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from data.files import DataError, open_file_system
+from safe_files import replace_file
 
 T = TypeVar("T")
 ATTEMPTS = 6
@@ -45,6 +46,11 @@ class BucketPath:
         """Last part of the path."""
         return self.url.rstrip("/").rpartition("/")[2]
 
+    @property
+    def suffix(self) -> str:
+        """Suffix of the last part, such as ".json"."""
+        return posixpath.splitext(self.name)[1]
+
     def with_suffix(self, suffix: str) -> "BucketPath":
         """Return the path with another suffix."""
         return BucketPath(posixpath.splitext(self.url)[0] + suffix)
@@ -52,6 +58,10 @@ class BucketPath:
     def read_bytes(self) -> bytes:
         """Return the content of the object."""
         return self._ask(lambda system, name: bytes(system.cat_file(name)))
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """Return the content of the object as text."""
+        return self.read_bytes().decode(encoding)
 
     def read_range(self, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` up to `end`, or fewer where the object ends."""
@@ -68,6 +78,10 @@ class BucketPath:
     def is_file(self) -> bool:
         """Return whether there is such an object."""
         return self._type() == "file"
+
+    def is_dir(self) -> bool:
+        """Return whether there are objects below this prefix."""
+        return self._type() == "directory"
 
     def _type(self) -> str | None:
         try:  # `exists` and `isfile` of fsspec are false after any error
@@ -170,3 +184,11 @@ def to_path(text: str | os.PathLike[str] | BucketPath) -> AnyPath:
         return text
     given = os.fspath(text)
     return BucketPath(given.rstrip("/")) if "://" in given else Path(given).expanduser()
+
+
+def write_file(path: AnyPath, content: str | bytes) -> None:
+    """Write a file that has all of its old content or all of the new one, whatever happens."""
+    if isinstance(path, BucketPath):
+        path.overwrite(content.encode() if isinstance(content, str) else content)
+    else:
+        replace_file(path, content)

@@ -77,9 +77,9 @@ class SourceConfig(
 
     files: Files = None
     """Glob, or list of globs, of text, .jsonl, .parquet and .array_record files; the folder of a
-    saved Hugging Face dataset; or a prepared store. Text and JSON lines may be compressed by gzip,
-    bz2, xz or zstd. gs:// and s3:// work too. null: the source code of Python's standard library.
-    """
+    saved Hugging Face dataset; OWNER/NAME:SPLIT of the Hugging Face hub; or a prepared store. Text
+    and JSON lines may be compressed by gzip, bz2, xz or zstd. gs:// and s3:// work too. null: the
+    source code of Python's standard library."""
     eval_files: Files = None
     """Files of the same kinds whose documents are the held-out split of the source, instead of
     eval_fraction of its text. No source trains on them, even if `files` matches them too."""

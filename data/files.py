@@ -258,5 +258,5 @@ def _stat(path: str) -> list[tuple[str, int, str]]:
     if info["size"] is None:
         raise DataError(f"{path}: its server does not report the size; copy it to a local disk")
     # Other entries of `info` may differ between listing a folder and asking for one file.
-    known = (info.get(tag) for tag in ("ETag", "etag", "generation"))
+    known = (info.get(tag) for tag in ("ETag", "etag", "generation", "blob_id"))
     return [(path, info["size"], str(next(filter(None, known), None) or system.ukey(name)))]

@@ -25,9 +25,10 @@ from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig, OnError, SourceConfig, files_key
 from data.duplicates import SeenDocuments
-from data.files import DataError, find_files, fingerprint, input_bytes
+from data.files import DataError, find_files, fingerprint, input_bytes, suffix_of
 from data.filters import NO_FILTERS, Filters
 from data.formats.shards import InputShard, known_suffixes, plan_shards
+from data.hub import find_split, parse_split
 from data.shard_list import is_sharded
 from data.sharded_store import ShardedStore
 from data.store import (
@@ -82,7 +83,7 @@ class StoreJob:
     @cached_property
     def paths(self) -> list[str]:
         """The input files. Raises: DataError when there are none."""
-        found = find_files(self.files, self.files_key, known_suffixes())
+        found = find_paths(self.files, self.files_key)
         return without_files(found, self.held_out, self.files_key)
 
     @cached_property
@@ -158,10 +159,18 @@ class StoreJob:
 def store_job(
     name: str, config: DataConfig, tokenizer: Tokenizer, *, is_evaluation: bool = False
 ) -> StoreJob:
-    """Return the job of a source of the configuration, or of its eval_files. Raises: DataError."""
+    """Return the job of a source of the configuration, or of its eval_files.
+
+    A split of the hub is pinned to its present revision. Raises: DataError.
+    """
+    source = config.named_sources[name]
+    field = "eval_files" if is_evaluation else "files"
+    if (split := parse_split(getattr(source, field))) is not None:
+        _, pinned = find_split(split, files_key(name, is_evaluation=is_evaluation))
+        source = source.model_copy(update={field: str(pinned)})
     return StoreJob(
         name,
-        config.named_sources[name],
+        source,
         tokenizer,
         config.on_error,
         find_chat_template(config.chat_template, tokenizer),
@@ -170,6 +179,23 @@ def store_job(
         is_evaluation,
         frozenset() if is_evaluation else held_out_files(config),
     )
+
+
+def find_paths(files: str | tuple[str, ...] | None, key: str) -> list[str]:
+    """Return the input files of a source: of a split of the hub, or as `find_files` finds them.
+
+    Raises: DataError when there are none.
+    """
+    if (split := parse_split(files)) is None:
+        return find_files(files, key, known_suffixes())
+    paths, _ = find_split(split, key)
+    for path in paths:
+        if suffix_of(path) not in known_suffixes():
+            raise DataError(
+                f"{key}={split}: {path} is in a format that is not read; the suffixes are "
+                f"{', '.join(sorted(known_suffixes()))}"
+            )
+    return paths
 
 
 def held_out_files(config: DataConfig) -> frozenset[str]:
@@ -182,7 +208,7 @@ def held_out_files(config: DataConfig) -> frozenset[str]:
             found |= {_identity(path) for path in open_any(folder).input_files()}
         else:
             key = files_key(name, is_evaluation=True)
-            paths = find_files(source.eval_files, key, known_suffixes())
+            paths = find_paths(source.eval_files, key)
             found |= {_identity(path) for path in paths}
     return frozenset(found)
 
@@ -441,6 +467,8 @@ def _seen_documents(
 def describe_unread_files(job: StoreJob) -> Iterator[str]:
     """Yield a line if a folder has files that are not read, as others have a known suffix."""
     if job.files is None or prepared_folder(job.files) is not None:
+        return
+    if parse_split(job.files) is not None:
         return
     # Without suffixes, a folder stands for all of its files.
     read = find_files(job.files, job.files_key, known_suffixes())

@@ -18,6 +18,7 @@ from data.bucket_path import AnyPath, BucketPath
 from data.duplicates import SeenDocuments
 from data.files import DataError, fingerprint, forget_listings
 from data.formats.shards import plan_shards
+from data.hub import parse_split
 from data.packed_store import PACKS, PackSettings, open_rows, write_rows
 from data.packing import TooLittleTextError
 from data.prepare import (
@@ -166,6 +167,7 @@ class _Preparation:
         if parts and not self._has_shards(number - 1):  # the plan of an attempt that made nothing
             number -= 1
         elif parts:
+            self._check_revision(parts[-1])
             if not self._sharding.append:
                 raise DataError(
                     f"{folder} holds shards of other files or settings; add --append to add these "
@@ -183,6 +185,15 @@ class _Preparation:
         self._clear_work()
         write_tree(part_file(folder, number), wanted.model_dump(mode="json"))
         return number, wanted
+
+    def _check_revision(self, part: Part) -> None:
+        """Raise DataError if a split of the hub has changed since the part was begun."""
+        begun, now = (parse_split(files) for files in (part.plan.source["files"], self._job.files))
+        if begun is not None and now is not None and now.is_another_revision_of(begun):
+            raise DataError(
+                f"{self._job.files_key}={now}: {self._folder} was begun with another revision; set "
+                f"it to {begun} to go on with that"
+            )
 
     def _plan_part(self) -> Part:
         job, plan = self._job, self._job.plan()

@@ -7,7 +7,6 @@ file say whether documents begin with BOS.
 
 import difflib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from data.bucket_path import AnyPath, to_path
 from data.files import DataError, download_remedy, load_library
 from data.tokenizers.base import (
     END,
@@ -221,7 +221,7 @@ def _find_end(
     return eos_token
 
 
-def _not_a_tokenizer(path: str | Path, error: Exception) -> str:
+def _not_a_tokenizer(path: str | AnyPath, error: Exception) -> str:
     reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return f"data.tokenizer={path} is not a Hugging Face tokenizer.json: {reason}; {_remedy()}"
 
@@ -238,17 +238,17 @@ def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
     A file that `ByteTokenizer.save` wrote opens as bytes, without the library.
     Raises: DataError with the path and what is wrong.
     """
-    path = Path(os.path.expanduser(name))
-    settings = TokenizerSettings.read(path) if path.is_dir() else None
-    path = path / TOKENIZER_FILE if path.is_dir() else path
+    folder = path = to_path(name)
     try:
+        is_folder = folder.is_dir()
+        path = folder / TOKENIZER_FILE if is_folder else folder
         content = path.read_text("utf-8")
         value = json.loads(content)
     except OSError as error:
         download = download_remedy(str(name), "--include 'tokenizer*' ")
         where = "" if str(path) == name else f" {path}:"
         raise DataError(
-            f"data.tokenizer={name}:{where} {error.strerror}; {_remedy()}{download}"
+            f"data.tokenizer={name}:{where} {error.strerror or error}; {_remedy()}{download}"
         ) from error
     except ValueError as error:
         raise DataError(_not_a_tokenizer(path, error)) from error
@@ -256,4 +256,5 @@ def open_tokenizer_file(name: str, eos_token: str | None) -> Tokenizer:
         raise DataError(_not_a_tokenizer(path, ValueError("it holds no JSON object")))
     if value == BYTE_LEVEL_JSON and eos_token in (None, END):
         return ByteTokenizer()
+    settings = TokenizerSettings.read(folder) if is_folder else None
     return HuggingFaceTokenizer(name, content, eos_token, settings)

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from data.bucket_path import AnyPath
 from data.files import DataError
 
 _TOKENIZER, _GENERATION, _MODEL = "tokenizer_config.json", "generation_config.json", "config.json"
@@ -21,7 +21,7 @@ class TokenizerSettings:
     files: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> "TokenizerSettings":
+    def read(cls, folder: AnyPath) -> "TokenizerSettings":
         """Read the files of a folder. Raises: DataError when one is unreadable."""
         found = {}
         for name in SETTINGS_FILES:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
+from data.bucket_path import AnyPath, to_path, write_file
 from data.config import DataConfig, OnError, files_key
-from data.files import DataError, find_files, load_library
+from data.files import DataError, load_library
 from data.formats.base import DocumentError, read_documents
-from data.formats.shards import InputShard, known_suffixes, plan_shards
-from data.prepare import held_out_files, prepared_folder, without_files
+from data.formats.shards import InputShard, plan_shards
+from data.prepare import find_paths, held_out_files, prepared_folder, without_files
 from data.tokenization import unreadable
 from data.tokenizers.base import (
     END,
@@ -19,7 +19,6 @@ from data.tokenizers.base import (
     TOKENIZERS,
     open_tokenizer,
 )
-from safe_files import replace_file
 
 SAMPLE_BYTES, SAMPLE_SHARDS = 2**28, 256
 
@@ -37,7 +36,7 @@ def _tokenizers_for(vocab_size: int) -> Any:
     return load_library("tokenizers")
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, path: AnyPath) -> int:
     """Train byte-level BPE and write its tokenizer.json; equal texts give equal files.
 
     Ids: <|endoftext|> 0, <|im_start|> 1, <|im_end|> 2, the 256 bytes, then merges. Decoding
@@ -58,7 +57,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    replace_file(path, tokenizer.to_str(pretty=True))
+    write_file(path, tokenizer.to_str(pretty=True))
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
@@ -99,7 +98,7 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
             f"data.tokenizer={data.tokenizer} is not trained; name the file to write, for example "
             "data.tokenizer=tokenizer.json"
         )
-    path = Path(data.tokenizer).expanduser()
+    path = to_path(data.tokenizer)
     if path.exists():
         found = open_tokenizer(data.tokenizer, data.eos_token).vocab_size
         if found > vocab_size:
@@ -119,7 +118,7 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
                 "tokenizer on; name its input files"
             )
         key = files_key(name)
-        paths = without_files(find_files(source.files, key, known_suffixes()), held_out, key)
+        paths = without_files(find_paths(source.files, key), held_out, key)
         field = data.field_of(source)
         shards += [(shard, name, field) for shard in plan_shards(paths)]
     some = f"{SAMPLE_SHARDS} of {len(shards)} parts" if len(shards) > SAMPLE_SHARDS else "all parts"

@@ -91,9 +91,7 @@ def test_damage_is_found_and_named_and_a_damaged_cache_is_read_again(place, tmp_
     system, root = fsspec.core.url_to_fs(str(folder))
     size = len(system.cat_file(f"{root}/{name}"))
     system.pipe_file(f"{root}/{name}", bytes(size))
-    with pytest.raises(
-        DataError, match=rf"{name}: .*differ from what was written; delete"
-    ):
+    with pytest.raises(DataError, match=rf"{name}: .*differ from what was written; delete"):
         batches(dataset(folder, tmp_path), 100)
     system.pipe_file(f"{root}/{name}", bytes(size // 2))
     with pytest.raises(DataError, match=rf"{name} ends at byte {size // 2}, expected {size} bytes"):
