@@ -35,7 +35,7 @@ from data.shard_list import (
     shard_name,
     shard_names,
 )
-from data.store import Encoding, Skipped, Store, open_again, summary
+from data.store import Encoding, Skipped, Store, count_of, open_again, summary
 from data.store_writer import add_skipped
 
 # How long a run waits for rows that are being prepared, how often it looks, and says so.
@@ -203,7 +203,7 @@ class ShardedStore:
         """Return one line with the size of the store and the skipped documents."""
         count, total = len(self.shards), sum(len(part.pieces) for part in self.parts)
         of = "" if self.is_complete else f" of {total:,}, the others are being prepared"
-        return f"{count:,} shards{of}; {summary(self)}"
+        return f"{count_of(count, 'shard')}{of}; {summary(self)}"
 
     def open_shard(self, number: int) -> Store:
         """Open a shard. Raises: DataError."""
