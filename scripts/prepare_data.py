@@ -121,7 +121,8 @@ def verify(job: StoreJob, folder: AnyPath) -> str:
 
 def sharding_of(args: argparse.Namespace) -> Sharding | None:
     """Return how the options cut the store into shards; None: it has none. Raises: ValueError."""
-    options = {"--shard-gb": args.shard_gb, "--append": args.append, "--stream": args.stream}
+    has_size = args.shard_gb is not None
+    options = {"--shard-gb": has_size, "--append": args.append, "--stream": args.stream}
     is_wanted = any(options.values()) or isinstance(args.out, BucketPath)
     if args.out is None:
         for name, value in options.items():
@@ -130,9 +131,9 @@ def sharding_of(args: argparse.Namespace) -> Sharding | None:
         return None
     if not is_wanted and not is_sharded(args.out):
         return None
-    if args.shard_gb is not None and args.shard_gb <= 0:
+    if has_size and args.shard_gb <= 0:
         raise ValueError(f"--shard-gb {args.shard_gb:g}: use a number above 0, such as 1")
-    size = DEFAULT_SHARD_GB if args.shard_gb is None else args.shard_gb
+    size = args.shard_gb if has_size else DEFAULT_SHARD_GB
     return Sharding(max(1, round(size * 1e9)), in_order=args.stream, append=args.append)
 
 
