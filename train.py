@@ -73,7 +73,7 @@ def open_session(
     Raises:
         ValueError: The configuration, the data or the run directory cannot be used.
     """
-    if group.num_processes == 1:
+    if group.num_processes == 1 and "://" not in config.run.dir:
         check_not_in_use(run_directory(config.run.dir))
     if group.is_primary:
         check_reference(config.run, config.training, config.checkpoint)

@@ -14,6 +14,7 @@ from configs.build import build_program, open_devices
 from configs.schema import Config, fill_mesh, load_config
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_tokenizer
 from model.lora import LoRAConfig, merge_adapters
+from training.bucket_runs import checkpoint_folder
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import saved_steps
@@ -50,7 +51,7 @@ class Run:
                 f"run {self.directory} has no moving average of its parameters (ema); train with "
                 "optimizer.ema_decay to get one"
             )
-        folder = self.directory / "checkpoints"
+        folder = checkpoint_folder(self.directory)
         found = saved_steps(folder)
         if not found or step not in (None, *found):
             wanted = "checkpoint" if step is None else f"checkpoint {step}"

@@ -4,6 +4,7 @@ A bucket has neither locks nor renames. What takes their place: an object appear
 all, `create` writes one only where there is none, and what describes a folder is written last.
 """
 
+import logging
 import os
 import posixpath
 import random
@@ -17,6 +18,7 @@ from data.files import DataError, open_file_system
 from safe_files import replace_file
 
 T = TypeVar("T")
+logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors that it raises, with stacks
 ATTEMPTS = 6
 # Of the first pause between two attempts; each is twice as long as the one before.
 PAUSE_SECONDS = 0.5
@@ -45,6 +47,11 @@ class BucketPath:
     def name(self) -> str:
         """Last part of the path."""
         return self.url.rstrip("/").rpartition("/")[2]
+
+    @property
+    def parent(self) -> "BucketPath":
+        """Prefix that holds this path."""
+        return BucketPath(self.url.rstrip("/").rpartition("/")[0])
 
     @property
     def suffix(self) -> str:
@@ -136,6 +143,24 @@ class BucketPath:
             self._ask(lambda system, name: system.rm_file(name))
         except FileNotFoundError:
             return
+
+    def find(self) -> dict[str, int]:
+        """Return the bytes of all objects below this prefix, by their names relative to it."""
+
+        def ask(system: Any, name: str) -> dict[str, int]:
+            prefix, found = name.rstrip("/") + "/", _fresh(system).find(name, detail=True)
+            return {
+                each.removeprefix(prefix): int(info["size"])
+                for each, info in sorted(found.items())
+                if each.startswith(prefix)
+            }
+
+        return self._ask(ask)
+
+    def copy(self, target: "BucketPath") -> None:
+        """Copy the object within the service."""
+        other = open_file_system(target.url)[1]
+        self._ask(lambda system, name: system.cp_file(name, other))
 
     def _ask(self, request: Callable[[Any, str], T]) -> T:
         """Return the answer to a request, which takes the file system and the name there."""

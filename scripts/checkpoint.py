@@ -14,7 +14,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import _clone  # noqa: F401 (first: it selects the packages below)
@@ -24,8 +23,11 @@ from rich.status import Status
 from rich.table import Table
 
 from configs.command_line import CommandLine, at_least_one, run_script
+from data.bucket_path import AnyPath
 from data.order_changes import explain_change
+from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
+from training.bucket_runs import bucket_of, checkpoint_folder, kept_in_bucket
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError
@@ -86,7 +88,7 @@ def show_step(args: argparse.Namespace) -> int:
     if args.config:
         print(record["config"], end="")
         return 0
-    disk = format_bytes(tools.bytes_on_disk(run / "checkpoints" / str(step)))
+    disk = format_bytes(tools.bytes_on_disk(checkpoint_folder(run) / str(step)))
     print(f"{run} step {step}, saved {record['saved']}, {disk} on disk")
     for name, value in record["metrics"].items():
         print(f"{name}  {value:.6f}")
@@ -138,7 +140,7 @@ def verify_run(args: argparse.Namespace) -> int:
             tools.choose_step(checkpoints, run, wanted)
         for step in args.steps or checkpoints.steps:
             begin = time.perf_counter()
-            found = _find_damage(checkpoints, step, run / "checkpoints" / str(step))
+            found = _find_damage(checkpoints, step, checkpoint_folder(run) / str(step))
             if found is None:
                 counts["deleted"] += 1
                 print(f"step {step}: deleted by the run meanwhile")
@@ -162,7 +164,7 @@ def verify_run(args: argparse.Namespace) -> int:
     return EXIT_DAMAGED if counts["damaged"] else 0
 
 
-def _find_damage(checkpoints: Checkpoints, step: int, folder: Path) -> list[str] | None:
+def _find_damage(checkpoints: Checkpoints, step: int, folder: AnyPath) -> list[str] | None:
     """Return one line per damaged array, or None if the run deletes the checkpoint meanwhile.
 
     Show progress on a terminal.
@@ -248,6 +250,8 @@ def prune_run(args: argparse.Namespace) -> int:
         if not args.dry_run:
             try:
                 stack.enter_context(locked_run(run, 0))
+                if bucket_of(run) is not None:
+                    stack.enter_context(kept_in_bucket(run, ProcessGroup()))
             except ValueError as error:
                 raise ValueError(f"nothing was deleted: {error}") from error
         checkpoints = stack.enter_context(tools.open_checkpoints(run))

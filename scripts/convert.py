@@ -24,6 +24,7 @@ from configs.conversion import export_adapters, export_model, import_config, imp
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
+from training.bucket_runs import open_local
 from training.checkpoint_record import CheckpointError
 from training.hugging_face.adapters import AdapterDirectory
 from training.logs import peak_memory
@@ -78,6 +79,11 @@ class ProgressBar:
 def from_hf(args: argparse.Namespace) -> None:
     """Import a model directory. Raises: ValueError for invalid input."""
     directory, run = Path(args.directory).expanduser(), Path(args.run)
+    if "://" in args.run:
+        raise ValueError(
+            f"{args.run}: a model is converted into a directory on a disk; give one, and name it "
+            "as training.init_from of a run in the bucket"
+        )
     adapters = None if args.adapters is None else AdapterDirectory(args.adapters)
     config = import_config(directory, run, args.overrides, adapters)
     given = (args.coordinator, args.num_processes, args.process_id)
@@ -122,7 +128,7 @@ def from_hf(args: argparse.Namespace) -> None:
 def to_hf(args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises: ValueError for invalid input."""
     jax.config.update("jax_platforms", "cpu")
-    run, directory = Path(args.run).expanduser(), Path(args.directory).expanduser()
+    run, directory = open_local(args.run), Path(args.directory).expanduser()
     with ProgressBar("writing") as bar:
         memory = peak_memory()
         export = export_adapters if args.adapters else export_model

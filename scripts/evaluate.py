@@ -23,6 +23,7 @@ from evaluation.results import result_lines
 from configs.command_line import CommandLine, run_script
 from configs.runs import load_run
 from safe_files import replace_file
+from training.bucket_runs import open_local
 from training.checkpoint_record import CheckpointError
 from training.memory_errors import memory_error
 
@@ -69,7 +70,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--output {args.output}: the folder cannot be written to")
     adapter = load_library("evaluation.adapter")
     names, manager = find_tasks(args)
-    run = load_run(args.run.expanduser(), args.overrides)
+    run = load_run(open_local(args.run), args.overrides)
     with jax.set_mesh(run.program.tp.manager.mesh):
         step, params = run.load_params(args.step, ema=args.ema)
         program, params = run.without_adapters(params)
@@ -93,7 +94,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, evaluate, and report invalid input as one line."""
     parser = CommandLine(description=__doc__)
-    parser.add_argument("--run", required=True, type=Path, help="run directory of train.py")
+    parser.add_argument("--run", required=True, help="run directory of train.py")
     parser.add_argument(
         "--tasks", required=True, metavar="TASK,TASK", help="names of tasks of lm-eval"
     )

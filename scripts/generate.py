@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import _clone  # noqa: F401 (first: it selects the packages below)
@@ -31,6 +30,7 @@ from data.chat_jinja import find_chat_template
 from data.tokenizers.base import with_bos, without_ends
 from model.generation.generator import CacheKind, Generator, stream_text
 from model.generation.sampling import SamplingConfig
+from training.bucket_runs import open_local
 from training.checkpoint_record import CheckpointError
 from training.logs import printable
 from training.memory_errors import memory_error
@@ -197,7 +197,7 @@ def generate(args: argparse.Namespace) -> None:
     asked = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     asked = {key: value for key, value in asked.items() if value is not None}
     SamplingConfig(**asked)  # before the run is opened
-    run = load_run(Path(args.run).expanduser(), args.overrides)
+    run = load_run(open_local(args.run), args.overrides)
     if run.bos_id is None and "" in args.prompt:
         raise ValueError('--prompt "": the tokenizer has no BOS token; give at least one character')
     sampling = SamplingConfig(**{"temperature": 0.7} | run.tokenizer.settings.sampling | asked)

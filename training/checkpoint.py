@@ -10,19 +10,23 @@ an error that names it; the caller sets it aside. No restore falls back to fresh
 import contextlib
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1
 
+from data.bucket_path import AnyPath
 from parallel.cluster.process_group import ProcessGroup
-from safe_files import rename
+from training.checkpoint_folders import (
+    delete_checkpoint,
+    delete_partial,
+    find_leftovers,
+    orbax_path,
+    rename_damaged,
+)
 from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
     CheckpointError,
@@ -51,28 +55,31 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: AnyPath,
         config: CheckpointConfig,
         *,
         read_only: bool = False,
         group: ProcessGroup | None = None,
         write_bytes: int | None = None,
+        publish: Callable[[], None] = lambda: None,
     ):
         """Open the checkpoint directory.
 
         Args:
-            directory: the folder `checkpoints` of a run directory.
+            directory: the folder `checkpoints` of a run, see `checkpoint_folder`.
             config: which checkpoints to keep.
             read_only: another process may be saving here; remove nothing.
             group: the processes that open, save and restore together.
             write_bytes: bytes of arrays written at a time, which bounds the host memory of a save
                 beyond the largest array; None: all.
+            publish: called before each save; copies the other files of the run to its bucket, so
+                that none is older than a checkpoint.
         """
         self.group = group or ProcessGroup()
         # orbax logs tracebacks from its threads before it raises; the raised error is enough.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self._directory, self.config, self._read_only = Path(directory), config, read_only
-        self._write_bytes = write_bytes
+        self._directory, self.config, self._read_only = directory, config, read_only
+        self._write_bytes, self._publish = write_bytes, publish
         self._losses: dict[int, float] = {}
         self._saver = self._open_read_only() if read_only else self._open()
         if config.keep_best:
@@ -86,7 +93,7 @@ class Checkpoints:
         self._barrier = SaveBarrier()
         with self._barrier.context:
             return _ocp.Checkpointer(
-                os.path.abspath(self._directory),
+                orbax_path(self._directory),
                 cleanup_tmp_directories=cleanup and not self._read_only,
                 preservation_policy=Preservation(self.config, self._losses),
             )
@@ -150,6 +157,7 @@ class Checkpoints:
             "fingerprints": fingerprints(arrays),
         }
         self.set_eval_loss(step, eval_loss)
+        self._publish()
         try:
             with chunked(arrays, self._write_bytes, self._barrier.context):
                 response = self._saver.save_checkpointables_async(
@@ -266,8 +274,7 @@ class Checkpoints:
         # Else threads of orbax wait for the process that failed. They end when the barrier times
         # out or the run ends, and without that process they cannot complete the checkpoint.
         if self.group.is_primary:
-            for path in self._directory.glob(f"{step}.*tmp*"):
-                shutil.rmtree(path, ignore_errors=True)
+            delete_partial(self._directory, step)
         self._saver = self._open(cleanup=False)  # such a thread may still write
 
     def record(self, step: int) -> dict[str, Any]:
@@ -346,14 +353,9 @@ class Checkpoints:
                 raise DamageError(f"checkpoint {step} is damaged: {name}: fingerprint mismatch")
         return arrays
 
-    def set_aside(self, step: int) -> Path:
+    def set_aside(self, step: int) -> AnyPath:
         """Rename a damaged checkpoint to `STEP.damaged`, so that it is never restored."""
-        number, source = 1, self._directory / str(step)
-        target = source.with_name(f"{step}.damaged")
-        while target.exists():
-            number += 1
-            target = source.with_name(f"{step}.damaged-{number}")
-        rename(source, target)
+        target = rename_damaged(self._directory, step)
         self._saver.reload()
         return target
 
@@ -363,19 +365,12 @@ class Checkpoints:
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint; after a kill midway the next run removes the rest."""
-        target = self._directory / f"{step}.orbax-checkpoint-tmp"
-        shutil.rmtree(target, ignore_errors=True)
-        rename(self._directory / str(step), target)
+        delete_checkpoint(self._directory, step)
         self._saver.reload()
-        shutil.rmtree(target)
 
-    def leftovers(self) -> tuple[list[Path], list[Path]]:
+    def leftovers(self) -> tuple[list[AnyPath], list[AnyPath]]:
         """Return (damaged checkpoints that were set aside, saves that never finished)."""
-        found = sorted(path for path in self._directory.iterdir() if path.is_dir())
-        return (
-            [path for path in found if ".damaged" in path.name],
-            [path for path in found if ".orbax-checkpoint-tmp" in path.name],
-        )
+        return find_leftovers(self._directory)
 
     def close(self) -> None:
         """Wait for a save in progress and release the directory."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from data.bucket_path import AnyPath
 from model.lora import is_adapter
 from model.multi_token import MODULES
 
@@ -57,12 +58,17 @@ Leaves = Mapping[str, list[Any]]
 """[shape, dtype] of every array, by its dotted path; JSON values."""
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, ascending, without opening it."""
-    return sorted(int(path.name) for path in folder.glob("[0-9]*") if path.name.isdecimal())
+def saved_steps(folder: AnyPath) -> list[int]:
+    """Return the steps of the checkpoints in a folder, ascending, without opening it.
+
+    A save in progress may be among them if the folder is in a bucket.
+    """
+    if isinstance(folder, Path) and not folder.exists():
+        return []
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
 
 
-def read_record(folder: Path, step: int) -> dict[str, Any]:
+def read_record(folder: AnyPath, step: int) -> dict[str, Any]:
     """Return the record in the folder of a checkpoint.
 
     Raises:

@@ -20,7 +20,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from ruamel.yaml import YAML
 
+from data.bucket_path import AnyPath, BucketPath
 from parallel.sharding.mesh import MeshConfig, build_mesh
+from training.bucket_runs import checkpoint_folder, delete_tree, open_local
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, steps_to_keep
 from training.checkpoint_record import CheckpointError, DamageError
@@ -32,8 +34,8 @@ _SECONDS_PER_LOOK = 0.3  # within this time a checkpoint that is being deleted l
 
 def find_run(text: str) -> Path:
     """Return the run directory. Raises: ValueError if it is not one."""
-    run = Path(text).expanduser()
-    if not (run / "checkpoints").is_dir():
+    run = open_local(text)
+    if not checkpoint_folder(run).is_dir():
         below = [str(path.parent) for path in sorted(run.glob("*/checkpoints"))[:4]]
         example = f", such as {' or '.join(below)}" if below else ""
         raise ValueError(
@@ -53,7 +55,7 @@ def find_step(text: str) -> tuple[Path, int | None]:
 @contextlib.contextmanager
 def open_checkpoints(run: Path) -> Iterator[Checkpoints]:
     """Open the checkpoints of a run that may be training, without writing."""
-    folder = run / "checkpoints"
+    folder = checkpoint_folder(run)
     with contextlib.closing(Checkpoints(folder, CheckpointConfig(), read_only=True)) as checkpoints:
         yield checkpoints
 
@@ -72,13 +74,19 @@ def leaf_bytes(leaf: Sequence[Any]) -> int:
     return math.prod(leaf[0]) * jax.numpy.dtype(leaf[1]).itemsize
 
 
-def bytes_on_disk(folder: Path) -> int:
-    """Return the bytes of all files in a folder, which may be disappearing."""
+def bytes_on_disk(folder: AnyPath) -> int:
+    """Return the bytes of all files in a folder, or in a bucket; they may be disappearing."""
+    if isinstance(folder, BucketPath):
+        return sum(folder.find().values())
     total = 0
     for path in _files(folder):
         with contextlib.suppress(FileNotFoundError):
             total += path.stat().st_size
     return total
+
+
+def _count_files(folder: AnyPath) -> int:
+    return len(folder.find() if isinstance(folder, BucketPath) else _files(folder))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -94,7 +102,7 @@ class Entry:
     """`whole`, `damaged`, `unreadable` by this machine, `set aside: damaged` or `unfinished save`;
     of the record, not the arrays."""
     saved: float | None
-    """Seconds since the epoch; None if the folder has disappeared."""
+    """Seconds since the epoch; None if the folder has disappeared, or is unfinished in a bucket."""
     num_bytes: int
     record: Mapping[str, Any] | None = None
 
@@ -104,7 +112,7 @@ def list_entries(run: Path) -> list[Entry]:
     entries: list[Entry] = []
     with open_checkpoints(run) as checkpoints:
         for step in checkpoints.steps:
-            folder = run / "checkpoints" / str(step)
+            folder = checkpoint_folder(run) / str(step)
             try:
                 record = checkpoints.record(step)
             except CheckpointError as error:
@@ -119,10 +127,11 @@ def list_entries(run: Path) -> list[Entry]:
     return entries + [_entry(path, "unfinished save") for path in unfinished]
 
 
-def _entry(folder: Path, state: str) -> Entry:
+def _entry(folder: AnyPath, state: str) -> Entry:
     saved = None
-    with contextlib.suppress(FileNotFoundError):  # a save that has just finished
-        saved = folder.stat().st_mtime
+    if isinstance(folder, Path):
+        with contextlib.suppress(FileNotFoundError):  # a save that has just finished
+            saved = folder.stat().st_mtime
     return Entry(folder.name, state, saved, bytes_on_disk(folder))
 
 
@@ -161,10 +170,10 @@ def one_device() -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def was_deleted(folder: Path) -> bool:
+def was_deleted(folder: AnyPath) -> bool:
     """Return whether a checkpoint is deleted; wait while its files are disappearing."""
     num_files = None
-    while folder.exists() and num_files != (num_files := len(_files(folder))):
+    while folder.exists() and num_files != (num_files := _count_files(folder)):
         time.sleep(_SECONDS_PER_LOOK)
     return not folder.exists()
 
@@ -275,7 +284,7 @@ class PrunePlan:
 
     kept: Mapping[int, str]
     """Step -> `kept`, with a remark if it is damaged."""
-    deleted: Sequence[Path]
+    deleted: Sequence[AnyPath]
 
 
 def plan_prune(
@@ -320,13 +329,15 @@ def plan_prune(
         if step in wanted or (step not in records and not damaged):
             kept[step] = "kept" if step in records else "kept, but damaged"
         else:
-            deleted.append(run / "checkpoints" / str(step))
+            deleted.append(checkpoint_folder(run) / str(step))
     return PrunePlan(kept, deleted)
 
 
-def delete(checkpoints: Checkpoints, path: Path) -> None:
+def delete(checkpoints: Checkpoints, path: AnyPath) -> None:
     """Delete a checkpoint, or what a save or damage left behind."""
     if path.name.isdecimal():
         checkpoints.delete(int(path.name))
+    elif isinstance(path, BucketPath):
+        delete_tree(path)
     else:
         shutil.rmtree(path)

@@ -14,16 +14,20 @@ from typing import IO
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import rename
+from training.bucket_runs import LOCK_FILE, local_path
 from units import format_bytes
 
-_LOCK = ".lock"
+_LOCK = LOCK_FILE
 
 
 def run_directory(given: str) -> Path:
-    """Return the path of `run.dir`. Raises: ValueError if it cannot be a run directory."""
-    if "://" in given:
-        raise ValueError(f"run.dir={given!r} is a URL; give a directory on a mounted file system")
-    directory = Path(os.path.expanduser(given))
+    """Return the local folder of `run.dir`. Raises: ValueError if it cannot be a run directory."""
+    if "://" in given and not given.startswith("gs://"):
+        raise ValueError(
+            f"run.dir={given!r} is in no place that is supported; give a directory on a mounted "
+            "file system, or gs://BUCKET/NAME"
+        )
+    directory = local_path(given)
     if set("[]*?") & set(path := os.path.abspath(directory)):
         # Saves there end without an index of their arrays, and without an error.
         raise ValueError(

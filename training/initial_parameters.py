@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from ruamel.yaml import YAML
 
+from data.bucket_path import AnyPath
 from data.files import download_remedy
 from model.config import ModelConfig
 from model.families.base import FamilyError, mathematics
@@ -24,6 +25,7 @@ from model.int8_base import is_scale, quantize_array, scale_path, without_scales
 from model.lora import LoRAConfig, is_adapter, without_adapters
 from model.multi_token import MODULES, is_module, without_modules
 from parallel.cluster.process_group import ProcessGroup
+from training.bucket_runs import checkpoint_folder, local_path, open_local
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError, Leaves, read_record, saved_steps
@@ -100,7 +102,7 @@ class InitialParameters(Protocol):
 class CheckpointParameters:
     """The parameters of a checkpoint of ours."""
 
-    folder: Path
+    folder: AnyPath
     """The folder `checkpoints` of a run directory."""
     step: int
     model: ModelConfig
@@ -236,7 +238,7 @@ class HuggingFaceParameters:
 
 def check_is_elsewhere(path: str, run_directory: Path) -> None:
     """Raise ValueError if `training.init_from` names the run itself."""
-    if Path(path).expanduser().resolve().is_relative_to(run_directory.resolve()):
+    if local_path(path).resolve().is_relative_to(run_directory.resolve()):
         raise ValueError(
             f"{_KEY}={path} is run.dir itself, which the run overwrites; give another run.dir"
         )
@@ -250,7 +252,7 @@ def open_initial_parameters(path: str, program: Program, group: ProcessGroup) ->
     Raises:
         ValueError: there are none, they cannot be read, or they do not fit the model of this run.
     """
-    folder = Path(path).expanduser()
+    folder = open_local(path)
     is_model = (folder / CONFIG).is_file() and not (folder / "checkpoints").is_dir()
     found: InitialParameters = (
         HuggingFaceParameters(ModelDirectory(folder), program.config)
@@ -310,7 +312,7 @@ def _open_checkpoint(path: Path, group: ProcessGroup, *, has_modules: bool) -> C
     run, asked = path, None
     if path.name.isdecimal() and path.parent.name == "checkpoints":
         run, asked = path.parent.parent, int(path.name)
-    folder = run / "checkpoints"
+    folder = checkpoint_folder(run)
     step = group.broadcast("init_from", lambda: _find_step(path, folder, asked))
     try:
         record = read_record(folder / str(step), step)
@@ -332,7 +334,7 @@ def _open_checkpoint(path: Path, group: ProcessGroup, *, has_modules: bool) -> C
     return CheckpointParameters(folder, step, model, lora, leaves)
 
 
-def _find_step(path: Path, folder: Path, asked: int | None) -> int:
+def _find_step(path: Path, folder: AnyPath, asked: int | None) -> int:
     found = saved_steps(folder)
     if not found or asked not in (None, *found):
         listed = f" (found: {', '.join(map(str, found))})" if found else ""

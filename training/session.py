@@ -2,19 +2,22 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
+from data.bucket_path import AnyPath
 from data.pipeline import Dataset
 from data.tokenizers.base import save_tokenizer
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StopRequest
 from safe_files import replace_file
 from training.agreement import StepCoordinator
+from training.bucket_runs import bucket_of, checkpoint_folder, kept_in_bucket
+from training.bucket_runs import move_aside as move_bucket
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, SaveSchedule
 from training.checkpoint_record import saved_steps
@@ -63,7 +66,7 @@ def check_reference(run: RunConfig, training: TrainingConfig, checkpoint: Checkp
     """
     if training.objective == "sft" or training.init_from is not None:
         return
-    folder = run_directory(run.dir) / "checkpoints"
+    folder = checkpoint_folder(run_directory(run.dir))
     if checkpoint.resume == "never" or not saved_steps(folder):
         raise ValueError(
             f"training.objective={training.objective} has no training.init_from, so that the "
@@ -95,16 +98,17 @@ def open_run(
         if group.is_primary:
             required_bytes = _bytes_to_write(directory, program, settings)
             stack.enter_context(locked_run(directory, required_bytes, group))
-        moved = _move_old_run(directory, settings, group)
-        check_shared_filesystem(directory, group)
+        moved, publish = _open_folder(directory, settings, group, stack)
         terminal = find_terminal() if group.is_primary else None
         log_file, group.stack_file = _files_of_process(directory, group)
         stack.enter_context(logging_to(log_file, terminal, silent=not group.is_primary))
-        checkpoints = Checkpoints(directory / "checkpoints", settings.checkpoint, group=group)
+        folder = checkpoint_folder(directory)
+        checkpoints = Checkpoints(folder, settings.checkpoint, group=group, publish=publish)
         # However the run ends, a save in progress is completed.
         stack.push(checkpoints.on_exit)
         if settings.checkpoint.keep_best:
-            for step, loss in read_values(directory / "metrics.jsonl", "eval_loss").items():
+            read = partial(read_values, directory / "metrics.jsonl", "eval_loss")
+            for step, loss in group.broadcast("eval losses", lambda: [*read().items()]):
                 checkpoints.set_eval_loss(step, loss)
         config, resolved = settings.training, settings.resolved_config
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps, resolved)
@@ -133,7 +137,33 @@ def open_run(
         yield trainer
 
 
-def _move_old_run(directory: Path, settings: RunSettings, group: ProcessGroup) -> Path | None:
+def _open_folder(
+    directory: Path, settings: RunSettings, group: ProcessGroup, stack: contextlib.ExitStack
+) -> tuple[AnyPath | None, Callable[[], None]]:
+    """Make the folder of the run ready.
+
+    Returns where an old run was moved to, or None, and a function that copies the files of the run
+    to its bucket, if it is in one.
+
+    Raises:
+        ValueError: it cannot be moved, is in use, or is not the same for all processes.
+    """
+    if bucket_of(directory) is None:
+        moved = _move_old_run(directory, settings, group)
+        check_shared_filesystem(directory, group)
+        return moved, lambda: None
+    moved = None
+    if group.is_primary:
+        publish = stack.enter_context(kept_in_bucket(directory, group))
+        moved = _move_old_run(directory, settings, group)
+    group.barrier("bucket")
+    if not group.is_primary:
+        own = [path.name for path in _files_of_process(directory, group)]
+        publish = stack.enter_context(kept_in_bucket(directory, group, own))
+    return moved, publish
+
+
+def _move_old_run(directory: Path, settings: RunSettings, group: ProcessGroup) -> AnyPath | None:
     """Move an old run aside if `checkpoint.resume` is never; return it, or None if there was none.
 
     Raises:
@@ -143,7 +173,9 @@ def _move_old_run(directory: Path, settings: RunSettings, group: ProcessGroup) -
         return None
     if (path := settings.training.init_from) is not None:
         check_is_elsewhere(path, directory)
-    return move_aside(directory) if group.is_primary else None
+    if not group.is_primary:
+        return None
+    return move_aside(directory) if bucket_of(directory) is None else move_bucket(directory)
 
 
 def _describe_run(
@@ -275,7 +307,7 @@ def _find_start(
     if resume_point.step:
         return resume_point, None
     if 0 in resumer.checkpoints.steps:  # made by scripts/convert.py; it wins over init_from
-        path = str(directory / "checkpoints" / "0")
+        path = str(checkpoint_folder(directory) / "0")
     elif path is not None:
         check_is_elsewhere(path, directory)
     if path is None:
@@ -292,8 +324,10 @@ def _find_start(
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
     """Return the least bytes that the checkpoints of this run will add to its disk.
 
-    Those that `keep_every` and `keep_best` keep are not counted.
+    Those that `keep_every` and `keep_best` keep are not counted. Those in buckets take no disk.
     """
+    if bucket_of(directory) is not None:
+        return 0
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     policy = settings.checkpoint

@@ -11,6 +11,7 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1
 
+from data.bucket_path import AnyPath
 from training.checkpoint_record import DamageError, read_error
 from training.fingerprint import RunningFingerprint, leaf_name
 
@@ -49,8 +50,16 @@ def chunked(
     )
 
 
+def _key_value_store(checkpoint: AnyPath) -> dict[str, str]:
+    """Return the folder of arrays as tensorstore names it."""
+    if isinstance(checkpoint, Path):
+        return {"driver": "file", "path": f"{os.path.abspath(checkpoint)}/state/"}
+    bucket, _, prefix = checkpoint.url.removeprefix("gs://").partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": f"{prefix}/state/"}
+
+
 def read_chunks(
-    checkpoint: Path, name: str, expected: str, sharding: jax.sharding.NamedSharding
+    checkpoint: AnyPath, name: str, expected: str, sharding: jax.sharding.NamedSharding
 ) -> Iterator[Chunk]:
     """Yield an array of a checkpoint in the chunks in which it is stored, each once.
 
@@ -66,9 +75,11 @@ def read_chunks(
     """
     what = f"checkpoint {checkpoint.name} cannot be read"
     try:
-        folder = {"driver": "file", "path": f"{os.path.abspath(checkpoint)}/state/"}
-        store = {"driver": "ocdbt", "base": folder, "path": f"{name}/"}
-        array = tensorstore.open({"driver": "zarr3", "kvstore": store}, read=True).result()
+        store = {"driver": "ocdbt", "base": _key_value_store(checkpoint), "path": f"{name}/"}
+        # A checkpoint never changes: nothing is asked for twice.
+        never = {"recheck_cached_data": "open", "recheck_cached_metadata": "open"}
+        spec = {"driver": "zarr3", "kvstore": store, **never}
+        array = tensorstore.open(spec, read=True).result()
     except Exception as error:
         raise read_error(what, error) from error
     found = RunningFingerprint(array.shape, sharding)

@@ -52,7 +52,7 @@ def test_a_store_is_made_extended_verified_and_mended(tmp_path, capsys) -> None:
     tokens = (shard / "tokens.bin").read_bytes()
     (shard / "tokens.bin").write_bytes(bytes(len(tokens)))
     assert prepare(tmp_path, out, "--verify", one) == 2
-    remedy = f"delete {shard}, and run the command that prepared the store again"
+    remedy = f"delete {shard} and prepare the data again"
     assert remedy in capsys.readouterr().err
     shutil.rmtree(shard)
     assert prepare(tmp_path, out, one) == 0
