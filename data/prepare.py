@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from data.config import DataConfig, OnError, SourceConfig, files_key
 from data.duplicates import SeenDocuments
 from data.files import DataError, find_files, fingerprint, input_bytes, suffix_of
 from data.filters import NO_FILTERS, Filters
-from data.formats.shards import InputShard, known_suffixes, plan_shards
+from data.formats.shards import bytes_before_each, known_suffixes, piece_key, plan_shards
 from data.hub import find_split, parse_split
 from data.shard_list import is_sharded
 from data.sharded_store import ShardedStore
@@ -478,26 +478,3 @@ def describe_unread_files(job: StoreJob) -> Iterator[str]:
             f"{job.files_key}: {count_of(len(others), 'file')} of other formats in the folder left "
             f"out{such_as} {others[0]}; give a glob to read them"
         )
-
-
-def piece_key(shard: InputShard) -> str:
-    """Return the hash of the ranges of files that one task tokenizes."""
-    # The form of the first version, so that interrupted preparations of it can be continued.
-    content = {"entries": [asdict(file_range) for file_range in shard.ranges]}
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def bytes_before_each(shards: Sequence[InputShard], files: Sequence[InputFile]) -> list[int]:
-    """Return the bytes of input before shard 0, 1, ..., and of all shards.
-
-    Ranges may count in records: then each has the same share of bytes as of the file's records.
-    """
-    whole: dict[str, int] = {}
-    for part in (part for shard in shards for part in shard.ranges):
-        whole[part.path] = whole.get(part.path, 0) + part.end - part.begin
-    sizes, done = {file.path: file.size for file in files}, [0.0]
-    for shard in shards:
-        shares = ((part.end - part.begin) / max(1, whole[part.path]) for part in shard.ranges)
-        paths = (part.path for part in shard.ranges)
-        done.append(done[-1] + sum(s * sizes[p] for s, p in zip(shares, paths, strict=True)))
-    return [round(count) for count in done]

@@ -17,18 +17,16 @@ from pathlib import Path
 from data.bucket_path import AnyPath, BucketPath
 from data.duplicates import SeenDocuments
 from data.files import DataError, fingerprint, forget_listings
-from data.formats.shards import plan_shards
+from data.formats.shards import bytes_before_each, piece_key, plan_shards
 from data.hub import parse_split
 from data.packed_store import PACKS, PackSettings, open_rows, write_rows
 from data.packing import TooLittleTextError
 from data.prepare import (
     ReportProgress,
     StoreJob,
-    bytes_before_each,
     check_skipped,
     locked,
     no_answer,
-    piece_key,
 )
 from data.shard_list import (
     NO_ROWS,

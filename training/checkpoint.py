@@ -8,7 +8,6 @@ an error that names it; the caller sets it aside. No restore falls back to fresh
 """
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1
 
-from data.bucket_path import AnyPath
+from data.bucket_path import AnyPath, to_path
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_folders import (
     delete_checkpoint,
@@ -40,7 +39,7 @@ from training.checkpoint_record import (
     short_reason,
 )
 from training.fingerprint import fingerprints
-from training.logs import log
+from training.logs import log, silence_orbax
 from training.save_barrier import SaveBarrier, compare_saves
 from training.state import TrainState
 from training.stored_arrays import Chunk, by_name, chunked, in_place_of, read_chunks
@@ -76,9 +75,8 @@ class Checkpoints:
                 that none is older than a checkpoint.
         """
         self.group = group or ProcessGroup()
-        # orbax logs tracebacks from its threads before it raises; the raised error is enough.
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-        self._directory, self.config, self._read_only = directory, config, read_only
+        silence_orbax()
+        self._directory, self.config, self._read_only = to_path(directory), config, read_only
         self._write_bytes, self._publish = write_bytes, publish
         self._losses: dict[int, float] = {}
         self._saver = self._open_read_only() if read_only else self._open()

@@ -7,9 +7,9 @@ import re
 import resource
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -105,3 +105,26 @@ def peak_memory() -> int:
     """Return the peak host memory of this process in bytes."""
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def silence_orbax() -> None:
+    """Hide what orbax prints besides the exception that it raises.
+
+    Its threads log tracebacks. After a read that fails, it closes its event loop while tensorstore
+    still reads other arrays, each of which reports that.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    if not isinstance(sys.unraisablehook, _UnraisableHook):
+        sys.unraisablehook = _UnraisableHook(sys.unraisablehook)
+
+
+class _UnraisableHook:
+    """Reports an exception that no code receives, but not those of closed event loops."""
+
+    def __init__(self, before: Callable[[Any], None]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._before(unraisable)

@@ -1,11 +1,14 @@
 """Shards of input files: parts of about equal size, each tokenized by one task."""
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from data.files import DamagedFileError, DataError, compression_of, input_bytes, suffix_of
 from data.formats.base import FORMATS, FileRange, format_of_suffix
+from data.store import InputFile
 
 SHARD_BYTES = 16 * 2**20
 """Input of one task: about a second of tokenization, small beside the memory of a machine."""
@@ -66,3 +69,26 @@ def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
 def known_suffixes() -> set[str]:
     """Return the suffixes of all formats."""
     return {suffix for entry in FORMATS.values() for suffix in entry.suffixes}
+
+
+def piece_key(shard: InputShard) -> str:
+    """Return the hash of the ranges of files that one task tokenizes."""
+    # The form of the first version, so that interrupted preparations of it can be continued.
+    content = {"entries": [asdict(file_range) for file_range in shard.ranges]}
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def bytes_before_each(shards: Sequence[InputShard], files: Sequence[InputFile]) -> list[int]:
+    """Return the bytes of input before shard 0, 1, ..., and of all shards.
+
+    Ranges may count in records: then each has the same share of bytes as of the file's records.
+    """
+    whole: dict[str, int] = {}
+    for part in (part for shard in shards for part in shard.ranges):
+        whole[part.path] = whole.get(part.path, 0) + part.end - part.begin
+    sizes, done = {file.path: file.size for file in files}, [0.0]
+    for shard in shards:
+        shares = ((part.end - part.begin) / max(1, whole[part.path]) for part in shard.ranges)
+        paths = (part.path for part in shard.ranges)
+        done.append(done[-1] + sum(s * sizes[p] for s, p in zip(shares, paths, strict=True)))
+    return [round(count) for count in done]
