@@ -102,6 +102,9 @@ def _add_measured(command: Command) -> None:
         "--copies", type=at_least_one, default=8, help="times the standard library is tokenised"
     )
     data.add_argument("--gigabytes", type=float, default=10.0, help="size of the store to open")
+    data.add_argument(
+        "--shards", type=int, help="open a store of this many shards, and measure nothing else"
+    )
     repeated = ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (gpu, 5), (data, 3))
     for added, default in repeated:
         added.add_argument(

@@ -7,6 +7,7 @@ Processes of their own open it (this module, run with -m); their clock starts af
 import argparse
 import hashlib
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,38 @@ import numpy as np
 from data.checked_array import ChecksumWriter, checksum_path, make_seed
 from data.config import DataConfig, Packing
 from data.files import find_files
+from data.packed_store import PACKS, PackSettings, open_rows, write_rows
 from data.pipeline import Dataset, train_batches
-from data.store import CHECKSUM_BLOCKS, ENDS, NUM_BYTES, TOKENS, VERSION, StoreInfo, write_info
+from data.shard_list import (
+    SHARDS,
+    Part,
+    RowsRecord,
+    ShardRecord,
+    part_file,
+    rows_key,
+    shard_name,
+    write_list,
+    write_tree,
+)
+from data.store import (
+    CHECKSUM_BLOCKS,
+    ENDS,
+    NUM_BYTES,
+    TOKENS,
+    VERSION,
+    Encoding,
+    Store,
+    StoreInfo,
+    StorePlan,
+    write_info,
+)
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import train_tokenizer
 from parallel.sharding.devices import describe_missing_tpu
 
 SCRIPTS = _clone.ROOT / "scripts"
 LENGTH, BATCH, VOCABULARY = 2048, 32, 8192
+EVAL_FRACTION = 0.01  # the default of the configuration
 # Not `pairs`: the texts of this benchmark are no preference pairs.
 PACKINGS: tuple[Packing, ...] = ("split", "best_fit")
 WARMUP, NUM_BATCHES, NUM_RANDOM_BATCHES = 10, 100, 1000
@@ -40,12 +66,19 @@ WARMUP, NUM_BATCHES, NUM_RANDOM_BATCHES = 10, 100, 1000
 MEDIAN_DOCUMENT, SPREAD = 610, 1.0
 
 
-def bench_data(*, copies: int, gigabytes: float, repeats: int) -> dict[str, Any]:
+def bench_data(
+    *, copies: int, gigabytes: float, shards: int | None, repeats: int
+) -> dict[str, Any]:
     """Measure tokenisation, delivery and start-up; each figure is the median of `repeats`.
 
     copies: how many times the source of Python's standard library is tokenised.
-    gigabytes: the size of the sparse store.
+    gigabytes: the size of the sparse store, or of each of its shards.
+    shards: measure nothing but the start-up on a store of this many shards; None: on one of none.
     """
+    if shards is not None:
+        with tempfile.TemporaryDirectory(prefix="bench-data-") as name:
+            found = _bench_shards(Path(name) / "sparse", gigabytes, shards, repeats)
+        return {"bench": "data", "start_up": found}
     with tempfile.TemporaryDirectory(prefix="bench-data-") as name:
         folder = Path(name)
         documents = [Path(file).read_text("utf-8") for file in find_files(None)]
@@ -180,6 +213,48 @@ def write_sparse_store(folder: Path, num_documents: int) -> None:
     write_info(folder, info)
 
 
+def write_sharded_store(folder: Path, num_shards: int, num_documents: int) -> None:
+    """Write a store whose shards are one sparse store under many names, with its packed rows."""
+    shard = folder / SHARDS / shard_name(0, 0)
+    write_sparse_store(shard, num_documents)
+    store, settings = Store(shard), PackSettings(LENGTH, "split", EVAL_FRACTION)
+    rows = write_rows(store, settings, shard / PACKS)
+    files = [path for path in shard.rglob("*") if path.is_file()]
+    for number in range(1, num_shards):
+        other = folder / SHARDS / shard_name(0, number)
+        (other / rows.relative_to(shard)).mkdir(parents=True)
+        for path in files:
+            os.link(path, other / path.relative_to(shard))
+    info = store.info
+    plan = StorePlan(
+        **info.model_dump(include={*StorePlan.model_fields} - {"files", "encoding"}),
+        files=(),
+        encoding=Encoding(bos_id=None, chat_template="chatml"),
+    )
+    part = Part(
+        plan=plan,
+        num_files=num_shards,
+        num_bytes=2 * info.num_tokens * num_shards,
+        pieces=(1,) * num_shards,
+        pieces_digest="",
+        in_order=False,
+    )
+    record = ShardRecord(
+        digest=info.digest,
+        num_tokens=info.num_tokens,
+        num_documents=info.num_documents,
+        loss_tokens=info.num_tokens,
+        text_bytes=info.num_tokens - info.num_documents,
+        unanswered=0,
+        is_masked=False,
+        skipped={},
+    )
+    of_rows = RowsRecord(name=rows.name, info=asdict(open_rows(rows).info))
+    write_tree(part_file(folder, 0), part.model_dump(mode="json"))
+    write_list(part_file(folder, 0, "shards"), [record] * num_shards)
+    write_list(part_file(folder, 0, rows_key(settings)), [of_rows] * num_shards)
+
+
 def _checksums(folder: Path, name: str) -> ChecksumWriter:
     path = checksum_path(folder / name)
     return ChecksumWriter(path, CHECKSUM_BLOCKS[name], make_seed("sparse", name))
@@ -204,6 +279,22 @@ def _bench_start_up(folder: Path, gigabytes: float, repeats: int) -> dict[str, A
             numbers = ", ".join(f"{key} {value:,.3f}" for key, value in run.items())
             print(f"start-up {packing}, {which}: {numbers}", flush=True)
     return result
+
+
+def _bench_shards(
+    folder: Path, gigabytes: float, num_shards: int, repeats: int
+) -> dict[str, float]:
+    """Measure new processes that open a sharded store, of which nothing was read before."""
+    mean = MEDIAN_DOCUMENT * np.exp(SPREAD**2 / 2)
+    write_sharded_store(folder, num_shards, round(gigabytes * 1e9 / 2 / mean))
+    lists = sum(path.stat().st_size for path in (folder / "parts").iterdir())
+    command = [sys.executable, "-m", "benchmarks.delivery", str(folder), "split"]
+    runs = [json.loads(_stdout_of(command)) for _ in range(repeats)]
+    found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    found |= {"lists_mb": lists / 1e6, "terabytes": gigabytes * num_shards / 1e3}
+    numbers = ", ".join(f"{key} {value:,.3f}" for key, value in found.items())
+    print(f"start-up of {num_shards:,} shards: {numbers}", flush=True)
+    return found
 
 
 def measure_start_up(folder: Path, packing: Packing) -> dict[str, float]:
