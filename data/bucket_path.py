@@ -72,7 +72,16 @@ class BucketPath:
 
     def read_range(self, begin: int, end: int) -> bytes:
         """Return the bytes from `begin` up to `end`, or fewer where the object ends."""
-        return self._ask(lambda system, name: bytes(system.cat_file(name, start=begin, end=end)))
+
+        def ask(system: Any, name: str) -> bytes:
+            try:
+                return bytes(system.cat_file(name, start=begin, end=end))
+            except Exception as error:
+                if _status(error) != 416 and "InvalidRange" not in repr(error):
+                    raise
+                return b""  # the object ends before
+
+        return self._ask(ask)
 
     def size(self) -> int:
         """Return the bytes of the object."""
@@ -190,6 +199,8 @@ def _fresh(system: Any) -> Any:
 
 def _status(error: Exception) -> int | None:
     """Return the HTTP status of an error of gcsfs, s3fs or aiohttp; None without one."""
+    if str(error).startswith("Forbidden"):  # as gcsfs says it
+        return 403
     for value in (getattr(error, "code", None), getattr(error, "status", None)):
         if str(value).isdecimal():
             return int(str(value))

@@ -44,12 +44,17 @@ def make_seed(identity: str, name: str) -> int:
     return crc32(f"{identity}/{name}".encode())
 
 
-def allow_open_files(count: int) -> None:
-    """Raise the limit of open files of this process, if `count` are more than half of it."""
+def allow_open_files(count: int) -> int:
+    """Raise the limit of open files of this process, if `count` are more than half of it.
+
+    Returns the limit.
+    """
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and 2 * count > limit:
         wanted = 2 * count if highest == resource.RLIM_INFINITY else min(2 * count, highest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, wanted), highest))
+        limit = max(limit, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
+    return limit if limit != resource.RLIM_INFINITY else 2**30
 
 
 class ChecksumWriter:

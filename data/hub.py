@@ -84,6 +84,6 @@ def _explain(place: str, split: HubSplit, error: Exception) -> DataError:
         )
     return DataError(
         f"{place}: the Hugging Face hub did not answer ({reason}); on a machine with access run "
-        f"`hf download --repo-type dataset {split.dataset} --local-dir FOLDER`, and set {place} to "
-        "its files"
+        f"`hf download --repo-type dataset {split.dataset} --local-dir FOLDER`, and set the "
+        "key to its files"
     )

@@ -275,14 +275,19 @@ def _counts(rows: PackedRows) -> list[int]:
 
 
 def open_rows(
-    folder: AnyPath, cache: BlockCache | None = None, *, keep: bool = True
+    folder: AnyPath,
+    cache: BlockCache | None = None,
+    *,
+    keep: bool = True,
+    remedy: str | None = None,
 ) -> PackedStore:
     """Open packed rows.
 
     cache: of what is read from a bucket. keep: keep a small index in memory, and so check it now.
+        remedy: what to do about damage.
     Raises: DataError when they are damaged.
     """
-    remedy = f"delete the folder {folder}, the next run makes it again"
+    remedy = remedy or f"delete the folder {folder}, the next run makes it again"
     index = folder / INDEX
     try:
         record = json.loads(index.read_bytes())

@@ -41,6 +41,7 @@ from data.tokenization import bind_to_parent
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 
+EVAL_SUFFIX = " eval_files"
 # Larger inputs must be tokenized before the run, by scripts/prepare_data.py.
 MAX_UNPREPARED_BYTES = 2**30
 # Part of `Dataset.order`, by the number of shuffles; runs of the first version had one. Add another
@@ -124,7 +125,7 @@ class Dataset:
         for source in self.sources:
             stores[source.name] = source.store
             if source.evaluation is not None:
-                stores[f"{source.name} eval_files"] = source.evaluation[0]
+                stores[source.name + EVAL_SUFFIX] = source.evaluation[0]
         sharded = {n: store for n, store in stores.items() if isinstance(store, ShardedStore)}
         parts = {name: len(store.parts) for name, store in sharded.items()}
         return Pins(parts, self._pins.shuffle_passes)
@@ -158,7 +159,7 @@ class Dataset:
     ) -> tuple[Store | ShardedStore, PackedStore | ShardedRows]:
         config = self.config
         key = f"data.sources.{name}" if config.sources else "data"
-        title = f"{name} eval_files" if is_evaluation else name
+        title = name + EVAL_SUFFIX if is_evaluation else name
         job = store_job(name, config, self.tokenizer, is_evaluation=is_evaluation)
         settings = PackSettings(config.row_length, config.packing, eval_fraction)
         with TokenizationProgress(name) as progress:
@@ -254,6 +255,21 @@ class Dataset:
             if not store.has_checksums
         ]
 
+    @property
+    def is_in_order(self) -> bool:
+        """Whether a source is read shard by shard, and so may still be being prepared."""
+        return any(source.is_in_order for source in self.sources)
+
+    def prepared_until(self, start: int, stop: int, skipped: Sequence[tuple[int, int]]) -> int:
+        """Return the first zero-based step from `start` on whose rows are not there, or `stop`.
+
+        skipped: ranges [first, last) of batches that no step takes.
+        """
+        steps = range(start, stop)
+        return start + bisect_left(
+            steps, True, key=lambda step: not self.is_ready(batch_number(step, skipped))
+        )
+
     def is_ready(self, number: int) -> bool:
         """Return whether the rows of a batch can be read; else `refresh` may find them later."""
         taken: tuple[int, ...] = ()
@@ -319,11 +335,13 @@ class Dataset:
         undivided = [s.name for s in self.sources if s.name in used and s.packed.info.once_divided]
         evaluated = {s.name: s.evaluation[0].digest for s in self.sources if s.evaluation}
         evaluated = {name: digest for name, digest in evaluated.items() if name in used}
+        pinned = self.pins.parts.items()
+        parts = {n: count for n, count in pinned if n.removesuffix(EVAL_SUFFIX) in used}
         return {
             **bos,
             **({"eval_files": evaluated} if evaluated else {}),
             **({"undivided": undivided} if undivided else {}),
-            **({"parts": parts} if (parts := self.pins.parts) else {}),
+            **({"parts": parts} if parts else {}),
             "version": [_ORDER_VERSIONS[self._pins.shuffle_passes], PACK_VERSION],
             "seed": config.seed,
             "tokenizer": self.tokenizer.digest,
@@ -398,8 +416,7 @@ def train_batches(
 ) -> Generator[dict[str, jax.Array]]:
     """Yield the global batches of zero-based steps start .. stop - 1; one is prefetched to devices.
 
-    Close the generator, to stop the threads and processes that prefetch. It ends early before a
-    step whose rows cannot be read yet, see `Dataset.is_ready`.
+    Close the generator, to stop the threads and processes that prefetch.
 
     skipped: ranges [first, last) of batches that no step takes.
     """
@@ -419,15 +436,6 @@ def train_batches(
         size = dataset.schedule.at(number).batch_size
         return make_global_batch(fields, rows[size], shape(number), sharding)
 
-    if dataset.is_growing:
-        stop = (
-            bisect_left(
-                range(start, stop),
-                True,
-                key=lambda step: not dataset.is_ready(batch_number(step, skipped)),
-            )
-            + start
-        )
     steps = grain.MapDataset.range(start, stop).map(_ReadLocalRows(dataset, rows, tuple(skipped)))
     read = steps.to_iter_dataset(dataset.read_options)
     if dataset.config.num_workers:

@@ -5,16 +5,18 @@ number of workers or on interruptions. An unreadable document stops the preparat
 location, or is counted in the store.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -262,9 +264,23 @@ def prepared_folder(files: str | tuple[str, ...] | None) -> AnyPath | None:
     if not isinstance(files, str) or files.startswith("hf://"):
         return None
     folder = to_path(files)
-    if isinstance(folder, BucketPath) and set("*?[") & set(files):  # a glob, and a request for each
-        return None
+    if isinstance(folder, BucketPath):  # each question is a request, and may be refused
+        if set("*?[") & set(files) or suffix_of(files) in known_suffixes():
+            return None
+    elif (folder / "building").is_dir():
+        _wait_for_plan(folder)
     return folder if (folder / INFO).is_file() or is_sharded(folder) else None
+
+
+def _wait_for_plan(folder: Path, seconds: float = 600.0) -> None:
+    """Wait until a store in shards that is just being begun says what it will hold."""
+    end = time.monotonic() + seconds
+    while not is_sharded(folder) and time.monotonic() < end:
+        with open(folder / "building" / "shards.lock", "a") as file:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return  # nobody prepares it
+        time.sleep(0.5)
 
 
 def open_any(folder: AnyPath, cache: BlockCache | None = None) -> Store | ShardedStore:
@@ -295,13 +311,27 @@ def open_prepared(
         )
     _check_encoding(store, job)
     if job.held_out:
+        check = partial(_check_held_out, job, folder)
         for path in store.input_files():
-            if _identity(path) in job.held_out:
-                raise DataError(
-                    f"{key}={folder} was prepared from {path}, which is one of eval_files and is "
-                    "not trained on; prepare it again without that file"
-                )
+            check([path])
+        if isinstance(store, ShardedStore):
+            store.check_files = lambda shard: check(shard.input_files())
+    if job.is_evaluation and isinstance(store, ShardedStore) and not store.is_complete:
+        raise DataError(
+            f"{key}={folder} is still being prepared, and held-out files must be complete; wait "
+            "until it is"
+        )
     return store
+
+
+def _check_held_out(job: StoreJob, folder: AnyPath, paths: Iterable[str]) -> None:
+    """Raise DataError for a store with files that are held out."""
+    for path in paths:
+        if _identity(path) in job.held_out:
+            raise DataError(
+                f"{job.files_key}={folder} was prepared from {path}, which is one of eval_files "
+                "and is not trained on; prepare it again without that file"
+            )
 
 
 def _check_encoding(store: Store | ShardedStore, job: StoreJob) -> None:

@@ -144,7 +144,7 @@ def read_parts(folder: AnyPath) -> list[Part]:
     A file that cannot be read is named with its remedy.
     """
     found: list[Part] = []
-    names = {path.name for path in _entries(folder / PARTS)}
+    names = {path.name for path in entries(folder / PARTS)}
     while (path := part_file(folder, len(found))).name in names:
         found.append(read_model(path, Part, f"restore it, or delete {folder} and prepare it again"))
     return found
@@ -152,10 +152,11 @@ def read_parts(folder: AnyPath) -> list[Part]:
 
 def shard_names(folder: AnyPath) -> set[str]:
     """Return the names of the shards that are there."""
-    return {path.name for path in _entries(folder / SHARDS)}
+    return {path.name for path in entries(folder / SHARDS)}
 
 
-def _entries(folder: AnyPath) -> Iterable[AnyPath]:
+def entries(folder: AnyPath) -> Iterable[AnyPath]:
+    """Return what is in a folder; nothing if there is none."""
     try:
         return [*folder.iterdir()]
     except FileNotFoundError:
@@ -202,6 +203,14 @@ def write_tree(path: AnyPath, tree: Mapping[str, Any], *, create: bool = False) 
             return False
         replace_file(path, content)
     return True
+
+
+def delete_file(path: AnyPath) -> None:
+    """Delete a file of a list."""
+    if isinstance(path, BucketPath):
+        path.delete()
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _parse(content: bytes) -> dict[str, Any]:

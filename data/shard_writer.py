@@ -30,12 +30,15 @@ from data.prepare import (
 )
 from data.shard_list import (
     NO_ROWS,
+    PARTS,
     RECORD,
     SHARDS,
     Part,
     RowsRecord,
     ShardRecord,
+    delete_file,
     digest_of,
+    entries,
     in_parallel,
     part_file,
     read_list,
@@ -48,10 +51,10 @@ from data.shard_list import (
     write_tree,
 )
 from data.sharded_store import ShardedStore, read_rows_record
-from data.store import InputFile, Store, StorePlan
-from data.store_writer import SEEN, StoreWriter, remove_leftovers
+from data.store import INFO, InputFile, Skipped, Store, StorePlan
+from data.store_writer import SEEN, StoreWriter, add_skipped, remove_leftovers
 from data.tokenization import Engine, TokenizedShard, tokenize_shards
-from safe_files import publish_folder
+from safe_files import publish_folder, rename
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,11 @@ def prepare_shards(
     Raises: DataError for what the user can correct; OSError. After either, or a kill, the next call
         continues.
     """
-    work = _work_folder(folder, cache)
-    work.mkdir(parents=True, exist_ok=True)
-    with locked(work / "shards"):
-        _Preparation(job, folder, sharding, settings, engine, report or _no_report, work).run()
-    store = ShardedStore(folder)
-    _check(store, job)
-    return store
+    root = _work_folder(folder, cache)
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root / "shards"):
+        _Preparation(job, folder, sharding, settings, engine, report or _no_report, root).run()
+    return ShardedStore(folder)
 
 
 def _no_report(done: int, total: int, tokens: int) -> None:
@@ -99,19 +100,6 @@ def _work_folder(folder: AnyPath, cache: Path) -> Path:
     if isinstance(folder, Path):
         return folder / "building"  # on the same disk, so that a rename publishes a shard
     return cache.expanduser() / "building" / hashlib.sha256(str(folder).encode()).hexdigest()[:16]
-
-
-def _check(store: ShardedStore, job: StoreJob) -> None:
-    """Raise DataError for a store without tokens in the loss, or with unreadable documents."""
-    if not store.num_tokens:
-        skipped = ", ".join(f"{skip.count} {kind}" for kind, skip in store.skipped.items())
-        raise DataError(
-            f"{job.files_key}: no document has a token; skipped: {skipped or 'none'}; delete "
-            f"{store.folder}, and give files with text"
-        )
-    if store.is_masked and not store.text_bytes():
-        raise DataError(no_answer(job))
-    check_skipped(store.skipped, job)
 
 
 class _Preparation:
@@ -125,10 +113,13 @@ class _Preparation:
         settings: PackSettings,
         engine: Engine,
         report: ReportProgress,
-        work: Path,
+        root: Path,
     ):
         self._job, self._folder, self._sharding, self._settings = job, folder, sharding, settings
-        self._engine, self._report, self._work = engine, report, work
+        self._engine, self._report, self._root = engine, report, root
+        # Of another plan, even with the same name, nothing may be published.
+        self._work = root / job.key[:16]
+        self._work.mkdir(exist_ok=True)
 
     def run(self) -> None:
         """Make what is missing. Raises: DataError, OSError."""
@@ -139,7 +130,7 @@ class _Preparation:
         self._ranges = [range(end - n, end) for n, end in zip(self._part.pieces, ends, strict=True)]
         file = part_file(self._folder, self._number, "shards")
         listed = read_list(file, ShardRecord)
-        there = self._there(is_listed=listed is not None)
+        there = self._there()
         missing = [n for n, name in enumerate(self._names) if name not in there]
         if missing:
             self._make(missing, listed)
@@ -151,7 +142,24 @@ class _Preparation:
             ]
             assert len(listed) == len(self._names)
             write_list(file, listed)
+        self._check_records(listed)
         self._write_rows_list(listed)
+
+    def _check_records(self, listed: Sequence[ShardRecord]) -> None:
+        """Raise DataError for a part without tokens in the loss, or with unreadable documents."""
+        skipped: dict[str, Skipped] = {}
+        for record in listed:
+            add_skipped(skipped, record.skipped)
+        if not sum(record.num_tokens for record in listed):
+            kinds = ", ".join(f"{skip.count} {kind}" for kind, skip in skipped.items())
+            raise DataError(
+                f"{self._job.files_key}: no document has a token; skipped: {kinds or 'none'}; "
+                f"delete {self._folder}, and give files with text, or another field"
+            )
+        is_masked = any(record.is_masked for record in listed)
+        if is_masked and not sum(record.text_bytes for record in listed):
+            raise DataError(no_answer(self._job))
+        check_skipped(skipped, self._job)
 
     # Parts
 
@@ -161,28 +169,57 @@ class _Preparation:
         for number, part in enumerate(parts):
             if part.plan.key == wanted.plan.key:
                 return number, self._check_begun(part, wanted)
+        for part in parts:
+            self._check_revision(part)
         number = len(parts)
-        if parts and not self._has_shards(number - 1):  # the plan of an attempt that made nothing
+        if is_replaced := number > 0 and self._made_nothing(number - 1):
             number -= 1
-        elif parts:
-            self._check_revision(parts[-1])
-            if not self._sharding.append:
-                raise DataError(
-                    f"{folder} holds shards of other files or settings; add --append to add these "
-                    "files to it, or choose another folder"
-                )
-            if not part_file(folder, number - 1, "shards").is_file():
-                raise DataError(
-                    f"{folder}: its part {number - 1} is not complete; finish it first, with the "
-                    "command that began it"
-                )
-            if (reason := wanted.explain_difference(parts[0])) is not None:
-                raise DataError(f"{folder} {reason}, or choose another folder")
+        if number:
+            self._check_append(number, parts[0], wanted)
         elif self._sharding.append:
-            raise DataError(f"--append: {folder} is no store yet; leave it out")
-        self._clear_work()
-        write_tree(part_file(folder, number), wanted.model_dump(mode="json"))
+            raise DataError(f"--append: {folder} is no store in shards yet; leave it out")
+        elif not is_replaced:
+            self._check_free()
+        for path in self._root.iterdir():
+            if path.is_dir() and path != self._work:
+                shutil.rmtree(path)
+        file = part_file(folder, number)
+        if is_replaced:
+            delete_file(file)
+        if not write_tree(file, wanted.model_dump(mode="json"), create=True):
+            raise DataError(f"{folder}: another command has just begun to add to it; run again")
         return number, wanted
+
+    def _check_append(self, number: int, first: Part, wanted: Part) -> None:
+        """Raise DataError unless a part with this number may be added to the store."""
+        folder = self._folder
+        if not part_file(folder, number - 1, "shards").is_file():
+            raise DataError(
+                f"{folder}: its part {number - 1} is not complete, and was begun with other files "
+                "or settings; finish it with the command that began it, or, if its files have "
+                f"changed, delete {folder} and prepare it again"
+            )
+        if not self._sharding.append:
+            raise DataError(
+                f"{folder} holds shards of other files or settings; add --append to add these "
+                "files to it, or choose another folder"
+            )
+        if (reason := wanted.explain_difference(first)) is not None:
+            raise DataError(f"{folder} {reason}, or choose another folder")
+
+    def _check_free(self) -> None:
+        """Raise DataError if the folder holds anything but the work on a store in shards."""
+        found = {path.name for path in entries(self._folder)} - {PARTS, SHARDS, "building"}
+        if found:
+            raise DataError(
+                f"{self._folder} holds other files, such as {min(found)}; choose another folder"
+            )
+
+    def _made_nothing(self, number: int) -> bool:
+        """Return whether the command that planned a part has published nothing."""
+        if part_file(self._folder, number, "shards").is_file():
+            return False
+        return not any(name.startswith(f"{number:05}-") for name in shard_names(self._folder))
 
     def _check_revision(self, part: Part) -> None:
         """Raise DataError if a split of the hub has changed since the part was begun."""
@@ -224,22 +261,12 @@ class _Preparation:
             raise DataError(f"{self._folder} was begun {was} --stream; give the same")
         return part
 
-    def _has_shards(self, number: int) -> bool:
-        return any(name.startswith(f"{number:05}-") for name in shard_names(self._folder))
-
-    def _clear_work(self) -> None:
-        for path in self._work.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name == SEEN:
-                path.unlink()
-
     # Shards
 
-    def _there(self, *, is_listed: bool) -> set[str]:
+    def _there(self) -> set[str]:
         """Return the names of the shards of this part that are complete."""
         found = shard_names(self._folder)
-        if is_listed or isinstance(self._folder, Path):  # a rename publishes all of a shard
+        if isinstance(self._folder, Path):  # a rename publishes all of a shard
             return found
         names = [name for name in self._names if name in found]
         have_record = in_parallel(
@@ -255,7 +282,13 @@ class _Preparation:
 
     def _make(self, missing: list[int], listed: Sequence[ShardRecord] | None) -> None:
         """Make the missing shards; listed: what they must hold, if the part was complete."""
+        for path in [*self._work.glob("*.done"), *self._work.glob("*.empty")]:
+            shutil.rmtree(path)
         for n in [n for n in missing if (self._work / self._names[n]).exists()]:
+            made = self._work / self._names[n]
+            if not ((made / RECORD).exists() or (made / INFO).exists()):
+                shutil.rmtree(made)
+                continue
             self._publish(n, listed)  # a kill came between its last piece and its publication
             missing.remove(n)
         if not missing:
@@ -342,13 +375,15 @@ class _Preparation:
             self._report_at(self._ranges[shard].stop, writer.num_tokens)
             if (changed := self._find_changed(shard)) is not None:
                 writer.discard()
-                raise DataError(f"{changed} changed while it was read; run again")
+                remedy = "run again"
+                if not self._made_nothing(self._number):
+                    remedy = f"restore it, or delete {self._folder} and prepare it again"
+                raise DataError(f"{changed} changed while it was read; {remedy}")
             if writer.num_tokens:
                 writer.finish()
                 self._num_tokens += writer.num_tokens
             else:
                 writer.discard()
-                folder.mkdir()
                 record = ShardRecord(
                     digest="",
                     num_tokens=0,
@@ -359,7 +394,9 @@ class _Preparation:
                     is_masked=False,
                     skipped=writer.skipped,
                 )
-                write_tree(folder / RECORD, record.model_dump(mode="json"))
+                begun = folder.with_name(f"{folder.name}.empty")
+                write_tree(begun / RECORD, record.model_dump(mode="json"))
+                publish_folder(begun, folder)
 
     def _report_at(self, piece: int, num_tokens: int) -> None:
         before = self._bytes_before
@@ -395,10 +432,11 @@ class _Preparation:
             )
             write_tree(made / RECORD, record.model_dump(mode="json"))
         if listed is not None and record.digest != listed[shard].digest:
+            shutil.rmtree(made)
             raise DataError(
-                f"{made}: shard {shard} holds other tokens than before, since a library or the "
-                f"code of a filter has changed; restore them, or delete {self._folder} and prepare "
-                "it again"
+                f"{self._folder}: shard {shard} holds other tokens than before, since a library or "
+                f"the code of a filter has changed; restore them, or delete {self._folder} and "
+                "prepare it again"
             )
         move_folder(made, target)
 
@@ -407,7 +445,7 @@ class _Preparation:
     def _pack(self, store: Store, shard: int, folder: Path) -> None:
         """Pack the rows of a shard into its folder."""
         packs, wanted = folder / PACKS, self._settings
-        if self._part.in_order and (self._number or shard):
+        if self._part.in_order and (self._number or self._is_held_out_before(shard)):
             wanted = replace(wanted, eval_fraction=0.0)
         try:
             rows = write_rows(store, wanted, packs)
@@ -421,6 +459,15 @@ class _Preparation:
             record = RowsRecord(name=rows.name, info=asdict(open_rows(rows, keep=False).info))
         write_tree(packs / f"{rows_key(self._settings)}.json", record.model_dump(mode="json"))
 
+    def _is_held_out_before(self, shard: int) -> bool:
+        """Return whether an earlier shard of a store that is read in order has held-out rows."""
+        key = rows_key(self._settings)
+        for name in self._names[:shard]:
+            record = read_rows_record(self._folder / SHARDS / name, key)
+            if record is not None and record.counts.held_out_rows:
+                return True
+        return False
+
     def _write_rows_list(self, listed: Sequence[ShardRecord]) -> None:
         """Write the list of the rows of all shards, unless it is there. Raises: DataError."""
         key = rows_key(self._settings)
@@ -428,13 +475,23 @@ class _Preparation:
         records = read_list(file, RowsRecord)
         if records is None:
             numbers = [n for n, record in enumerate(listed) if record.num_tokens]
-            found = in_parallel(self._rows_of, numbers)
+            if self._part.in_order:  # each looks at those before it
+                found = [self._rows_of(number) for number in numbers]
+            else:
+                found = in_parallel(self._rows_of, numbers)
             by_number = dict(zip(numbers, found, strict=True))
             records = [by_number.get(n, NO_ROWS) for n in range(len(listed))]
             write_list(file, records)
         counts = [record.counts for record in records]
         if not sum(count.train_rows for count in counts):
             raise DataError(f"{self._folder}: no row is left for training; give more text")
+        is_first = self._number == 0 and self._settings.eval_fraction
+        if is_first and not sum(count.held_out_rows for count in counts):
+            raise DataError(
+                f"{self._folder}: no shard has enough text to hold out "
+                f"data.eval_fraction={self._settings.eval_fraction:g} of it; give a larger "
+                "--shard-gb or fraction, or data.eval_fraction=0"
+            )
 
     def _rows_of(self, shard: int) -> RowsRecord:
         """Return the record of the rows of a shard, which are packed unless they are there."""
@@ -456,7 +513,9 @@ def move_folder(made: Path, target: AnyPath) -> None:
     """Move a complete shard to its place; in a bucket, its record is written last."""
     if isinstance(target, BucketPath):
         upload_folder(made, target, last=RECORD)
-        shutil.rmtree(made)
+        done = made.with_name(f"{made.name}.done")  # never half of it under its name
+        rename(made, done)
+        shutil.rmtree(done)
         return
     target.parent.mkdir(exist_ok=True)
     publish_folder(made, target)

@@ -17,6 +17,7 @@ import numpy as np
 
 from data.block_cache import BlockCache
 from data.bucket_path import AnyPath, to_path
+from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.files import DataError
 from data.packed_store import PACKS, PackedStore, PackingInfo, PackSettings, StoredRows, open_rows
 from data.shard_list import (
@@ -43,6 +44,8 @@ WAIT_SECONDS, LOOK_SECONDS, LINE_SECONDS = 1800.0, 1.0, 60.0
 KEPT_OPEN = 512
 """Shards of a source that stay open; each takes up to eight files."""
 _AT_A_TIME = 64
+# Sources in shards for which a small limit of open files is shared out.
+_SOURCES = 4
 
 
 class ShardedStore:
@@ -79,11 +82,20 @@ class ShardedStore:
             if not is_complete:
                 self.is_complete = False
                 break
-        if not self.parts or (num_parts is not None and len(self.parts) < num_parts):
-            what = "is not complete" if not self.parts else f"has lost its part {len(self.parts)}"
+        if not self.parts:
             raise DataError(
-                f"{folder} {what}; run the command that prepares it again, which continues"
+                f"{folder} is not complete; run the command that prepares it again, which continues"
             )
+        if num_parts is not None and len(self.parts) < num_parts:
+            raise DataError(
+                f"{folder} has {count_of(len(self.parts), 'part')}, but the run was trained on "
+                f"{num_parts}; name the store of that run, or give another run.dir"
+            )
+        for part in self.parts:
+            if (reason := part.explain_difference(parts[0])) is not None:
+                raise DataError(f"{folder}: a part of it {reason}; delete it and prepare it again")
+        self.check_files: Callable[[Store], None] | None = None
+        """Called with each shard that `refresh` finds; raises DataError for held-out files."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardedStore, (self.folder, self.cache, len(self.parts))
@@ -127,8 +139,14 @@ class ShardedStore:
             return
         last = len(self.parts) - 1
         before = sum(len(part.pieces) for part in self.parts[:-1])
-        found, self.is_complete = self._records(last, self.parts[last], self.shards[before:])
+        known = len(self.shards)
+        found, is_complete = self._records(last, self.parts[last], self.shards[before:])
         self.shards = self.shards[:before] + found
+        if self.check_files is not None:
+            for number, (_, record) in enumerate(self.shards[known:], known):
+                if record.num_tokens:
+                    self.check_files(self.open_shard(number))
+        self.is_complete = is_complete
 
     @property
     def share_there(self) -> float:
@@ -259,6 +277,9 @@ class ShardedRows:
         Raises: DataError when they were not packed with these settings.
         """
         self.store, self.settings = store, settings
+        num_shards = sum(len(part.pieces) for part in store.parts)
+        limit = allow_open_files(FILES_PER_SOURCE * min(KEPT_OPEN, num_shards))
+        self._kept_open = max(1, min(KEPT_OPEN, limit // (_SOURCES * FILES_PER_SOURCE)))
         self._lock = threading.Lock()
         self._open: OrderedDict[int, tuple[Store, PackedStore]] = OrderedDict()
         self._records: list[RowsRecord] = []
@@ -301,9 +322,13 @@ class ShardedRows:
             found = [record for record in read if record is not None]
         if len(found) < len(shards) - known:
             given = ", ".join(f"{name} {value}" for name, value in asdict(self.settings).items())
+            files = store.parts[part].plan.source.get("files")
+            fraction = f"data.eval_fraction={self.settings.eval_fraction:g}"
             raise DataError(
-                f"{store.folder} has no rows for these settings ({given}); run "
-                "scripts/prepare_data.py with the same data keys and --out, which packs them"
+                f"{store.folder} has no rows for these settings ({given}) of what was prepared "
+                f"from {files}; run scripts/prepare_data.py with --out={store.folder}, those "
+                f"files, {fraction}, and data.sequence_length and data.packing as here, which "
+                "packs them"
             )
         return found
 
@@ -315,10 +340,11 @@ class ShardedRows:
                 return self._open[number]
         store = self.store.open_shard(number)
         folder = store.folder / PACKS / self._records[number].name
-        opened = store, open_rows(folder, self.store.cache, keep=False)
+        remedy = self.store.remedy(self.store.shards[number][0])
+        opened = store, open_rows(folder, self.store.cache, keep=False, remedy=remedy)
         with self._lock:
             self._open[number] = opened
-            while len(self._open) > KEPT_OPEN:
+            while len(self._open) > self._kept_open:
                 self._open.popitem(last=False)
         return opened
 
@@ -340,8 +366,11 @@ def wait_for_first_rows(
     Raises: DataError when there is still none after `limit` seconds, or never will be.
     """
     store, begin, last = rows.store, time.monotonic(), -math.inf
-    while not rows.train.num_rows:
+    is_split = bool(rows.settings.eval_fraction)
+    while not (rows.train.num_rows and (rows.held_out.num_rows or not is_split)):
         if store.is_complete:
+            if rows.train.num_rows:  # of a part that was added, for example
+                return
             raise DataError(f"{store.folder} has no row for training; prepare other texts")
         now = time.monotonic()
         if now - begin > limit:
@@ -355,3 +384,16 @@ def wait_for_first_rows(
         time.sleep(LOOK_SECONDS)
         store.refresh()
         rows.refresh()
+
+
+def wait_until(is_there: Callable[[], bool], refresh: Callable[[], None]) -> None:
+    """Wait until this process sees what another one has seen. Raises: DataError after a while."""
+    end = time.monotonic() + WAIT_SECONDS
+    while not is_there():
+        if time.monotonic() > end:
+            raise DataError(
+                "this process does not see shards that process 0 has found; give data.files a "
+                "folder that all hosts share"
+            )
+        time.sleep(LOOK_SECONDS)
+        refresh()

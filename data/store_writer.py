@@ -197,10 +197,10 @@ class StoreWriter:
     def discard(self) -> None:
         """Delete what is written, since nothing can continue it."""
         self._stack.close()
+        remove_leftovers(self.building)  # first: without a journal, the rest is written over
         for name in self._files:
             (self.building / name).unlink()
             checksum_path(self.building / name).unlink()
-        remove_leftovers(self.building)
         self.building.rmdir()
 
     def _explain_empty(self) -> str:

@@ -17,27 +17,28 @@ class BatchWait:
     def __init__(self, group: ProcessGroup, dataset: Dataset, runner: StepRunner):
         self._group, self._dataset, self._runner = group, dataset, runner
         self._begin, self._last_line = time.monotonic(), -LINE_SECONDS
+        self._rows = -1
         self.has_failed = False
         """Whether the wait is over without rows."""
 
     def is_over(self, step: int) -> bool:
         """Look once, and wait a moment; return whether the rows are there, or never will be.
 
-        Communication: process 0 broadcasts what it has found. The others then look until they see
-        it too.
+        Communication: process 0 broadcasts what it has found.
         """
         found = self._group.broadcast(f"rows of step {step}", lambda: self._look(step))
         self.has_failed = found == _GIVE_UP
         if found == _WAIT:
             self._say(step)
             time.sleep(LOOK_SECONDS)
-        while found == _READY and not self._runner.is_prepared(step):
-            time.sleep(LOOK_SECONDS)
         return bool(found != _WAIT)
 
     def _look(self, step: int) -> str:
         if self._runner.is_prepared(step):
             return _READY
+        rows = sum(source.num_items for source in self._dataset.sources)
+        if rows != self._rows:
+            self._rows, self._begin = rows, time.monotonic()
         # Without a growing store, no look finds more.
         is_late = time.monotonic() - self._begin > WAIT_SECONDS or not self._dataset.is_growing
         return _GIVE_UP if is_late else _WAIT

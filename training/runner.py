@@ -3,11 +3,13 @@
 import contextlib
 import time
 from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any
 
 import jax
 
 from data.pipeline import Dataset, train_batches
+from data.sharded_store import wait_until
 from parallel.cluster.process_group import ProcessGroup
 from training.clock import StepClock
 from training.config import TrainingConfig
@@ -58,14 +60,24 @@ class StepRunner:
         self._compiled_shape: tuple[int, ...] | None = None
 
     def _read_from(self, step: int) -> Generator[Batch]:
-        """Return the batches from a zero-based step on, as far as their rows are prepared."""
+        """Return the batches from a zero-based step on, as far as their rows are prepared.
+
+        Communication: if they may not be, process 0 broadcasts how far, and the others look until
+        they see as much.
+        """
+        last, skipped, dataset = self._config.steps, self._resume_point.skipped, self._dataset
+        stop = last
+        if dataset.is_in_order:
+            find_stop = partial(dataset.prepared_until, step, last, skipped)
+            stop = self._group.broadcast(f"rows from step {step}", find_stop)
+            wait_until(lambda: find_stop() >= stop, dataset.refresh)
         return train_batches(
-            self._dataset,
+            dataset,
             self._program.batch_sharding,
             start=step,
-            stop=self._config.steps,
+            stop=stop,
             accumulation=self._config.gradient_accumulation,
-            skipped=self._resume_point.skipped,
+            skipped=skipped,
         )
 
     @property
@@ -83,6 +95,7 @@ class StepRunner:
         self._batches.close()
         self._batches = self._read_from(step - 1)
         self._batch = next(self._batches)
+        self._clock.restart()
 
     @property
     def batch(self) -> Batch:

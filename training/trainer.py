@@ -145,14 +145,16 @@ class Trainer:
     ) -> signal.Signals | None:
         """Wait until the rows of a step are prepared; return a signal that ends the wait, or None.
 
-        Process 0 decides for all; only a process alone can stop meanwhile. What was trained is
-        saved before the run ends for lack of rows.
+        Process 0 decides for all. Only a process alone can stop meanwhile; several save first.
+        What was trained is saved before the run ends for lack of rows.
 
         Raises: TrainingError after `WAIT_SECONDS`.
         """
         self.reporter.finish_step()
         self.group.set_phase(None)
         wait = BatchWait(self.group, self.dataset, runner)
+        if self.group.num_processes > 1 and step - 1 > self.resume_point.step:
+            self._save(step - 1, state, None)
         with self.goodput.spend("data_wait"):
             while not wait.is_over(step):
                 if self.coordinator.late_stop is not None:

@@ -281,7 +281,7 @@ def test_other_rows_are_packed_without_tokenizing(tmp_path) -> None:
 
 def test_mistakes_are_one_line(tmp_path) -> None:
     source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
-    with pytest.raises(DataError, match="is no store yet; leave it out"):
+    with pytest.raises(DataError, match="is no store in shards yet; leave it out"):
         shards(job_of(source), folder, append=True)
     shards(job_of(source), folder)
     with pytest.raises(DataError, match="was begun without --stream; give the same"):

@@ -71,7 +71,7 @@ def test_a_store_is_made_extended_verified_and_mended(tmp_path, capsys) -> None:
         (["--stream"], "--stream needs --out FOLDER"),
         (["--shard-gb=2"], "--shard-gb needs --out FOLDER"),
         (["--shard-gb=0", "--out=OUT"], "--shard-gb 0: use a number above 0"),
-        (["--append", "--out=OUT"], "is no store yet; leave it out"),
+        (["--append", "--out=OUT"], "is no store in shards yet; leave it out"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, arguments, law) -> None:

@@ -1,0 +1,260 @@
+"""What must not happen to a store in shards: mixed settings, lost plans, held-out files."""
+
+import resource
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from test_sharded_stores import (
+    PIECE_BYTES,
+    ROWS,
+    batches,
+    content,
+    dataset,
+    job_of,
+    joined,
+    shards,
+    write_texts,
+)
+
+from data.config import DataConfig, SourceConfig
+from data.files import DataError
+from data.formats.shards import plan_shards
+from data.pipeline import Dataset
+from data.prepare import StoreJob, build
+from data.sharded_store import ShardedStore
+from data.store import INFO
+from data.tokenization import tokenize_shards
+from data.tokenizers.byte_level import ByteTokenizer
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch) -> None:
+    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=PIECE_BYTES))
+
+
+class Killed(BaseException):
+    pass
+
+
+def killed_at_once(pieces, settings):
+    raise Killed
+    yield
+
+
+def test_a_part_that_has_made_nothing_is_replaced_under_the_same_rules(tmp_path) -> None:
+    folder = tmp_path / "store"
+    shards(job_of(write_texts(tmp_path / "one")), folder)
+    with pytest.raises(Killed):
+        shards(job_of(write_texts(tmp_path / "two")), folder, append=True, engine=killed_at_once)
+    third = job_of(write_texts(tmp_path / "three", 3))
+    with pytest.raises(DataError, match="add --append to add these files"):
+        shards(third, folder)
+    with pytest.raises(DataError, match="has another BOS before its documents"):
+        shards(replace(third, bos_id=5), folder, append=True)
+    assert shards(third, folder, append=True).num_documents == 20 + 11
+
+
+def test_the_plan_of_a_complete_part_stays_when_all_its_shards_are_deleted(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "one"), tmp_path / "store"
+    wanted = content(shards(job_of(source), folder).folder)
+    shutil.rmtree(folder / "shards")
+    with pytest.raises(DataError, match="add --append"):
+        shards(job_of(write_texts(tmp_path / "two")), folder)
+    shards(job_of(source), folder)
+    assert content(folder) == wanted
+
+
+def test_held_out_files_are_found_in_shards_that_come_later(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input", 20), tmp_path / "store"
+    opened: list[Dataset] = []
+    held = str(tmp_path / "input" / "019.txt")
+    config = DataConfig(
+        files=str(folder), eval_files=held, sequence_length=16, global_batch_size=2,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+
+    def watch(done: int, total: int, tokens: int) -> None:
+        if not opened and (folder / "shards").exists() and any((folder / "shards").iterdir()):
+            opened.append(Dataset(config))
+
+    rows = replace(ROWS, eval_fraction=0.0)
+    shards(job_of(source), folder, in_order=True, report=watch, rows=rows)
+    with pytest.raises(DataError, match=r"019\.txt, which is one of eval_files"):
+        opened[0].refresh()
+    assert opened[0].is_growing
+
+
+def test_a_store_that_grows_is_no_evaluation(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input", 20), tmp_path / "store"
+    (tmp_path / "a.txt").write_text("text " * 99)
+    errors: list[str] = []
+
+    def watch(done: int, total: int, tokens: int) -> None:
+        if not errors and (folder / "shards").exists() and any((folder / "shards").iterdir()):
+            with pytest.raises(DataError) as error:
+                Dataset(
+                    DataConfig(
+                        files=str(tmp_path / "a.txt"), eval_files=str(folder), sequence_length=16,
+                        cache_dir=str(tmp_path / "cache"),
+                    )
+                )  # fmt: skip
+            errors.append(str(error.value))
+
+    rows = replace(ROWS, eval_fraction=0.0)
+    shards(job_of(source), folder, in_order=True, report=watch, rows=rows)
+    assert "is still being prepared, and held-out files must be complete" in errors[0]
+
+
+def test_the_first_shard_with_enough_text_holds_some_out(tmp_path) -> None:
+    (tmp_path / "input").mkdir()
+    for n, text in enumerate(["", "", "x", *["long enough to be held out " * 9] * 3]):
+        (tmp_path / "input" / f"{n}.txt").write_text(text)
+    job = job_of(SourceConfig(files=f"{tmp_path}/input/*"))
+    store = shards(job, tmp_path / "store", 1, in_order=True)
+    source = dataset(store.folder, tmp_path).sources[0]
+    held = [row.info["held_out_rows"] for row in source.packed._records]
+    assert source.num_eval and sum(count > 0 for count in held) == 1 and not held[0]
+    few = tmp_path / "few"
+    few.mkdir()
+    (few / "a.txt").write_text("")
+    (few / "b.txt").write_text("x")
+    with pytest.raises(DataError, match="no shard has enough text to hold out"):
+        shards(job_of(SourceConfig(files=f"{few}/*")), tmp_path / "small", 1)
+
+
+def test_many_shards_need_few_open_files(tmp_path) -> None:
+    store = shards(job_of(write_texts(tmp_path / "input", 60)), tmp_path / "store", 1)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert len(store.shards) > 50
+    used = len([*Path("/proc/self/fd").iterdir()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 200, before[1]))
+    try:
+        data = dataset(store.folder, tmp_path)
+        batches(data, 100)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        assert len([*Path("/proc/self/fd").iterdir()]) < limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_source_in_shards_may_join_a_run_later(tmp_path) -> None:
+    one = shards(job_of(write_texts(tmp_path / "one")), tmp_path / "a").folder
+    two = shards(job_of(write_texts(tmp_path / "two", 4)), tmp_path / "b").folder
+
+    def of(sources: dict[str, dict]) -> Dataset:
+        return Dataset(
+            DataConfig(
+                sources={name: SourceConfig(**given) for name, given in sources.items()},
+                sequence_length=16, eval_fraction=0.05, cache_dir=str(tmp_path / "cache"),
+            )
+        )  # fmt: skip
+
+    first = {"a": {"files": str(one)}}
+    both = {**first, "b": {"files": str(two), "weight": {0: 0, 100: 1}}}
+    assert of(first).order(10) == of(both).order(10) != of(both).order(101)
+
+
+def test_work_that_is_half_done_is_done_again(tmp_path) -> None:
+    (tmp_path / "input").mkdir()
+    for n, text in enumerate(["text " * 30, "", "more " * 30]):
+        (tmp_path / "input" / f"{n}.txt").write_text(text)
+    job, folder = job_of(SourceConfig(files=f"{tmp_path}/input/*")), tmp_path / "store"
+    wanted = content(shards(job, tmp_path / "whole", 1).folder)
+    with pytest.raises(Killed):
+        shards(job, folder, 1, engine=killed_at_once)
+    (work,) = [path for path in (folder / "building").iterdir() if path.is_dir()]
+    (work / "00000-00001").mkdir()  # made, and empty
+    (work / "00000-00002.done").mkdir()
+    assert content(shards(job, folder, 1).folder) == wanted
+
+
+def test_other_tokens_than_before_are_refused_until_they_are_the_same(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
+    wanted = content(shards(job_of(source), folder).folder)
+    shutil.rmtree(folder / "shards" / "00000-00001")
+
+    def changed(pieces, settings):
+        for documents, skipped in tokenize_shards(pieces, settings):
+            yield [replace(part, tokens=part.tokens[::-1].copy()) for part in documents], skipped
+
+    with pytest.raises(DataError, match="holds other tokens than before"):
+        shards(job_of(source), folder, engine=changed)
+    assert content(shards(job_of(source), folder).folder) == wanted
+
+
+def test_files_that_change_after_the_first_shard_have_a_remedy(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
+
+    def engine(pieces, settings):
+        for number, shard in enumerate(tokenize_shards(pieces, settings)):
+            if number == 5:
+                (tmp_path / "input" / "005.txt").write_text("another text")
+            yield shard
+
+    with pytest.raises(DataError, match=r"restore it, or delete .*store and prepare it again"):
+        shards(job_of(source), folder, engine=engine)
+    with pytest.raises(DataError, match=r"is not complete, .* delete .*store and prepare it again"):
+        shards(job_of(source), folder, append=True)
+
+
+def test_skipped_documents_of_another_part_are_no_error_of_this_one(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
+    (tmp_path / "input" / "x.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    shards(job_of(source, on_error="skip"), folder)
+    store = shards(job_of(write_texts(tmp_path / "two", 3)), folder, append=True)
+    assert len(store.parts) == 2 and store.skipped["invalid JSON"].count == 1
+
+
+def test_a_wrong_field_is_named_although_its_documents_are_skipped(tmp_path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n' * 9)
+    job = job_of(SourceConfig(files=f"{tmp_path}/a.jsonl"), on_error="skip")
+    with pytest.raises(DataError, match="no document has a token; skipped: 9 missing field"):
+        shards(job, tmp_path / "store")
+
+
+def test_a_folder_with_other_files_is_not_taken(tmp_path) -> None:
+    source = write_texts(tmp_path / "input")
+    with pytest.raises(DataError, match="holds other files, such as"):
+        shards(job_of(source), tmp_path / "input")
+    whole = build(job_of(source), tmp_path / "whole")
+    with pytest.raises(DataError, match=r"holds other files, such as .*choose another folder"):
+        shards(job_of(source), whole.folder)
+    assert (whole.folder / INFO).exists() and not (whole.folder / "parts").exists()
+
+
+def test_another_store_than_that_of_the_run_is_named(tmp_path) -> None:
+    folder = tmp_path / "store"
+    shards(job_of(write_texts(tmp_path / "one")), folder)
+    shards(job_of(write_texts(tmp_path / "two", 3)), folder, append=True)
+    other = shards(job_of(write_texts(tmp_path / "three", 3)), tmp_path / "other")
+    with pytest.raises(DataError, match="has 1 part, but the run was trained on 2; name the store"):
+        ShardedStore(other.folder, num_parts=2)
+
+
+def test_damaged_rows_of_a_shard_are_mended_with_the_shard(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
+    wanted = content(shards(job_of(source), folder).folder)
+    shard = folder / "shards" / "00000-00001"
+    (rows,) = (shard / "packs").glob("*/rows.bin")
+    rows.write_bytes(bytes(len(rows.read_bytes())))
+    with pytest.raises(DataError, match=rf"differ from what was written; delete {shard}, and run"):
+        batches(dataset(folder, tmp_path), 100)
+    shutil.rmtree(shard)
+    shards(job_of(source), folder)
+    assert content(folder) == wanted
+
+
+def test_jobs_of_other_tokenizers_have_other_parts(tmp_path) -> None:
+    class Other(ByteTokenizer):
+        digest = "another"
+
+    source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
+    store = shards(job_of(source), folder)
+    job = StoreJob("text", write_texts(tmp_path / "two"), Other(), "raise")
+    with pytest.raises(DataError, match="was made with tokenizer bytes; set"):
+        shards(job, folder, append=True)
+    assert joined(ShardedStore(folder)) == joined(store)
