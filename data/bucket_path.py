@@ -112,7 +112,9 @@ class BucketPath:
         except FileNotFoundError:
             return
         for name in sorted(names):
-            if last := str(name).rstrip("/").rpartition("/")[2]:
+            last = str(name).rstrip("/").rpartition("/")[2]
+            # Consoles mark a folder by an object that has its name.
+            if last and not self.url.rstrip("/").endswith(str(name).rstrip("/")):
                 yield self / last
 
     def create(self, content: bytes) -> bool:

@@ -8,30 +8,32 @@ seconds and at the end, and from it at the start. A lease takes the place of a l
 import contextlib
 import fcntl
 import hashlib
-import json
 import os
 import re
+import secrets
 import shutil
-import socket
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import fsspec.config
 
 from data.bucket_path import AnyPath, BucketPath
-from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import replace_file
+from training.lease import RENEW_SECONDS, Lease
 from training.logs import log
 
 CHECKPOINTS, LEASE, LOCK_FILE = "checkpoints", "lease", ".lock"
-_URL_FILE = ".bucket"
+_URL_FILE, _FETCH_LOCK, _TRAINS = ".bucket", ".fetching", ".trains"
+IDENTITY_FILE = "run.json"
+BEFORE_SAVES = ("metrics.jsonl", IDENTITY_FILE, "config.yaml")
+"""Files that are copied before each save; the others follow."""
+# Folders that nobody needs who reads a run.
+_LARGE = ("tensorboard/", "profiles/", "wandb/", "mlruns/")
 _COPY_SECONDS = 30.0
-# A lease that was not renewed for the time of expiry belongs to a process that is gone.
-RENEW_SECONDS, EXPIRY_SECONDS, LOOK_SECONDS = 15.0, 75.0, 2.0
 _AT_A_TIME = 32
 
 
@@ -69,30 +71,67 @@ def checkpoint_folder(directory: Path) -> AnyPath:
 
 
 def _small_files(bucket: BucketPath) -> list[str]:
-    below = [path.name for path in bucket.iterdir() if path.name not in (CHECKPOINTS, LEASE)]
+    """Return the names of the small files of a run. Raises: ValueError if it is none."""
+    below = {path.name for path in bucket.iterdir()} - {LEASE}
+    if below and not below & {"config.yaml", CHECKPOINTS}:
+        raise ValueError(
+            f"{bucket} holds objects such as {min(below)}, which are not those of a run; give "
+            "another run.dir"
+        )
     names: list[str] = []
-    for name in below:
-        inside = (bucket / name).find()
+    for name in sorted(below - {CHECKPOINTS}):
+        inside = [each for each in (bucket / name).find() if not each.endswith("/")]
         names += [f"{name}/{each}" for each in inside] if inside else [name]
     return names
 
 
-def fetch(directory: Path) -> None:
-    """Copy the small files of a run from its bucket, over those of this machine.
+def fetch(directory: Path, only: Callable[[str], bool] = lambda name: True) -> set[str]:
+    """Copy the small files of a run from its bucket to this machine.
 
-    Raises: OSError when the bucket cannot be read.
+    A file that goes on where that of the bucket ends is kept, as are others of the same run that
+    are not in the bucket: a process that was killed could not copy them.
+
+    only: returns whether a file is wanted, by its name.
+    Returns: the names of files that are now as in the bucket.
+    Raises: OSError when the bucket cannot be read; ValueError when it holds no run.
     """
     bucket = bucket_of(directory)
     assert bucket is not None
-    names = _small_files(bucket)
-    for path in [*directory.rglob("*")]:
-        is_ours = path.name.startswith(".") or not path.is_file()
-        if not is_ours and str(path.relative_to(directory)) not in names:
-            path.unlink()
+    names = [name for name in _small_files(bucket) if only(name)]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        contents = pool.map(lambda name: (bucket / name).read_bytes(), names)
-        for name, content in zip(names, contents, strict=True):
+        contents = dict(
+            zip(names, pool.map(lambda n: (bucket / n).read_bytes(), names), strict=True)
+        )
+    longer: set[str] = set()
+    before = _read(directory / IDENTITY_FILE)
+    is_same_run = before is not None and contents.get(IDENTITY_FILE) == before
+    for name in _names_in(directory):
+        if name not in contents and only(name) and not is_same_run:
+            (directory / name).unlink(missing_ok=True)
+    for name, content in contents.items():
+        kept = _read(directory / name) if is_same_run else None
+        if kept is None or not kept.startswith(content):
             replace_file(directory / name, content)
+        elif len(kept) > len(content):
+            longer.add(name)
+    return contents.keys() - longer
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _names_in(directory: Path) -> list[str]:
+    """Return the names of the files of a folder that belong to the run; some may be vanishing."""
+    found = []
+    for parent, folders, names in os.walk(directory):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        below = Path(parent).relative_to(directory)
+        found += [str(below / name) for name in names if not name.startswith(".")]
+    return found
 
 
 def open_local(text: str) -> Path:
@@ -103,10 +142,25 @@ def open_local(text: str) -> Path:
     folder = local_path(text)
     run = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
     if "://" in text and bucket_of(run) is not None:
-        with open(run / LOCK_FILE, "a") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fetch(run)
+        with open(run / _FETCH_LOCK, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_training(run):
+                fetch(run, only=lambda name: not name.startswith(_LARGE))
     return folder
+
+
+def _is_training(run: Path) -> bool:
+    """Return whether a process of this machine trains a run."""
+    with open(run / LOCK_FILE, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return (run / _TRAINS).exists() and _is_alive((run / _TRAINS).read_text())
+
+
+def _is_alive(process: str) -> bool:
+    return process.isdecimal() and Path(f"/proc/{process}").exists()
 
 
 def move_tree(source: BucketPath, target: BucketPath, without: Collection[str] = ()) -> None:
@@ -130,6 +184,7 @@ def move_aside(directory: Path) -> BucketPath | None:
     """Move an old run to `NAME.old-K` of its bucket; return that, or None if there was none."""
     bucket = bucket_of(directory)
     assert bucket is not None
+    _small_files(bucket)  # raises for what is no run
     if not any(path.name != LEASE for path in bucket.iterdir()):
         return None
     number = 1
@@ -160,16 +215,36 @@ def kept_in_bucket(
     bucket = bucket_of(directory)
     assert bucket is not None
     with contextlib.ExitStack() as stack:
+        lease = None
         if names is None:
-            lease = Lease(bucket / LEASE, str(directory.resolve()))
+            lease = Lease(bucket / LEASE, _folder_id(directory))
             lease.acquire(group)
             stack.callback(lease.release)
-            fetch(directory)
-            stack.enter_context(_repeating(RENEW_SECONDS, lambda: _renew(lease, group)))
-        copies = _Copies(directory, bucket, names)
+            stack.enter_context(_repeating(RENEW_SECONDS, partial(_renew, lease, group)))
+            equal = fetch(directory)
+        else:  # readers of this machine leave the folder alone
+            replace_file(directory / _TRAINS, str(os.getpid()))
+            equal = fetch(directory, only=lambda name: name in names)
+        copies = _Copies(directory, bucket, names, equal)
         stack.callback(copies.update)
         stack.enter_context(_repeating(_COPY_SECONDS, copies.update))
-        yield copies.update
+        yield partial(_publish, copies, lease)
+
+
+def _publish(copies: "_Copies", lease: Lease | None) -> None:
+    """Copy what must not be older than a checkpoint. Raises: OSError, so that no save begins."""
+    if lease is not None:
+        lease.check()
+        copies.copy(BEFORE_SAVES)
+
+
+def _folder_id(directory: Path) -> str:
+    """Return a random id of a local folder, which tells it from one of another machine."""
+    path = directory / ".folder"
+    if (found := _read(path)) is None:
+        found = secrets.token_hex(16).encode()
+        replace_file(path, found)
+    return found.decode()
 
 
 @contextlib.contextmanager
@@ -179,7 +254,10 @@ def _repeating(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 
     def repeat() -> None:
         while not is_over.wait(seconds):
-            function()
+            try:
+                function()
+            except Exception as error:  # the next call may succeed
+                log.warning("a run in a bucket: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=repeat, name="bucket", daemon=True)
     thread.start()
@@ -190,7 +268,7 @@ def _repeating(seconds: float, function: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def _renew(lease: "Lease", group: ProcessGroup) -> None:
+def _renew(lease: Lease, group: ProcessGroup) -> None:
     """Renew a lease; end all processes at once if another run has taken it."""
     if not lease.renew():
         reason = f"another process has taken {lease.folder}, since it was not renewed in time"
@@ -202,136 +280,56 @@ def _renew(lease: "Lease", group: ProcessGroup) -> None:
 class _Copies:
     """Copies of the files of a folder in a bucket."""
 
-    def __init__(self, directory: Path, bucket: BucketPath, names: Collection[str] | None):
+    def __init__(
+        self,
+        directory: Path,
+        bucket: BucketPath,
+        names: Collection[str] | None,
+        equal: Collection[str],
+    ):
+        """Copy files of a folder. names: which; None: all. equal: those that are in the bucket."""
         self._directory, self._bucket, self._names = directory, bucket, names
-        self._known: dict[str, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        if names is None:  # just fetched
-            self._known = self._states()
+        self._known = {name: x for name, x in self._states().items() if name in equal}
 
     def _states(self) -> dict[str, tuple[int, int]]:
         """Return size and time of every file by its name."""
         found = {}
-        for path in self._directory.rglob("*"):
-            name = str(path.relative_to(self._directory))
-            is_wanted = self._names is None or name in self._names
-            if is_wanted and not path.name.startswith(".") and path.is_file():
+        for name in _names_in(self._directory):
+            if self._names is None or name in self._names:
                 with contextlib.suppress(OSError):  # it was replaced meanwhile
-                    stat = path.stat()
+                    stat = (self._directory / name).stat()
                     found[name] = stat.st_size, stat.st_mtime_ns
         return found
 
     def update(self) -> None:
         """Copy what has changed, and delete what is gone. A failure is logged, and tried again."""
         with self._lock:
+            if not (self._directory / _URL_FILE).exists():
+                return  # somebody has deleted the folder, and not its files
+            states, problem = self._states(), None
+            for name in [*states, *(self._known.keys() - states.keys())]:
+                try:
+                    self._update_file(name, states.get(name))
+                except FileNotFoundError:  # it is being replaced
+                    continue
+                except OSError as error:
+                    problem = error
+            if problem is not None:
+                log.warning("files of the run were not copied to %s: %s", self._bucket, problem)
+
+    def copy(self, names: Collection[str]) -> None:
+        """Copy some files, if they have changed. Raises: OSError."""
+        with self._lock:
             states = self._states()
-            try:
-                for name, state in states.items():
-                    if self._known.get(name) != state:
-                        (self._bucket / name).overwrite((self._directory / name).read_bytes())
-                        self._known[name] = state
-                for name in self._known.keys() - states.keys():
-                    (self._bucket / name).delete()
-                    del self._known[name]
-            except OSError as error:
-                log.warning("files of the run were not copied to %s: %s", self._bucket, error)
+            for name in names:
+                if name in states:
+                    self._update_file(name, states[name])
 
-
-class Lease:
-    """The right to write to a run in a bucket.
-
-    Leases are objects with ascending numbers, each written by one process alone. The holder of the
-    highest number writes the run, and renews its object. Whoever sees no renewal for the time of
-    expiry creates the next number; the service lets only one of them succeed. No clocks are
-    compared.
-    """
-
-    def __init__(self, folder: BucketPath, place: str):
-        """Describe a lease that is not taken yet. place: local folder of this process, locked."""
-        self.folder = folder
-        self._owner = {"host": socket.gethostname(), "process": os.getpid(), "place": place}
-        self._number = self._renewals = 0
-
-    def acquire(self, group: ProcessGroup) -> None:
-        """Take the lease; wait while nobody renews it, or with several processes.
-
-        Raises: ValueError if another process renews it; ProcessGroupError if it does so for
-        `cluster.start_timeout`.
-        """
-        deadline = time.monotonic() + group.config.start_timeout
-        while True:
-            numbers = self._numbers()
-            seen = self._read(numbers[-1]) if numbers else None
-            if seen is not None and not self._is_own(seen) and self._is_renewed(numbers[-1], seen):
-                in_use = (
-                    f"run.dir={str(self.folder).removesuffix(f'/{LEASE}')!r} is in use by process "
-                    f"{seen.get('process')} of {seen.get('host')}"
-                )
-                if group.num_processes == 1:
-                    raise ValueError(f"{in_use}; give another run.dir")
-                if time.monotonic() > deadline:
-                    raise ProcessGroupError(f"{in_use}; stop that process")
-                continue
-            number = (numbers[-1] if numbers else 0) + 1
-            if self._path(number).create(self._content()):
-                self._number = number
-                for old in numbers:
-                    self._path(old).delete()
-                return
-
-    def renew(self) -> bool:
-        """Renew the lease; return whether it is still ours. A bucket that fails changes nothing."""
-        self._renewals += 1
-        try:
-            if any(number > self._number for number in self._numbers()):
-                return False
-            self._path(self._number).overwrite(self._content())
-        except OSError as error:
-            log.warning("%s was not renewed: %s", self.folder, error)
-        return True
-
-    def release(self) -> None:
-        """Give the lease back."""
-        try:
-            self._path(self._number).delete()
-        except OSError as error:
-            log.warning("%s was not given back: %s", self.folder, error)
-
-    def _is_own(self, seen: dict[str, object]) -> bool:
-        """Return whether a lease is that of an earlier process with this local folder.
-
-        It is gone, because this process has locked the folder.
-        """
-        return all(seen.get(key) == self._owner[key] for key in ("host", "place"))
-
-    def _is_renewed(self, number: int, seen: dict[str, object]) -> bool:
-        """Return whether a lease is renewed, or given back, within the time of expiry."""
-        log.info("%s is held by another process; waiting to see whether it lives", self.folder)
-        end = time.monotonic() + EXPIRY_SECONDS
-        while time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
-            now = self._read(number)
-            if now is None:
-                return False
-            if now != seen:
-                return True
-        return False
-
-    def _path(self, number: int) -> BucketPath:
-        return self.folder / f"{number:08}.json"
-
-    def _numbers(self) -> list[int]:
-        names = (path.name.removesuffix(".json") for path in self.folder.iterdir())
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    def _read(self, number: int) -> dict[str, object] | None:
-        try:
-            found = json.loads(self._path(number).read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            found = None
-        return found if isinstance(found, dict) else {}
-
-    def _content(self) -> bytes:
-        return json.dumps({**self._owner, "renewals": self._renewals}).encode()
+    def _update_file(self, name: str, state: tuple[int, int] | None) -> None:
+        if state is None:
+            (self._bucket / name).delete()
+            del self._known[name]
+        elif self._known.get(name) != state:
+            (self._bucket / name).overwrite((self._directory / name).read_bytes())
+            self._known[name] = state

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -134,7 +135,10 @@ class Checkpoints:
         """
         begin = time.perf_counter()
         self.finish()
-        if gone := [old for old in self.steps if not (self._directory / str(old)).exists()]:
+        gone = []
+        if isinstance(self._directory, Path):  # in a bucket, a question each
+            gone = [old for old in self.steps if not (self._directory / str(old)).exists()]
+        if gone:
             names = ", ".join(map(str, gone))
             log.warning(
                 "checkpoints %s are missing from %s; something else deleted them",
@@ -155,8 +159,8 @@ class Checkpoints:
             "fingerprints": fingerprints(arrays),
         }
         self.set_eval_loss(step, eval_loss)
-        self._publish()
         try:
+            self._publish()
             with chunked(arrays, self._write_bytes, self._barrier.context):
                 response = self._saver.save_checkpointables_async(
                     step,
@@ -272,7 +276,8 @@ class Checkpoints:
         # Else threads of orbax wait for the process that failed. They end when the barrier times
         # out or the run ends, and without that process they cannot complete the checkpoint.
         if self.group.is_primary:
-            delete_partial(self._directory, step)
+            with contextlib.suppress(OSError):  # the next start removes it
+                delete_partial(self._directory, step)
         self._saver = self._open(cleanup=False)  # such a thread may still write
 
     def record(self, step: int) -> dict[str, Any]:

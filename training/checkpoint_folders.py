@@ -11,8 +11,8 @@ from pathlib import Path
 from data.bucket_path import AnyPath, BucketPath
 from safe_files import rename
 from training.bucket_runs import delete_tree, move_tree
+from training.checkpoint_record import COMMIT_FILE
 
-_COMMIT = "commit_success.txt"
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
 
@@ -26,7 +26,7 @@ def delete_partial(folder: AnyPath, step: int) -> None:
     if isinstance(folder, Path):
         for path in folder.glob(f"{step}.*tmp*"):
             shutil.rmtree(path, ignore_errors=True)
-    elif not (folder / str(step) / _COMMIT).exists():
+    elif not (folder / str(step) / COMMIT_FILE).exists():
         delete_tree(folder / str(step))
 
 
@@ -52,7 +52,7 @@ def rename_damaged(folder: AnyPath, step: int) -> AnyPath:
 def delete_checkpoint(folder: AnyPath, step: int) -> None:
     """Delete a checkpoint, so that it is not taken for a finished one after a kill midway."""
     if isinstance(folder, BucketPath):
-        delete_tree(folder / str(step), first=_COMMIT)
+        delete_tree(folder / str(step), first=COMMIT_FILE)
         return
     target = folder / f"{step}{_TEMPORARY}"
     shutil.rmtree(target, ignore_errors=True)
@@ -66,7 +66,7 @@ def find_leftovers(folder: AnyPath) -> tuple[list[AnyPath], list[AnyPath]]:
     damaged = [path for path in found if ".damaged" in path.name]
     if isinstance(folder, BucketPath):
         steps = [path for path in found if path.name.isdecimal()]
-        return damaged, [path for path in steps if not (path / _COMMIT).exists()]
+        return damaged, [path for path in steps if not (path / COMMIT_FILE).exists()]
     return (
         [path for path in damaged if path.is_dir()],
         [path for path in found if _TEMPORARY in path.name and path.is_dir()],

@@ -12,13 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.bucket_path import AnyPath
+from data.bucket_path import AnyPath, BucketPath
 from model.lora import is_adapter
 from model.multi_token import MODULES
 
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+COMMIT_FILE = "commit_success.txt"
+"""The last file of a finished checkpoint in a bucket."""
 
 
 class CheckpointError(Exception):
@@ -29,12 +33,17 @@ class DamageError(CheckpointError):
     """The content of a checkpoint differs from what was written."""
 
 
-def read_error(what: str, error: BaseException) -> CheckpointError:
+def read_error(what: str, error: BaseException, *, is_remote: bool = False) -> CheckpointError:
     """Return the error for a failed read: DamageError unless this machine is at fault.
 
-    Missing memory, permissions or an unavailable file system are faults of the machine.
+    Missing memory, permissions or an unavailable file system are faults of the machine. Of a bucket
+    (is_remote), any error of its service is.
     """
     cause = _root_cause(error)
+    if is_remote and not isinstance(
+        cause, FileNotFoundError | ValueError | LookupError | TypeError
+    ):
+        return CheckpointError(f"{what}: {short_reason(error)}")
     is_local = isinstance(cause, MemoryError) or _NOT_DAMAGE.search(str(cause)) is not None
     is_local |= isinstance(cause, OSError) and cause.errno in _NOT_DAMAGE_ERRNO
     return (CheckpointError if is_local else DamageError)(f"{what}: {short_reason(error)}")
@@ -61,11 +70,14 @@ Leaves = Mapping[str, list[Any]]
 def saved_steps(folder: AnyPath) -> list[int]:
     """Return the steps of the checkpoints in a folder, ascending, without opening it.
 
-    A save in progress may be among them if the folder is in a bucket.
+    Saves in progress are left out.
     """
     if isinstance(folder, Path) and not folder.exists():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    found = (path for path in folder.iterdir() if path.name.isdecimal())
+    if isinstance(folder, BucketPath):  # a save that was interrupted has its name already
+        found = (path for path in found if (path / COMMIT_FILE).exists())
+    return sorted(int(path.name) for path in found)
 
 
 def read_record(folder: AnyPath, step: int) -> dict[str, Any]:
@@ -79,7 +91,9 @@ def read_record(folder: AnyPath, step: int) -> dict[str, Any]:
         metadata = json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
         record, expected = metadata["record"], metadata["sha256"]
     except Exception as error:
-        raise read_error(f"checkpoint {step} has no record", error) from error
+        is_remote = isinstance(folder, BucketPath)
+        what = f"checkpoint {step} has no record"
+        raise read_error(what, error, is_remote=is_remote) from error
     if checksum(record) != expected or record["step"] != step:
         raise DamageError(f"checkpoint {step} is damaged: checksum mismatch of its record")
     return record

@@ -28,7 +28,8 @@ def run_directory(given: str) -> Path:
             "file system, or gs://BUCKET/NAME"
         )
     directory = local_path(given)
-    if set("[]*?") & set(path := os.path.abspath(directory)):
+    path = given if "://" in given else os.path.abspath(directory)
+    if set("[]*?") & set(path):
         # Saves there end without an index of their arrays, and without an error.
         raise ValueError(
             f"run.dir={path!r}: orbax reads [ ] * ? as a pattern; give a path without them"

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from safe_files import replace_file
+from training.bucket_runs import bucket_of
 from training.logs import log
 
 FILE = "run.json"
@@ -55,6 +56,14 @@ def identify_run(directory: Path) -> tuple[RunIdentity, str | None]:
     now = RunIdentity(
         run_id=secrets.token_hex(8), directory=str(path), host=socket.gethostname(), inode=place
     )
+    if (bucket := bucket_of(directory)) is not None:  # local folders come and go
+        now = now.model_copy(update={"directory": str(bucket), "inode": 0})
+        if before is not None and before.directory == now.directory:
+            now = now.model_copy(update={"run_id": before.run_id, "origins": before.origins})
+            before_bucket, before = before, None
+            if now != before_bucket:
+                replace_file(path / FILE, now.model_dump_json(indent=1) + "\n")
+            return now, None
     if before is not None:
         origin = Path(before.directory)
         is_elsewhere = path != origin and not _is_same(origin, path)

@@ -1,5 +1,6 @@
 """The lease of a run in a bucket: one holder, taken over only from a process that is gone."""
 
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,9 @@ from data.bucket_path import BucketPath
 from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training import bucket_runs
-from training.bucket_runs import Lease, bucket_of, fetch, kept_in_bucket, local_path
+from training import lease as leases
+from training.bucket_runs import bucket_of, fetch, kept_in_bucket, local_path
+from training.lease import Lease
 
 pytestmark = needs_buckets
 FOLDER = BucketPath("gs://bucket/run/lease")
@@ -20,8 +23,9 @@ FOLDER = BucketPath("gs://bucket/run/lease")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, bucket) -> None:
     monkeypatch.setattr("data.bucket_path.PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(bucket_runs, "EXPIRY_SECONDS", 1.0)
-    monkeypatch.setattr(bucket_runs, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 1.0)
+    monkeypatch.setattr(leases, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(leases, "RENEW_SECONDS", 0.1)
     monkeypatch.setattr(bucket_runs, "RENEW_SECONDS", 0.1)
 
 
@@ -48,9 +52,24 @@ def test_a_lease_that_is_renewed_is_refused_to_others(bucket: Bucket) -> None:
         stop.set()
         thread.join()
     holder.release()
-    assert bucket.names("run/lease") == []
+    assert bucket.names("run/lease") == ["run/lease/00000001.json"]
     other.acquire(ProcessGroup())
+    assert bucket.names("run/lease") == ["run/lease/00000002.json"]
+    assert not holder.renew()  # as if it had been suspended
     other.release()
+    third = Lease(FOLDER, "/third")
+    third.acquire(ProcessGroup())
+    assert not holder.renew() and not other.renew() and third.renew()
+
+
+def test_a_lease_that_was_not_renewed_lately_lets_no_save_begin(monkeypatch) -> None:
+    lease = Lease(FOLDER, "/here")
+    lease.acquire(ProcessGroup())
+    lease.check()
+    later = leases._now() + 1
+    monkeypatch.setattr(leases, "_now", lambda: later)
+    with pytest.raises(OSError, match="was not renewed for 1 s"):
+        lease.check()
 
 
 def test_a_lease_that_nobody_renews_is_taken_by_one_and_its_holder_notices(bucket) -> None:
@@ -78,7 +97,7 @@ def test_a_lease_that_nobody_renews_is_taken_by_one_and_its_holder_notices(bucke
 
 
 def test_the_lease_of_a_killed_process_with_the_same_folder_is_taken_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(bucket_runs, "EXPIRY_SECONDS", 60.0)
+    monkeypatch.setattr(leases, "EXPIRY_SECONDS", 60.0)
     Lease(FOLDER, "/here").acquire(ProcessGroup())
     begin = time.monotonic()
     Lease(FOLDER, "/here").acquire(ProcessGroup())
@@ -104,15 +123,15 @@ def test_files_of_a_run_are_copied_and_fetched(bucket: Bucket, tmp_path, monkeyp
         (folder / "log.txt").write_text("one\n")
         (folder / "tensorboard").mkdir()
         (folder / "tensorboard" / "events").write_bytes(b"\0\1")
+        (folder / "metrics.jsonl").write_text("{}\n")
+        (folder / "config.yaml").write_text("run: {}\n")
         (folder / ".lock").write_text("not copied")
         publish()
-        assert bucket.read("some/run/log.txt") == b"one\n"
+        assert bucket.read("some/run/metrics.jsonl") == b"{}\n"
         (folder / "log.txt").write_text("one\ntwo\n")
-        (folder / "gone.json").write_text("{}")
-        publish()
-        (folder / "gone.json").unlink()
     names = [name for name in bucket.names("some/run") if "lease" not in name]
-    assert names == ["some/run/log.txt", "some/run/tensorboard/events"]
+    files = ["config.yaml", "log.txt", "metrics.jsonl", "tensorboard/events"]
+    assert names == [f"some/run/{name}" for name in files]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
     other = local_path("gs://bucket/some/run")
     (other / "stale.txt").write_text("of an older visit")
@@ -120,3 +139,43 @@ def test_files_of_a_run_are_copied_and_fetched(bucket: Bucket, tmp_path, monkeyp
     assert other != folder and (other / "log.txt").read_text() == "one\ntwo\n"
     assert (other / "tensorboard" / "events").read_bytes() == b"\0\1"
     assert not (other / "stale.txt").exists()
+
+
+def test_what_a_killed_process_could_not_copy_is_kept_on_its_machine(bucket, tmp_path) -> None:
+    folder = local_path("gs://bucket/some/run")
+    with kept_in_bucket(folder, ProcessGroup()):
+        for name in ("run.json", "config.yaml", "log.txt"):
+            (folder / name).write_text(f"{name}\n")
+    with open(folder / "log.txt", "a") as file:
+        file.write("the last words\n")
+    (folder / "stacks.txt").write_text("where it hung\n")
+    with kept_in_bucket(folder, ProcessGroup()):
+        assert (folder / "log.txt").read_text() == "log.txt\nthe last words\n"
+    assert bucket.read("some/run/stacks.txt") == b"where it hung\n"
+    bucket.write("some/run/run.json", b"another run")
+    fetch(folder)
+    assert (
+        not (folder / "stacks.txt").exists() and (folder / "run.json").read_text() != "run.json\n"
+    )
+
+
+def test_a_deleted_local_folder_deletes_nothing_in_the_bucket(bucket) -> None:
+    folder = local_path("gs://bucket/some/run")
+    with kept_in_bucket(folder, ProcessGroup()):
+        (folder / "config.yaml").write_text("run: {}\n")
+    with kept_in_bucket(folder, ProcessGroup()):
+        shutil.rmtree(folder)
+    assert bucket.read("some/run/config.yaml") == b"run: {}\n"
+
+
+def test_objects_that_are_no_run_are_not_taken_for_one(bucket) -> None:
+    bucket.write("texts/a.txt", b"text")
+    folder = local_path("gs://bucket/texts")
+    with (
+        pytest.raises(ValueError, match=r"gs://bucket/texts holds objects such as a\.txt"),
+        kept_in_bucket(folder, ProcessGroup()),
+    ):
+        pass
+    with pytest.raises(ValueError, match="which are not those of a run"):
+        bucket_runs.move_aside(folder)
+    assert bucket.read("texts/a.txt") == b"text"
