@@ -33,10 +33,11 @@ from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, PackSettings, open_packed_store
 from data.packing import PACK_VERSION
-from data.prepare import describe_unread_files, prepare, store_job
+from data.prepare import prepare
 from data.sharded_store import ShardedRows, ShardedStore, wait_for_first_rows
 from data.source import SHUFFLE_PASSES, Source
 from data.store import Store, count_of
+from data.store_job import describe_unread_files, store_job
 from data.tokenization import bind_to_parent
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer

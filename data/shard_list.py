@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, NonNegativeInt, ValidationError
@@ -232,3 +233,10 @@ def in_parallel(function: Callable[[T], U], items: Sequence[T]) -> list[U]:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(_AT_A_TIME, len(items))) as pool:
         return [*pool.map(function, items)]
+
+
+def upload_folder(source: Path, target: BucketPath, last: str) -> None:
+    """Copy the files of a folder to a bucket. last: the file that says that it is complete."""
+    names = [str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()]
+    in_parallel(lambda name: (target / name).upload(source / name), [n for n in names if n != last])
+    (target / last).upload(source / last)

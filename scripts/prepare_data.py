@@ -25,19 +25,15 @@ from data.bucket_path import AnyPath, BucketPath, to_path
 from data.config import DataConfig
 from data.filters import Filters, parse_filters
 from data.packed_store import PackSettings, open_packed_store
-from data.prepare import (
-    StoreJob,
-    build,
-    describe_unread_files,
-    open_prepared,
-    prepared_folder,
-    store_job,
-)
+from data.prepare import build, open_prepared
+from data.prepared_store import prepared_folder
 from data.ray_engine import ray_engine
 from data.shard_list import is_sharded
-from data.shard_writer import Sharding, prepare_shards
+from data.shard_plan import Sharding
+from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedRows, ShardedStore
 from data.store import Store
+from data.store_job import StoreJob, describe_unread_files, store_job
 from data.tokenization import Engine, tokenize_shards
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer

@@ -12,9 +12,10 @@ from runs import losses, run, write_config
 from data.config import SourceConfig
 from data.formats.shards import plan_shards
 from data.packed_store import PackSettings
-from data.prepare import StoreJob
-from data.shard_writer import Sharding, prepare_shards
+from data.shard_plan import Sharding
+from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedStore
+from data.store_job import StoreJob
 from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 from training.batch_wait import BatchWait
@@ -25,7 +26,7 @@ PIECES = 12
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
         monkeypatch.setattr(name, partial(plan_shards, shard_bytes=200))
     for name in ("training.batch_wait.LOOK_SECONDS", "data.sharded_store.LOOK_SECONDS"):
         monkeypatch.setattr(name, 0.05)

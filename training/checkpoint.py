@@ -135,17 +135,7 @@ class Checkpoints:
         """
         begin = time.perf_counter()
         self.finish()
-        gone = []
-        if isinstance(self._directory, Path):  # in a bucket, a question each
-            gone = [old for old in self.steps if not (self._directory / str(old)).exists()]
-        if gone:
-            names = ", ".join(map(str, gone))
-            log.warning(
-                "checkpoints %s are missing from %s; something else deleted them",
-                names,
-                self._directory,
-            )
-            self._saver.reload()
+        self._note_deleted()
         if step == self.latest_step:
             log.debug("step %d is already on disk; not saved again", step)
             return 0.0
@@ -176,6 +166,16 @@ class Checkpoints:
             self._pending = step, response.result
         self._compare()
         return time.perf_counter() - begin
+
+    def _note_deleted(self) -> None:
+        """Log and forget checkpoints on a disk that something else has deleted."""
+        if not isinstance(self._directory, Path):  # a request for each
+            return
+        deleted = [str(n) for n in self.steps if not (self._directory / str(n)).exists()]
+        if deleted:
+            text = "checkpoints %s are missing from %s; something else deleted them"
+            log.warning(text, ", ".join(deleted), self._directory)
+            self._saver.reload()
 
     def set_eval_loss(self, step: int, eval_loss: float | None) -> None:
         """Set the evaluation loss of a step for `keep_best`; it may be known after the save."""

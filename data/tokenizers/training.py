@@ -9,7 +9,8 @@ from data.config import DataConfig, OnError, files_key
 from data.files import DataError, load_library
 from data.formats.base import DocumentError, read_documents
 from data.formats.shards import InputShard, plan_shards
-from data.prepare import find_paths, held_out_files, prepared_folder, without_files
+from data.prepared_store import prepared_folder
+from data.store_job import find_paths, held_out_files, without_files
 from data.tokenization import unreadable
 from data.tokenizers.base import (
     END,

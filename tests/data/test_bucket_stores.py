@@ -16,14 +16,15 @@ from data.config import DataConfig
 from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
-from data.shard_writer import Sharding, prepare_shards
+from data.shard_plan import Sharding
+from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedStore
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
     monkeypatch.setattr("data.bucket_path.PAUSE_SECONDS", 0.01)
-    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
         monkeypatch.setattr(name, partial(plan_shards, shard_bytes=50))
 
 

@@ -13,7 +13,8 @@ from data.config import DataConfig, SourceConfig
 from data.files import DataError, load_library
 from data.formats.base import read_documents, register_format, to_document
 from data.pipeline import Dataset
-from data.prepare import StoreJob, build
+from data.prepare import build
+from data.store_job import StoreJob
 from data.tokenization import tokenize_shards
 from data.tokenizers.base import open_tokenizer, register_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer

@@ -17,8 +17,9 @@ from data.duplicates import _SortedKeys
 from data.files import DataError
 from data.filters import KEY, NO_FILTERS, parse_filters, register_filter
 from data.formats.shards import plan_shards
-from data.prepare import StoreJob, build
+from data.prepare import build
 from data.store import Store
+from data.store_job import StoreJob
 from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 

@@ -19,9 +19,10 @@ from data.files import DataError
 from data.formats.shards import plan_shards
 from data.hub import HubSplit, parse_split
 from data.packed_store import PackSettings
-from data.prepare import StoreJob
-from data.shard_writer import Sharding, prepare_shards
+from data.shard_plan import Sharding
+from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedStore
+from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
 
 README = b"""---
@@ -120,7 +121,7 @@ def test_a_split_is_prepared_at_a_pinned_revision(hub, tmp_path) -> None:
 def test_shards_of_a_split_that_changed_are_continued_at_their_revision(
     tmp_path, monkeypatch
 ) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
         monkeypatch.setattr(name, partial(plan_shards, shard_bytes=100))
     (tmp_path / "old").mkdir()
     for n in range(4):
@@ -133,7 +134,7 @@ def test_shards_of_a_split_that_changed_are_continued_at_their_revision(
         assert split.revision is not None
         return [str(path) for path in sorted((tmp_path / split.revision).iterdir())], split
 
-    monkeypatch.setattr("data.prepare.find_split", files)
+    monkeypatch.setattr("data.store_job.find_split", files)
 
     def make(revision: str, on_error="raise") -> ShardedStore:
         source = SourceConfig(files=str(HubSplit("a/b", "train", revision)))

@@ -17,7 +17,8 @@ from data.files import DataError
 from data.formats import text
 from data.formats.base import Document, DocumentError, FileRange, read_documents
 from data.formats.shards import plan_shards
-from data.prepare import StoreJob, prepare
+from data.prepare import prepare
+from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
 
 

@@ -14,7 +14,8 @@ from data import prepare as preparation
 from data.config import SourceConfig
 from data.files import DataError, find_files
 from data.formats.shards import known_suffixes, plan_shards
-from data.prepare import StoreJob, build
+from data.prepare import build
+from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
 
 

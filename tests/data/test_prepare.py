@@ -23,8 +23,9 @@ from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
-from data.prepare import StoreJob, prepare
+from data.prepare import prepare
 from data.store import Store
+from data.store_job import StoreJob
 from data.tokenization import tokenize_shards
 from data.tokenizers.base import Tokenizer
 from data.tokenizers.byte_level import ByteTokenizer

@@ -22,8 +22,9 @@ from data.config import SourceConfig
 from data.files import DataError
 from data.filters import parse_filters
 from data.formats.shards import plan_shards
-from data.prepare import StoreJob, build
+from data.prepare import build
 from data.ray_engine import ray_engine
+from data.store_job import StoreJob
 from data.tokenization import Engine, TokenizeSettings
 from data.tokenizers.byte_level import ByteTokenizer
 

@@ -23,16 +23,17 @@ from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
-from data.prepare import StoreJob, build
+from data.prepare import build
 from data.sharded_store import ShardedStore
 from data.store import INFO
+from data.store_job import StoreJob
 from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
         monkeypatch.setattr(name, partial(plan_shards, shard_bytes=PIECE_BYTES))
 
 

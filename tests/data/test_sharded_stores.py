@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import shard_writer as module
 from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.filters import Filters, parse_filters
 from data.formats.shards import plan_shards
 from data.packed_store import PackSettings
 from data.pipeline import Dataset
-from data.prepare import StoreJob, build
+from data.prepare import build
 from data.shard_list import read_parts
-from data.shard_writer import Sharding, prepare_shards
+from data.shard_plan import Sharding
+from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedRows, ShardedStore
+from data.store_job import StoreJob
 from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -48,7 +49,7 @@ def job_of(source: SourceConfig, filters: Filters | None = None, on_error="raise
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
         monkeypatch.setattr(name, partial(plan_shards, shard_bytes=PIECE_BYTES))
 
 
@@ -343,4 +344,4 @@ def test_few_shards_stay_open(tmp_path, monkeypatch) -> None:
     for row in range(rows.train.num_rows):
         rows.train.locate(row)
     assert len(rows._open) == 3 and len(store.shards) > 20
-    assert len(read_parts(store.folder)) == 1 and module.PACKS == "packs"
+    assert len(read_parts(store.folder)) == 1

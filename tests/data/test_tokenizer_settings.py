@@ -16,8 +16,8 @@ from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.order_changes import explain_change
 from data.pipeline import Dataset
-from data.prepare import StoreJob, store_job
 from data.store import INFO, Encoding
+from data.store_job import StoreJob, store_job
 from data.tokenizers.base import (
     document_bos,
     open_tokenizer,

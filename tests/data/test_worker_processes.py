@@ -12,7 +12,8 @@ import pytest
 from conftest import ROOT
 
 from data.config import DataConfig
-from data.prepare import build, store_job
+from data.prepare import build
+from data.store_job import store_job
 from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 

@@ -17,8 +17,9 @@ from data.config import DataConfig
 from data.formats.base import FileRange, read_documents
 from data.formats.shards import InputShard
 from data.pipeline import Dataset
-from data.prepare import StoreJob, prepare
+from data.prepare import prepare
 from data.store import Store
+from data.store_job import StoreJob
 from data.tokenizers import training
 from data.tokenizers.base import open_tokenizer
 

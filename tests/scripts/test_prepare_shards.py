@@ -17,7 +17,7 @@ from data.formats.shards import plan_shards
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_writer.plan_shards"):
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
         monkeypatch.setattr(name, partial(plan_shards, shard_bytes=100))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from configs.schema import Config, dump_config
 from data.config import DataConfig
+from data.pipeline import Pins
 from model.config import ModelConfig
 from model.lora import LoRAConfig
 from model.mla_config import MLAConfig
@@ -152,7 +153,8 @@ class Listed:
 def test_a_checkpoint_that_somebody_deletes_is_passed_over():
     checkpoints = Listed(4)
     checkpoints.kept.clear()
-    resumer = Resumer(checkpoints, None, None, 9, "")
+    dataset = SimpleNamespace(pins=Pins())
+    resumer = Resumer(checkpoints, dataset, None, 9, "")
     assert resumer.find() == ResumePoint()
     with pytest.raises(CheckpointError, match="no checkpoint of a training step is left; start"):
         resumer.find_again()  # in a rollback
