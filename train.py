@@ -35,6 +35,7 @@ from configs.preflight import describe_machine, describe_program
 from configs.reading import ConfigError
 from configs.reference import as_text, find_sections
 from configs.schema import Config, dump_config, fill_mesh, load_config
+from data.bucket_path import BucketError
 from data.files import DataError
 from data.pipeline import Dataset, Pins
 from data.tokenizers.base import Tokenizer, open_tokenizer, with_bos, without_ends
@@ -45,6 +46,7 @@ from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StoppedEarly, StopRequest
 from parallel.planning.sharding_table import render
+from training.bucket_runs import bucket_of
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
 from training.directory import check_not_in_use, run_directory
@@ -73,8 +75,9 @@ def open_session(
     Raises:
         ValueError: The configuration, the data or the run directory cannot be used.
     """
-    if group.num_processes == 1 and "://" not in config.run.dir:
-        check_not_in_use(run_directory(config.run.dir))
+    directory = run_directory(config.run.dir)
+    if group.num_processes == 1 and bucket_of(directory) is None:
+        check_not_in_use(directory)
     if group.is_primary:
         check_reference(config.run, config.training, config.checkpoint)
         check_writers(config.training.writers)
@@ -87,6 +90,8 @@ def open_session(
         dataset = Dataset(config.data, tokenizer, report=report)
         pins = group.broadcast("parts of data", lambda: asdict(dataset.pins))
         dataset.pin(Pins(**pins))  # a part may have been added since another process looked
+    except BucketError:
+        raise
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
@@ -211,6 +216,8 @@ def train(config: Config, args: argparse.Namespace) -> int:
                     stack.callback(group.close)
                     stop.has_nothing_to_save = True
                 run = stack.enter_context(open_session(config, stop, group, args.command))
+            except BucketError:  # the next start may succeed
+                raise
             except (ValueError, OSError) as error:
                 return _end(group, EXIT_BAD_INPUT, error)
             code = run()

@@ -28,6 +28,7 @@ from model.multi_token import is_module
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import replace_file
 from training import checkpoint_tools as tools
+from training.bucket_runs import CHECKPOINTS, open_local
 from training.checkpoint import Checkpoints
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
@@ -302,15 +303,15 @@ def _find_base(run: Path, config: Config) -> tuple[Path | None, Family]:
         return None, family_of(source.config)
     if first is None:
         return None, find_family(config.model)
-    path = Path(first).expanduser()
-    if not path.exists():
+    path = open_local(first)
+    if "://" not in first and not path.exists():
         raise ValueError(
             f"training.init_from={first} of {run} does not exist, and the names of adapters are "
             "those of that model; run this where it exists, or restore it"
         )
     if (path / CONFIG).is_file() and not (path / "checkpoints").is_dir():
         return path, ModelDirectory(path).family
-    origin = path if (path / "checkpoints").is_dir() else path.parent.parent  # a step of it
+    origin = path.parent.parent if path.parent.name == CHECKPOINTS else path  # a step of it
     return _find_base(origin, load_config(origin / "config.yaml"))
 
 

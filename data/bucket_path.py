@@ -27,12 +27,17 @@ _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError
 _FINAL_STATUS = {400, 401, 403, 404, 412}
 
 
+class BucketError(OSError):
+    """The service of a bucket was busy or out of reach in every attempt."""
+
+
 @dataclass(frozen=True)
 class BucketPath:
     """Object, or prefix of objects, such as `gs://bucket/texts`.
 
     All methods ask again, with growing pauses, while the service is busy or cannot be reached.
-    They raise FileNotFoundError for what does not exist, and OSError for other failures.
+    They raise FileNotFoundError for what does not exist, BucketError if no attempt succeeds, and
+    OSError for a refusal, such as of expired credentials.
     """
 
     url: str
@@ -185,9 +190,11 @@ class BucketPath:
             except Exception as error:  # each library behind fsspec has exceptions of its own
                 if _status(error) == 404:
                     raise FileNotFoundError(f"{self} does not exist") from error
-                if attempt == ATTEMPTS or _status(error) in _FINAL_STATUS:
-                    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                if _status(error) in _FINAL_STATUS:
                     raise OSError(f"{self}: {reason}") from error
+                if attempt == ATTEMPTS:
+                    raise BucketError(f"{self}: {reason}") from error
             time.sleep(pause * random.uniform(0.5, 1.5))  # not all hosts at once
             pause *= 2
         raise AssertionError("the last attempt returns or raises")

@@ -18,16 +18,17 @@ from reporting.pictures import write_pictures
 from reporting.run_record import read_runs
 
 from configs.command_line import EXIT_BAD_INPUT, CommandLine, run_script
+from training.bucket_runs import open_local
 from units import format_bytes
 
 
-def write_report(directories: list[Path], output: Path, command: str) -> None:
+def write_report(directories: list[str], output: Path, command: str) -> None:
     """Write the report and its images, and say where. Raises: ValueError, OSError."""
     if output.suffix not in (".html", ".htm"):
         raise ValueError(f"--output {output}: the report is HTML; write a name ending in .html")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: the folder does not exist; create it first")
-    runs = read_runs(directories)
+    runs = read_runs([open_local(directory) for directory in directories])
     output.write_text(render(runs, command), encoding="utf-8")
     print(f"{output} written ({format_bytes(output.stat().st_size)}); open it in a browser")
     if importlib.util.find_spec("matplotlib") is None:
@@ -42,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run directory of train.py"
+        "runs", nargs="+", metavar="RUN", help="run directory of train.py, or gs://BUCKET/RUN"
     )
     parser.add_argument(
         "--output",

@@ -59,7 +59,9 @@ def prepare(args: argparse.Namespace) -> tuple[list[Trial], list[str], Objective
         if args.random is None
         else random_points(space, args.random, args.seed or 0)
     )
-    varied, directory = varied_keys(space), args.dir.expanduser()
+    if "://" in args.dir:
+        raise ValueError(f"--dir {args.dir}: a sweep is kept on a disk; give a directory there")
+    varied, directory = varied_keys(space), Path(args.dir).expanduser()
     trials = make_trials(args.config, directory, points, varied, fixed)
     return trials, varied, make_objective(args.metric, args.mode, trials)
 
@@ -67,7 +69,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Trial], list[str], Objective
 def sweep(args: argparse.Namespace) -> int:
     """Run the trials that are not finished, and report on all. Raises: ValueError, OSError."""
     trials, varied, objective = prepare(args)
-    directory = args.dir.expanduser()
+    directory = Path(args.dir).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
     numbers = {trial.name: f"[{n}/{len(trials)}] {trial.name}" for n, trial in enumerate(trials, 1)}
     finished = [trial for trial in trials if trial.is_finished]
@@ -103,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandLine(description=__doc__)
     parser.add_argument("--config", required=True, help="YAML file of all trials; see configs/")
     parser.add_argument(
-        "--dir", required=True, type=Path, help="directory of the sweep, with one run per trial"
+        "--dir", required=True, help="directory of the sweep, with one run per trial"
     )
     parser.add_argument(
         "--grid",

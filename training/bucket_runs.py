@@ -23,6 +23,7 @@ import fsspec.config
 from data.bucket_path import AnyPath, BucketPath
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import replace_file
+from training.checkpoint_record import COMMIT_FILE
 from training.lease import RENEW_SECONDS, Lease
 from training.logs import log
 
@@ -164,11 +165,18 @@ def _is_alive(process: str) -> bool:
 
 
 def move_tree(source: BucketPath, target: BucketPath, without: Collection[str] = ()) -> None:
-    """Move all objects below a prefix; those of folders in `without` stay."""
+    """Move all objects below a prefix; those of folders in `without` stay.
+
+    A checkpoint has its last file only while it is whole, at both places.
+    """
     names = [name for name in source.find() if name.partition("/")[0] not in without]
+    commits = [name for name in names if name.rpartition("/")[2] == COMMIT_FILE]
+    others = [name for name in names if name not in {*commits}]
     with ThreadPoolExecutor(_AT_A_TIME) as pool:
-        [*pool.map(lambda name: (source / name).copy(target / name), names)]
-        [*pool.map(lambda name: (source / name).delete(), names)]
+        for part in (others, commits):
+            [*pool.map(lambda name: (source / name).copy(target / name), part)]
+        for part in (commits, others):
+            [*pool.map(lambda name: (source / name).delete(), part)]
 
 
 def delete_tree(folder: BucketPath, first: str | None = None) -> None:

@@ -24,6 +24,7 @@ from training.checkpoint_folders import (
     delete_checkpoint,
     delete_partial,
     find_leftovers,
+    listing,
     orbax_path,
     rename_damaged,
 )
@@ -90,7 +91,7 @@ class Checkpoints:
 
     def _open(self, *, cleanup: bool = True) -> Any:
         self._barrier = SaveBarrier()
-        with self._barrier.context:
+        with self._barrier.context, listing(self._directory):
             return _ocp.Checkpointer(
                 orbax_path(self._directory),
                 cleanup_tmp_directories=cleanup and not self._read_only,
@@ -171,11 +172,11 @@ class Checkpoints:
         """Log and forget checkpoints on a disk that something else has deleted."""
         if not isinstance(self._directory, Path):  # a request for each
             return
-        deleted = [str(n) for n in self.steps if not (self._directory / str(n)).exists()]
+        deleted = [n for n in self.steps if not (self._directory / str(n)).exists()]
         if deleted:
-            text = "checkpoints %s are missing from %s; something else deleted them"
-            log.warning(text, ", ".join(deleted), self._directory)
-            self._saver.reload()
+            names = f"{str(deleted)[1:-1]} are missing from {self._directory}"
+            log.warning("checkpoints %s; something else deleted them", names)
+            self.reload()
 
     def set_eval_loss(self, step: int, eval_loss: float | None) -> None:
         """Set the evaluation loss of a step for `keep_best`; it may be known after the save."""
@@ -247,16 +248,12 @@ class Checkpoints:
             log.info("saved step %d", step)
 
     def finish_last(self) -> None:
-        """Wait for the last save of the run.
-
-        Raises:
-            CheckpointError: it failed; there is no later step for a retry.
-        """
+        """Wait for the last save of the run. Raises: CheckpointError if it failed."""
         self.finish()
         if self._failures:
+            newest = self.latest_step or "none"
             raise CheckpointError(
-                "the last state was not saved; the newest complete checkpoint is "
-                f"{self.latest_step or 'none'}"
+                f"the last state was not saved; the newest complete checkpoint is {newest}"
             )
 
     def _handle_failure(self, step: int, problem: str) -> None:
@@ -273,8 +270,8 @@ class Checkpoints:
         if not self._is_saving:
             with contextlib.suppress(Exception):
                 self._saver.close()
-        # Else threads of orbax wait for the process that failed. They end when the barrier times
-        # out or the run ends, and without that process they cannot complete the checkpoint.
+        # Else threads of orbax wait for the process that failed, until a timeout; without that
+        # process they cannot complete the checkpoint.
         if self.group.is_primary:
             with contextlib.suppress(OSError):  # the next start removes it
                 delete_partial(self._directory, step)
@@ -347,7 +344,8 @@ class Checkpoints:
             ):
                 arrays = self._saver.load_checkpointables(step, {"state": abstract})["state"]
         except Exception as error:
-            raise read_error(f"checkpoint {step} cannot be read", error) from error
+            what, is_remote = f"checkpoint {step}", not isinstance(self._directory, Path)
+            raise read_error(f"{what} cannot be read", error, is_remote=is_remote) from error
         # A partial load returns its argument where an array is not stored.
         if missing := [n for n, x in arrays.items() if not isinstance(x, jax.Array)]:
             raise DamageError(f"checkpoint {step} is damaged: {missing[0]} is missing")
@@ -359,17 +357,18 @@ class Checkpoints:
     def set_aside(self, step: int) -> AnyPath:
         """Rename a damaged checkpoint to `STEP.damaged`, so that it is never restored."""
         target = rename_damaged(self._directory, step)
-        self._saver.reload()
+        self.reload()
         return target
 
     def reload(self) -> None:
-        """List the directory again."""
-        self._saver.reload()
+        """List the directory again. Raises: CheckpointError if a bucket cannot be read."""
+        with listing(self._directory):
+            self._saver.reload()
 
     def delete(self, step: int) -> None:
         """Delete a checkpoint; after a kill midway the next run removes the rest."""
         delete_checkpoint(self._directory, step)
-        self._saver.reload()
+        self.reload()
 
     def leftovers(self) -> tuple[list[AnyPath], list[AnyPath]]:
         """Return (damaged checkpoints that were set aside, saves that never finished)."""

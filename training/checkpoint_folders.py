@@ -4,16 +4,29 @@ On a disk, orbax renames a save when it is complete. In a bucket, which has no r
 file `commit_success.txt` last.
 """
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from data.bucket_path import AnyPath, BucketPath
 from safe_files import rename
 from training.bucket_runs import delete_tree, move_tree
-from training.checkpoint_record import COMMIT_FILE
+from training.checkpoint_record import COMMIT_FILE, CheckpointError, short_reason
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
+
+
+@contextlib.contextmanager
+def listing(folder: AnyPath) -> Iterator[None]:
+    """Turn errors of the service of a bucket into CheckpointError."""
+    try:
+        yield
+    except Exception as error:  # each library below orbax has exceptions of its own
+        if isinstance(folder, Path):
+            raise
+        raise CheckpointError(f"{folder}: {short_reason(error)}") from error
 
 
 def orbax_path(folder: AnyPath) -> str:

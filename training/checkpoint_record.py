@@ -17,6 +17,9 @@ from model.lora import is_adapter
 from model.multi_token import MODULES
 
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
+# Codes of tensorstore's errors, and those that mean damage if they come from a bucket.
+_CODE = re.compile(r"\b([A-Z]+_?[A-Z]+):")
+_DAMAGE_CODES = {"DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT"}
 _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
@@ -36,14 +39,15 @@ class DamageError(CheckpointError):
 def read_error(what: str, error: BaseException, *, is_remote: bool = False) -> CheckpointError:
     """Return the error for a failed read: DamageError unless this machine is at fault.
 
-    Missing memory, permissions or an unavailable file system are faults of the machine. Of a bucket
-    (is_remote), any error of its service is.
+    Missing memory, permissions or an unavailable file system are faults of the machine. Errors of
+    the service of a bucket (is_remote) are no damage either.
     """
     cause = _root_cause(error)
-    if is_remote and not isinstance(
-        cause, FileNotFoundError | ValueError | LookupError | TypeError
-    ):
-        return CheckpointError(f"{what}: {short_reason(error)}")
+    if is_remote:
+        code = _CODE.search(str(cause))
+        known = FileNotFoundError | ValueError | LookupError | TypeError
+        if not isinstance(cause, known) or (code and code[1] not in _DAMAGE_CODES):
+            return CheckpointError(f"{what}: {short_reason(error)}")
     is_local = isinstance(cause, MemoryError) or _NOT_DAMAGE.search(str(cause)) is not None
     is_local |= isinstance(cause, OSError) and cause.errno in _NOT_DAMAGE_ERRNO
     return (CheckpointError if is_local else DamageError)(f"{what}: {short_reason(error)}")

@@ -51,37 +51,38 @@ def identify_run(directory: Path) -> tuple[RunIdentity, str | None]:
     A directory that was renamed stays the same run. A copy, also one whose original is gone or not
     visible from this host, becomes a run of its own. Mount points with other names do not matter.
     """
-    path, place = directory.resolve(), directory.stat().st_ino
-    before, line = _read(path), None
+    before, line = _read(directory), None
+    where, inode = str(directory.resolve()), directory.stat().st_ino
+    if (bucket := bucket_of(directory)) is not None:  # its local folders come and go
+        where, inode = str(bucket), 0
     now = RunIdentity(
-        run_id=secrets.token_hex(8), directory=str(path), host=socket.gethostname(), inode=place
+        run_id=secrets.token_hex(8), directory=where, host=socket.gethostname(), inode=inode
     )
-    if (bucket := bucket_of(directory)) is not None:  # local folders come and go
-        now = now.model_copy(update={"directory": str(bucket), "inode": 0})
-        if before is not None and before.directory == now.directory:
-            now = now.model_copy(update={"run_id": before.run_id, "origins": before.origins})
-            before_bucket, before = before, None
-            if now != before_bucket:
-                replace_file(path / FILE, now.model_dump_json(indent=1) + "\n")
-            return now, None
     if before is not None:
-        origin = Path(before.directory)
-        is_elsewhere = path != origin and not _is_same(origin, path)
-        is_there = is_elsewhere and _has_run(origin, before.run_id)
-        if is_there or (is_elsewhere and before.inode != place):
-            now = now.model_copy(update={"origins": (*before.origins, before.run_id)})
-            (path / TRACKERS_FILE).unlink(missing_ok=True)  # a tracker shows it as a run of its own
-            line = (
-                f"run directory {path} was {'copied' if is_there else 'copied or moved'} from "
-                f"{before.host}:{origin} (run {before.run_id}); it continues as run {now.run_id}"
-            )
-        else:
+        change = _find_change(before, now)
+        if change is None or change == "moved":
             now = now.model_copy(update={"run_id": before.run_id, "origins": before.origins})
-            if is_elsewhere:
-                line = f"run directory {path} was moved from {before.host}:{origin}"
+        else:
+            now = now.model_copy(update={"origins": (*before.origins, before.run_id)})
+            # A tracker shows the copy as a run of its own.
+            (directory / TRACKERS_FILE).unlink(missing_ok=True)
+        if change is not None:
+            line = f"run directory {where} was {change} from {before.host}:{before.directory}"
+        if now.run_id != before.run_id:
+            line = f"{line} (run {before.run_id}); it continues as run {now.run_id}"
     if now != before:
-        replace_file(path / FILE, now.model_dump_json(indent=1) + "\n")
+        replace_file(directory / FILE, now.model_dump_json(indent=1) + "\n")
     return now, line
+
+
+def _find_change(before: RunIdentity, now: RunIdentity) -> str | None:
+    """Return "moved", "copied" or "copied or moved"; None: the directory is where it was."""
+    origin, path = Path(before.directory), Path(now.directory)
+    if origin == path or _is_same(origin, path):
+        return None
+    if _has_run(origin, before.run_id):
+        return "copied"
+    return "moved" if now.inode and now.inode == before.inode else "copied or moved"
 
 
 def _read(directory: Path) -> RunIdentity | None:

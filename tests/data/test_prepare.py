@@ -487,8 +487,7 @@ def test_progress_goes_from_nothing_to_all_bytes(source, tmp_path, monkeypatch) 
 
 
 def test_files_that_change_while_they_are_read_are_not_stored(tmp_path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("long text")
+    (path := tmp_path / "a.txt").write_text("long text")
 
     class Changing(ByteTokenizer):
         def encode_batch(self, texts):
