@@ -71,6 +71,9 @@ def test_a_run_is_that_on_a_disk_and_its_files_are_in_the_bucket(
     options = ("--prompt", "def", "--max-new-tokens", "4")
     code, out = finish(start("--run", RUN, *options, script="scripts/generate.py"))
     assert code == 0 and "def" in out, out
+    page = tmp_path / "report.html"
+    code, out = finish(start(RUN, "--output", str(page), script="scripts/report.py"))
+    assert code == 0 and page.stat().st_size > 10_000, out
     code, out = finish(start("list", RUN, script="scripts/checkpoint.py"))
     assert code == 0 and out.count("whole") == 3, out
     code, out = finish(start("verify", RUN, script="scripts/checkpoint.py"))

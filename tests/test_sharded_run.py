@@ -2,11 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 from runs import losses, run, write_config
 
 from data.config import SourceConfig
@@ -130,6 +134,31 @@ def test_a_run_that_waits_in_vain_saves_and_says_what_to_do(tmp_path, monkeypatc
     assert (tmp_path / "run" / "checkpoints" / str(step - 1)).exists()
     store.finish()
     assert run(config, f"data.files={store.folder}") == 0
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_store_that_grows_train_as_on_the_complete_one(tmp_path) -> None:
+    config, source = write_config(tmp_path), write_texts(tmp_path / "texts", PIECES)
+    whole = prepare(source, tmp_path / "whole", in_order=True)
+
+    def start(folder: Path, name: str) -> subprocess.Popen[bytes]:
+        options = ["--processes", "2", "--devices-per-process", "2", "--", "--config", config]
+        changes = [f"data.files={folder}", f"run.dir={tmp_path}/{name}", "training.steps=8"]
+        command = [sys.executable, "scripts/launch_local.py", *options, *changes]
+        return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+    assert start(whole.folder, "one").wait(300) == 0
+    store = Growing(source, tmp_path / "store", first=4)
+    process = start(store.folder, "two")
+    log = tmp_path / "two" / "log.txt"
+    while process.poll() is None:
+        if log.exists() and "waits for rows of data text" in log.read_text():
+            store.add(1)
+        time.sleep(0.5)
+    store.finish()
+    assert process.wait() == 0
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    assert "waits for rows of data text" in log.read_text()
 
 
 def test_shards_that_are_added_change_nothing_for_a_run_that_resumes(tmp_path, capsys) -> None:

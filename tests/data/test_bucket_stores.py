@@ -6,17 +6,18 @@ from functools import partial
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
 from buckets import STORES, Bucket
 from test_sharded_stores import ROWS, batches, content, job_of, joined, write_texts
 
 from data.block_cache import BLOCK_BYTES, BlockCache
 from data.bucket_path import BucketPath, to_path
-from data.config import DataConfig
+from data.config import DataConfig, SourceConfig
 from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
-from data.shard_plan import Sharding
+from data.shard_plan import PartPlanner, Sharding
 from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedStore
 
@@ -65,17 +66,36 @@ def test_objects_are_the_files_of_a_store_on_a_disk_and_are_read_alike(place, tm
     assert joined(there) == joined(here)
 
 
+@pytest.mark.parametrize("was_complete", [False, True])
 @pytest.mark.parametrize("place", STORES, indirect=True)
-def test_a_shard_that_is_half_there_is_made_again(place, tmp_path) -> None:
+def test_a_shard_that_is_half_there_is_made_again(place, was_complete, tmp_path) -> None:
+    """As after a kill, while a store was made or while a damaged shard of it was made again."""
     job = job_of(write_texts(tmp_path / "input"))
     folder = make(job, f"{place.url}/store", tmp_path).folder
     wanted = objects(str(folder))
     system, root = fsspec.core.url_to_fs(str(folder))
     name = next(n for n in wanted if n.endswith("00000-00002/shard.json"))
-    for gone in (name, name.replace("shard.json", "tokens.bin"), "parts/00000.shards.json"):
+    gone_too = [] if was_complete else ["parts/00000.shards.json"]
+    for gone in (name, name.replace("shard.json", "tokens.bin"), *gone_too):
         system.rm_file(f"{root}/{gone}")
     make(job, folder, tmp_path)
     assert objects(str(folder)) == wanted
+
+
+@pytest.mark.parametrize("place", STORES, indirect=True)
+def test_of_two_commands_that_add_to_a_store_at_once_one_is_refused(place, tmp_path) -> None:
+    folder = make(job_of(write_texts(tmp_path / "input")), f"{place.url}/store", tmp_path).folder
+    planners = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name * 20)
+        job = job_of(SourceConfig(files=f"{tmp_path}/{name}/*.txt"))
+        planners.append(PartPlanner(job, folder, Sharding(120, append=True)))
+    for planner in planners:
+        planner.check_new()
+    assert planners[0].begin().number == 1
+    with pytest.raises(DataError, match="another command has just begun to add to it; run again"):
+        planners[1].begin()
 
 
 @pytest.mark.parametrize("place", STORES, indirect=True)
@@ -141,14 +161,18 @@ def test_an_object_is_created_once(place) -> None:
         path.read_bytes()
 
 
+def numbers(begin: int, end: int) -> bytes:
+    return (np.arange(begin, end) % 251).astype(np.uint8).tobytes()
+
+
 class Counted(BucketPath):
-    """An object of zeros that counts its requests."""
+    """An object of numbers that counts its requests."""
 
     requests: list[tuple[int, int]] = []  # noqa: RUF012
 
     def read_range(self, begin: int, end: int) -> bytes:
         self.requests.append((begin, end))
-        return bytes(end - begin)
+        return numbers(begin, end)
 
 
 def test_a_block_is_asked_for_once_and_shared(tmp_path) -> None:
@@ -156,10 +180,16 @@ def test_a_block_is_asked_for_once_and_shared(tmp_path) -> None:
     path.requests.clear()
     for cache in (BlockCache(tmp_path, 10**9), BlockCache(tmp_path, 10**9)):
         for begin in range(0, size, BLOCK_BYTES // 3):
-            assert len(cache.read(path, size, begin, min(size, begin + 100))) in (100, size - begin)
+            end = min(size, begin + 100)
+            assert cache.read(path, size, begin, end) == numbers(begin, end)
+    assert cache.read(path, size, 5, 3 * BLOCK_BYTES) == numbers(5, 3 * BLOCK_BYTES)
     assert len(path.requests) == 11 == len({*path.requests})
+    (block,) = tmp_path.rglob("3")
+    block.write_bytes(block.read_bytes()[:-1])  # a disk that lost the end of a file
+    at = 3 * BLOCK_BYTES
+    assert cache.read(path, size, at, at + 9) == numbers(at, at + 9) and len(path.requests) == 12
     shutil.rmtree(tmp_path)
-    assert cache.read(path, size, 5, 9) == bytes(4) and len(path.requests) == 12
+    assert cache.read(path, size, 5, 9) == numbers(5, 9) and len(path.requests) == 13
 
 
 def test_the_blocks_stay_below_the_limit_and_the_oldest_go_first(tmp_path) -> None:
@@ -192,5 +222,5 @@ def test_a_full_disk_is_no_error(tmp_path, monkeypatch, caplog) -> None:
     cache = BlockCache(tmp_path, 10**9)
     monkeypatch.setattr(Path, "write_bytes", full)
     for _ in range(3):
-        assert cache.read(path, 100, 10, 20) == bytes(10)
+        assert cache.read(path, 100, 10, 20) == numbers(10, 20)
     assert len([r for r in caplog.records if "no more blocks are kept" in r.message]) == 1

@@ -93,6 +93,7 @@ def test_trials_have_distinct_names_that_are_file_names():
         ([*RATES, "run.dir=x"], "run.dir: every trial has a directory of its own, below --dir"),
         ([*RATES, "--metric", "los"], "--metric los: unknown metric; use one of eval_loss, "),
         ([*RATES, "data.eval_fraction=0"], "--metric eval_loss needs an evaluation, and there is"),
+        ([*RATES, "--dir", "gs://b/x"], "--dir gs://b/x: a sweep is kept on a disk; give a direct"),
         ([*RATES, "checkpoint.resume=never"], "checkpoint.resume=never: a sweep continues its tri"),
     ],
 )
