@@ -2,24 +2,13 @@
 
 import gc
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# Tests compile much and run little: LLVM's optimisations would double their time, and the newer
-# of two code generators, the only one since jax 0.11, adds a fifth.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else "",
-    ]
-)
-
+import accelerator  # noqa: F401 (first: it sets the environment of jax)
 import hypothesis
 import jax
 import pytest

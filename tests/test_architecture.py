@@ -157,7 +157,6 @@ OTHER_WRITERS = {
     "data.checked_array": "checksums in a folder that is published when it is complete",
     "data.packed_store": "rows in a folder that is published when it is complete",
     "data.prepare": "an empty file for a lock",
-    "data.prepared_store": "an empty file for a lock",
     "data.store_writer": "a journal says which bytes are on disk",
     "parallel.cluster.distributed": "the standard output, and /dev/null",
     "parallel.planning.trace": "the user names the file, which may be a pipe",

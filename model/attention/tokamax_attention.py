@@ -111,7 +111,9 @@ def _forward(
 ) -> tuple[Array, Any]:
     forward, _, bound = _bind(implementation, spec, qkv, ranges)
     out_BLHh, (top_BHL, norm_BHL) = forward(*bound.args, **bound.kwargs)
-    result = out_BLHh, top_BHL + jnp.log(norm_BHL)
+    # Without the barrier XLA runs the kernel twice in a scan over layers: once for the next
+    # operation, and once to write its result into the array of all layers (jax 0.11.2, H200).
+    result = lax.optimization_barrier((out_BLHh, top_BHL + jnp.log(norm_BHL)))
     out_BLHh, lse_BHL = checkpoint_name(result, RESULT_NAME)
     return out_BLHh, (qkv, ranges, out_BLHh, lse_BHL)
 

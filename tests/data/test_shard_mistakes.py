@@ -59,6 +59,24 @@ def test_a_part_that_has_made_nothing_is_replaced_under_the_same_rules(tmp_path)
     assert shards(third, folder, append=True).num_documents == 20 + 11
 
 
+def test_what_was_made_for_a_plan_that_was_given_up_is_never_published(
+    tmp_path, monkeypatch
+) -> None:
+    one, two = (job_of(write_texts(tmp_path / name)) for name in ("one", "two"))
+    wanted = content(shards(one, tmp_path / "wanted", 300).folder)
+    folder = tmp_path / "store"
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("data.shard_writer.move_folder", killed)
+        shards(one, folder, 120)  # its first shard is whole, and not in its place
+    with pytest.raises(Killed):
+        shards(two, folder, 120, engine=killed_at_once)
+    assert content(shards(one, folder, 300).folder) == wanted
+
+
 def test_the_plan_of_a_complete_part_stays_when_all_its_shards_are_deleted(tmp_path) -> None:
     source, folder = write_texts(tmp_path / "one"), tmp_path / "store"
     wanted = content(shards(job_of(source), folder).folder)
