@@ -10,24 +10,29 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conftest import release
 
-from data import prepare as preparation
 from data import ray_engine as module
 from data.config import SourceConfig
 from data.files import DataError
 from data.filters import parse_filters
 from data.formats.shards import plan_shards
+from data.packed_store import PackSettings
 from data.prepare import build
 from data.ray_engine import ray_engine
+from data.shard_plan import Sharding
+from data.shard_writer import prepare_shards
 from data.store_job import StoreJob
-from data.tokenization import Engine, TokenizeSettings
+from data.tokenization import Engine, TokenizeSettings, tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
+ROWS = PackSettings(16, "split", 0.0)
 HERE = Path(__file__).parent
 needs_ray = [
     pytest.mark.slow,
@@ -105,24 +110,33 @@ def job_of(source: SourceConfig, tokenizer: ByteTokenizer | None = None) -> Stor
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def in_shards_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(preparation, "plan_shards", lambda paths: plan_shards(paths, size))
+    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
+        monkeypatch.setattr(name, lambda paths: plan_shards(paths, size))
 
 
 class TestOnRay:
     pytestmark = needs_ray
 
-    @pytest.mark.parametrize("seed", range(6))
-    def test_the_bytes_are_those_of_one_process(self, engine, tmp_path, monkeypatch, seed) -> None:
+    @pytest.mark.parametrize("seed", [*range(6), *map(release, range(6, 50))])
+    def test_the_bytes_are_those_of_this_machine(self, engine, tmp_path, monkeypatch, seed) -> None:
+        """Of one process, or of one or two workers; of a store, and of one in shards."""
         in_shards_of(monkeypatch, random.Random(seed).choice([40, 300, 5000]))
         job = job_of(write_corpus(tmp_path / "input", seed))
         if seed % 2:
             job = replace(job, filters=parse_filters(["length:9..", "regex:四 四", "duplicates"]))
-        there = build(job, tmp_path / "there", engine=engine)
-        assert content(there.folder) == content(build(job, tmp_path / "here").folder)
+        here, found = partial(tokenize_shards, workers=seed % 3), {}
+        for name, used in (("there", engine), ("here", here)):
+            store = build(job, tmp_path / name, engine=used)
+            sharding, rows = Sharding(random.Random(seed).choice([200, 2000])), ROWS
+            folder = tmp_path / f"{name}-shards"
+            prepare_shards(job, folder, sharding, rows, cache=tmp_path / name, engine=used)
+            found[name] = content(store.folder), content(folder)
+        assert found["there"] == found["here"] and len(found["here"][1]) > 8
 
     def test_a_killed_worker_is_replaced(self, engine, tmp_path, monkeypatch) -> None:
         in_shards_of(monkeypatch, 100)
