@@ -59,8 +59,11 @@ def open_devices(config: Config) -> tuple[Sequence[jax.Device], str | None]:
     mesh = config.mesh
     devices, notice = find_devices(mesh.num_devices, take_all=mesh.given_devices is None)
     if config.run.compilation_cache is not None:
-        cache = os.path.abspath(os.path.expanduser(config.run.compilation_cache))
+        given = config.run.compilation_cache
+        cache = os.path.abspath(os.path.expanduser(given))
         try:
+            if "://" in given:
+                raise ValueError(f"{given} is not on a disk; give a folder of this machine")
             make_private(Path(cache))
         except (OSError, ValueError) as error:
             log.warning("run.compilation_cache is not used, every start compiles: %s", error)

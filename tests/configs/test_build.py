@@ -238,3 +238,14 @@ def test_compiled_programs_are_loaded_only_from_a_folder_closed_to_others(
         "0777, so other users may put files there; delete it, so that it is created with mode "
         "0700, or give another folder"
     ]
+
+
+def test_a_compilation_cache_in_a_bucket_is_not_taken_for_a_folder(
+    tmp_path, jax_cache, caplog, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    jax.config.update("jax_compilation_cache_dir", None)
+    place = "run.compilation_cache=gs://bucket/xla"
+    open_devices(load_config(ROOT / "configs" / "tp8.yaml", [place]))
+    assert jax.config.values["jax_compilation_cache_dir"] is None and not [*tmp_path.iterdir()]
+    assert "gs://bucket/xla is not on a disk; give a folder of this machine" in caplog.text
