@@ -1,7 +1,8 @@
 """Paths in buckets, with the methods of `pathlib.Path` that stores need.
 
-A bucket has neither locks nor renames. What takes their place: an object appears whole or not at
-all, `create` writes one only where there is none, and what describes a folder is written last.
+A bucket has neither locks nor renames. Other guarantees take their place: an object appears whole
+or not at all, `create` writes one only where there is none, and the description of a folder is
+written last.
 """
 
 import logging

@@ -1,6 +1,5 @@
 """Find and open a store that exists, sharded or not."""
 
-import contextlib
 import fcntl
 import time
 from pathlib import Path
@@ -31,11 +30,14 @@ def _wait_for_plan(folder: Path, seconds: float = 600.0) -> None:
     """Wait until a store in shards that is just being begun says what it will hold."""
     end = time.monotonic() + seconds
     while not is_sharded(folder) and time.monotonic() < end:
-        with open(folder / "building" / "shards.lock", "a") as file:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return  # nobody prepares it
-        time.sleep(0.5)
+        try:
+            with open(folder / "building" / "shards.lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return  # no process prepares it
+        except BlockingIOError:
+            time.sleep(0.5)
+        except OSError:
+            return  # a folder of other files that has this name
 
 
 def open_any(folder: AnyPath, cache: BlockCache | None = None) -> Store | ShardedStore:

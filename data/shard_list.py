@@ -34,7 +34,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Part(BaseModel, frozen=True, extra="forbid"):
-    """What one command adds to a sharded store.
+    """Description of the shards that one command adds to a store.
 
     plan: of its stores; the files stand in the shards. num_files, num_bytes: of the input. pieces:
     how many pieces of the input each shard holds, see `plan_shards`. pieces_digest: SHA-256 of
@@ -75,7 +75,7 @@ class Part(BaseModel, frozen=True, extra="forbid"):
 
 
 class ShardRecord(BaseModel, frozen=True, extra="forbid"):
-    """What a shard holds; an empty one has no tokens, and no file but this record.
+    """Counts of a shard; an empty one has no tokens, and no file but this record.
 
     digest: of its store. loss_tokens: tokens that contribute to the loss. unanswered: documents of
     which nothing is in the loss.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from data.bucket_path import AnyPath
+from data.bucket_path import AnyPath, BucketPath
 from data.files import DataError
 from data.formats.shards import InputShard, bytes_before_each, piece_key, plan_shards
 from data.hub import parse_split
@@ -22,6 +22,7 @@ from data.shard_list import (
     digest_of,
     entries,
     part_file,
+    read_model,
     read_parts,
     shard_name,
     shard_names,
@@ -35,8 +36,8 @@ from data.store_job import StoreJob
 class Sharding:
     """How a store is cut into shards."""
 
-    shard_bytes: int = 2**30
-    """Bytes of input of a shard, approximately; about a fifth as many tokens."""
+    shard_bytes: int
+    """Bytes of input of a shard, approximately. A part keeps those with which it was begun."""
     in_order: bool = False
     """Runs read the shards one after the other, also while they are prepared."""
     append: bool = False
@@ -50,7 +51,7 @@ class PlannedPart:
     number: int
     """Of the part in its store."""
     recorded: Part
-    """What the store says of it."""
+    """Its description in the store."""
     pieces: Sequence[InputShard]
     """Of the input, in order."""
     sizes: Mapping[str, int]
@@ -68,6 +69,17 @@ class PlannedPart:
         """Pieces of each shard."""
         ends = accumulate(self.recorded.pieces)
         return [range(end - n, end) for n, end in zip(self.recorded.pieces, ends, strict=True)]
+
+    def check(self, folder: AnyPath) -> None:
+        """Raise DataError if this is not the plan of the part any more."""
+        file = part_file(folder, self.number)
+        remedy = "another command has begun it anew, or it was deleted; run again"
+        try:
+            if read_model(file, Part, remedy).digest == self.recorded.digest:
+                return
+        except FileNotFoundError:
+            pass
+        raise DataError(f"{file} is not that of this command; {remedy}")
 
     def keys(self, shard: int) -> list[str]:
         """Return the keys of the pieces of a shard."""
@@ -111,6 +123,11 @@ class PartPlanner:
         for part in self._parts:
             self._check_revision(part)
         number, is_replaced = self._next()
+        if is_replaced and isinstance(self._folder, BucketPath):  # it has no lock
+            raise DataError(
+                f"{self._folder} was begun with other files or settings, and has no shard of them "
+                "yet; unless another command is making them, delete it and prepare it again"
+            )
         if number:
             self._check_append(number, self._parts[0])
         elif self._sharding.append:

@@ -11,9 +11,12 @@ from data.packed_store import PACKS, PackSettings, open_rows, write_rows
 from data.packing import TooLittleTextError
 from data.shard_list import (
     NO_ROWS,
+    PARTS,
     SHARDS,
     RowsRecord,
     ShardRecord,
+    delete_file,
+    entries,
     in_parallel,
     part_file,
     read_list,
@@ -88,9 +91,18 @@ class ShardRows:
         if is_first and not sum(count.held_out_rows for count in counts):
             raise DataError(
                 f"{self._folder}: no shard has enough text to hold out "
-                f"data.eval_fraction={self._settings.eval_fraction:g} of it; give a larger "
-                "--shard-gb or fraction, or data.eval_fraction=0"
+                f"data.eval_fraction={self._settings.eval_fraction:g} of it; give "
+                f"data.eval_fraction=0 or a larger fraction, or delete {self._folder} and prepare "
+                "it with a larger --shard-gb"
             )
+
+    def delete_other_lists(self) -> None:
+        """Delete lists of rows with other settings: a shard that is made again lacks such rows."""
+        number = self._part.number
+        kept = {part_file(self._folder, number, kind).name for kind in ("", "shards", self._key)}
+        for path in entries(self._folder / PARTS):
+            if path.name.startswith(f"{number:05}.") and path.name not in kept:
+                delete_file(path)
 
     def _rows_of(self, shard: int, work: Path) -> RowsRecord:
         """Return the record of the rows of a shard, which are packed unless they are there."""

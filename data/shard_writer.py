@@ -104,9 +104,11 @@ class _Preparation:
             found = in_parallel(self._read_record, part.names)
             listed = [record for record in found if record is not None]
             assert len(listed) == len(part.names)
+            part.check(self._folder)
             write_list(file, listed)
         self._check_records(listed)
         self._rows.write_list(listed, self._work)
+        shutil.rmtree(self._work)
 
     def _open_part(self) -> PlannedPart:
         """Return the part of the job, which is begun now unless it was before."""
@@ -306,6 +308,9 @@ class _Preparation:
                 f"the code of a filter has changed; restore them, or delete {self._folder} and "
                 "prepare it again"
             )
+        self._part.check(self._folder)
+        if listed is not None:
+            self._rows.delete_other_lists()
         move_folder(made, target)
 
 

@@ -107,6 +107,11 @@ class ShardedStore:
         names = [shard_name(number, shard) for shard in range(len(part.pieces))]
         listed = read_list(part_file(self.folder, number, "shards"), ShardRecord)
         if listed is not None:
+            if len(listed) != len(names):
+                raise DataError(
+                    f"{self.folder}: part {number} has {len(names)} shards, and a list of "
+                    f"{len(listed)}; delete the folder and prepare it again"
+                )
             return [*zip(names, listed, strict=True)], True
         if not part.in_order:
             return [], False
@@ -118,6 +123,19 @@ class ShardedStore:
         records = [record for record in new[:whole] if record is not None]
         found = [*known, *zip(names[len(known) :], records, strict=False)]
         return found, len(found) == len(names)
+
+    def _check_part(self, number: int) -> None:
+        """Raise DataError unless a part is the one that was opened."""
+        file = part_file(self.folder, number)
+        try:
+            if read_model(file, Part, "prepare the data again").digest == self.parts[number].digest:
+                return
+        except FileNotFoundError:
+            pass
+        raise DataError(
+            f"{file} is not as it was at the start of this run, since the preparation was begun "
+            "anew or the store was deleted; start the run again"
+        )
 
     def _record(self, name: str) -> ShardRecord | None:
         path = self.folder / SHARDS / name / RECORD
@@ -138,6 +156,7 @@ class ShardedStore:
         if self.is_complete:
             return
         last = len(self.parts) - 1
+        self._check_part(last)
         before = sum(len(part.pieces) for part in self.parts[:-1])
         known = len(self.shards)
         found, is_complete = self._records(last, self.parts[last], self.shards[before:])

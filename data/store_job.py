@@ -1,4 +1,4 @@
-"""What a source asks of its store: input files, tokenizer, chat template and filters."""
+"""The job of making a store: input files, tokenizer, chat template and filters of a source."""
 
 import hashlib
 import json
@@ -197,8 +197,10 @@ def without_files(paths: Sequence[str], held_out: frozenset[str], key: str) -> l
 
 
 def identity_of(path: str) -> str:
-    """Return the same text for all names of a local file."""
-    return path if "://" in path else os.path.realpath(path)
+    """Return the same text for all names of a local file, and all revisions of one on the hub."""
+    if "://" not in path:
+        return os.path.realpath(path)
+    return re.sub(r"^(hf://datasets/[^/@]+/[^/@]+)@[^/]+/", r"\1/", path)
 
 
 def describe_unread_files(job: StoreJob) -> Iterator[str]:

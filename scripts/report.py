@@ -28,7 +28,7 @@ def write_report(directories: list[str], output: Path, command: str) -> None:
         raise ValueError(f"--output {output}: the report is HTML; write a name ending in .html")
     if not output.absolute().parent.is_dir():
         raise ValueError(f"--output {output}: the folder does not exist; create it first")
-    runs = read_runs([open_local(directory) for directory in directories])
+    runs = read_runs([open_local(directory, with_events=True) for directory in directories])
     output.write_text(render(runs, command), encoding="utf-8")
     print(f"{output} written ({format_bytes(output.stat().st_size)}); open it in a browser")
     if importlib.util.find_spec("matplotlib") is None:

@@ -1,6 +1,6 @@
 """The environment in which the tests start jax; conftest.py imports this before jax.
 
-Devices are simulated on the CPU, also where there is a GPU. tests/test_gpu.py sets JAX_PLATFORMS.
+Devices are simulated on the CPU, also where there is a GPU, unless JAX_PLATFORMS names that.
 """
 
 import os

@@ -1,8 +1,8 @@
 """A bucket for tests: gcp-storage-emulator, behind a proxy that adds what it lacks.
 
 The proxy refuses a write whose condition on the generation of an object is not met, as Google Cloud
-Storage does, and answers with an error on demand. It takes one request at a time to the emulator,
-which has one thread.
+Storage does, keeps newlines at the end of an upload, and answers with an error on demand. It takes
+one request at a time to the emulator, which has one thread.
 """
 
 import contextlib
@@ -153,12 +153,19 @@ class _Proxy(BaseHTTPRequestHandler):
         if (status := bucket.fault(self.command, unquote(self.path))) is not None:
             self._answer(status, {}, b'{"error": {"message": "on demand"}}')
             return
+        query = parse_qs(urlsplit(self.path).query)
         with bucket.lock:
-            query = parse_qs(urlsplit(self.path).query)
             for wanted in query.get("ifGenerationMatch", []):
                 if bucket.generation(self._name(query, body)) != wanted:
                     self._answer(412, {}, b'{"error": {"message": "condition not met"}}')
                     return
+            is_multipart = query.get("uploadType") == ["multipart"]
+            if is_multipart and (content := self._content(body)):
+                name = quote(self._name(query, body), safe="")
+                self.path = f"{urlsplit(self.path).path}?uploadType=media&name={name}"
+                body = content
+                self.headers.replace_header("Content-Length", str(len(body)))
+                self.headers.replace_header("Content-Type", "application/octet-stream")
             keep = ("Content-Type", "Range", "Content-Range", "Content-Length")
             headers = {name: self.headers[name] for name in keep if name in self.headers}
             status, found, content = bucket.ask(self.command, self.path, body, headers)
@@ -175,6 +182,15 @@ class _Proxy(BaseHTTPRequestHandler):
         part = re.search(rb"\r?\n\r?\n(\{.*?\})\r?\n--", body, re.DOTALL)
         assert part is not None, self.path
         return str(json.loads(part[1])["name"])
+
+    def _content(self, body: bytes) -> bytes:
+        """Return the content of an upload in parts, from which the emulator strips newlines."""
+        found = re.search(r'boundary="?([^";]+)', self.headers["Content-Type"])
+        assert found is not None
+        newline = b"\r\n" if body.lstrip().partition(b"\n")[0].endswith(b"\r") else b"\n"
+        end = body.rindex(newline + b"--" + found[1].strip("'").encode() + b"--")
+        begin = body.index(newline * 2, body.index(newline * 2) + 1) + 2 * len(newline)
+        return body[begin:end]
 
     def _answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
         upstream = f":{self.server.bucket.upstream}"  # type: ignore[attr-defined]

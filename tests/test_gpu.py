@@ -2,10 +2,9 @@
 
 JAX_PLATFORMS=cuda,cpu pytest tests/test_gpu.py
 
-Without that variable, and without a GPU, all of these tests are skipped: the others run on
-simulated CPU devices. Results of kernels are compared with float32 on the same GPU. 2^-7 of the
-norm is four times the rounding of one bfloat16 (2^-9), for the weights, the result and their
-gradients are rounded one after the other.
+Without that variable these tests are skipped, and the others run on simulated CPU devices. Results
+of kernels are compared with float32 on the same GPU. 2^-7 of the norm is four times the rounding of
+one bfloat16 (2^-9): weights, result and their gradients are rounded one after the other.
 """
 
 import os

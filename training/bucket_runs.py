@@ -28,11 +28,12 @@ from training.lease import RENEW_SECONDS, Lease
 from training.logs import log
 
 CHECKPOINTS, LEASE, LOCK_FILE = "checkpoints", "lease", ".lock"
-_URL_FILE, _FETCH_LOCK, _TRAINS = ".bucket", ".fetching", ".trains"
+_URL_FILE, _FETCH_LOCK, _TRAINS_LOCK = ".bucket", ".fetching", ".trains"
 IDENTITY_FILE = "run.json"
 BEFORE_SAVES = ("metrics.jsonl", IDENTITY_FILE, "config.yaml")
 """Files that are copied before each save; the others follow."""
-# Folders that nobody needs who reads a run.
+_OF_A_RUN = {"config.yaml", CHECKPOINTS, "log.txt", "metrics.jsonl", IDENTITY_FILE}
+# Folders that a run only adds to.
 _LARGE = ("tensorboard/", "profiles/", "wandb/", "mlruns/")
 _COPY_SECONDS = 30.0
 _AT_A_TIME = 32
@@ -74,7 +75,7 @@ def checkpoint_folder(directory: Path) -> AnyPath:
 def _small_files(bucket: BucketPath) -> list[str]:
     """Return the names of the small files of a run. Raises: ValueError if it is none."""
     below = {path.name for path in bucket.iterdir()} - {LEASE}
-    if below and not below & {"config.yaml", CHECKPOINTS}:
+    if below and not below & _OF_A_RUN:
         raise ValueError(
             f"{bucket} holds objects such as {min(below)}, which are not those of a run; give "
             "another run.dir"
@@ -135,10 +136,12 @@ def _names_in(directory: Path) -> list[str]:
     return found
 
 
-def open_local(text: str) -> Path:
+def open_local(text: str, *, with_events: bool = False) -> Path:
     """Return the local folder of a run that is only read, with its small files up to date.
 
     If a process of this machine trains the run, its files are newer than those of the bucket.
+
+    with_events: the files of TensorBoard, too.
     """
     folder = local_path(text)
     run = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
@@ -146,22 +149,24 @@ def open_local(text: str) -> Path:
         with open(run / _FETCH_LOCK, "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_training(run):
-                fetch(run, only=lambda name: not name.startswith(_LARGE))
+                events = ("tensorboard/",) if with_events else ()
+                fetch(run, only=lambda name: _is_small(name) or name.startswith(events))
     return folder
 
 
 def _is_training(run: Path) -> bool:
     """Return whether a process of this machine trains a run."""
-    with open(run / LOCK_FILE, "a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return (run / _TRAINS).exists() and _is_alive((run / _TRAINS).read_text())
+    for name, kind in ((LOCK_FILE, fcntl.LOCK_SH), (_TRAINS_LOCK, fcntl.LOCK_EX)):
+        with open(run / name, "a") as lock:
+            try:
+                fcntl.flock(lock, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+    return False
 
 
-def _is_alive(process: str) -> bool:
-    return process.isdecimal() and Path(f"/proc/{process}").exists()
+def _is_small(name: str) -> bool:
+    return not name.startswith(_LARGE)
 
 
 def move_tree(source: BucketPath, target: BucketPath, without: Collection[str] = ()) -> None:
@@ -229,21 +234,15 @@ def kept_in_bucket(
             lease.acquire(group)
             stack.callback(lease.release)
             stack.enter_context(_repeating(RENEW_SECONDS, partial(_renew, lease, group)))
-            equal = fetch(directory)
+            equal = fetch(directory, only=_is_small)
         else:  # readers of this machine leave the folder alone
-            replace_file(directory / _TRAINS, str(os.getpid()))
+            lock = stack.enter_context(open(directory / _TRAINS_LOCK, "a"))
+            fcntl.flock(lock, fcntl.LOCK_SH)
             equal = fetch(directory, only=lambda name: name in names)
-        copies = _Copies(directory, bucket, names, equal)
+        copies = _Copies(directory, bucket, names, equal, lease)
         stack.callback(copies.update)
         stack.enter_context(_repeating(_COPY_SECONDS, copies.update))
-        yield partial(_publish, copies, lease)
-
-
-def _publish(copies: "_Copies", lease: Lease | None) -> None:
-    """Copy what must not be older than a checkpoint. Raises: OSError, so that no save begins."""
-    if lease is not None:
-        lease.check()
-        copies.copy(BEFORE_SAVES)
+        yield copies.publish
 
 
 def _folder_id(directory: Path) -> str:
@@ -294,9 +293,11 @@ class _Copies:
         bucket: BucketPath,
         names: Collection[str] | None,
         equal: Collection[str],
+        lease: Lease | None,
     ):
         """Copy files of a folder. names: which; None: all. equal: those that are in the bucket."""
         self._directory, self._bucket, self._names = directory, bucket, names
+        self._lease = lease
         self._lock = threading.Lock()
         self._known = {name: x for name, x in self._states().items() if name in equal}
 
@@ -314,7 +315,12 @@ class _Copies:
         """Copy what has changed, and delete what is gone. A failure is logged, and tried again."""
         with self._lock:
             if not (self._directory / _URL_FILE).exists():
-                return  # somebody has deleted the folder, and not its files
+                return  # the folder was deleted; its files in the bucket stay
+            try:
+                self._check_lease()
+            except OSError as error:
+                log.warning("files of the run were not copied to %s: %s", self._bucket, error)
+                return
             states, problem = self._states(), None
             for name in [*states, *(self._known.keys() - states.keys())]:
                 try:
@@ -326,13 +332,21 @@ class _Copies:
             if problem is not None:
                 log.warning("files of the run were not copied to %s: %s", self._bucket, problem)
 
-    def copy(self, names: Collection[str]) -> None:
-        """Copy some files, if they have changed. Raises: OSError."""
+    def publish(self) -> None:
+        """Copy what must not be older than a checkpoint. Raises: OSError; no save begins then."""
+        if self._lease is None:
+            return
         with self._lock:
+            self._check_lease()
             states = self._states()
-            for name in names:
+            for name in BEFORE_SAVES:
                 if name in states:
                     self._update_file(name, states[name])
+
+    def _check_lease(self) -> None:
+        """Raise OSError if another process may have the run: its files must not be replaced."""
+        if self._lease is not None:
+            self._lease.check()
 
     def _update_file(self, name: str, state: tuple[int, int] | None) -> None:
         if state is None:

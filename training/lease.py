@@ -19,27 +19,29 @@ RENEW_SECONDS, EXPIRY_SECONDS, LOOK_SECONDS = 15.0, 75.0, 2.0
 class Lease:
     """The right to write to a run in a bucket.
 
-    Leases are objects with ascending numbers, none of which is used twice. The holder of the
-    highest number writes the run, and renews its object. Whoever sees that it was given back, or no
-    renewal for the time of expiry, creates the next number; the service lets only one of them
-    succeed. A holder that was suspended finds a higher number. No clocks of two machines are
-    compared.
+    Leases are objects with ascending numbers. The holder of the highest number writes the run, and
+    renews its object. A process that finds it released or expired creates the next number; the
+    service lets only one of them succeed. A process that was suspended finds a higher number, as a
+    holder or after it has created its own. No clocks of two machines are compared.
     """
 
-    def __init__(self, folder: BucketPath, place: str):
-        """Describe a lease that is not taken yet. place: id of the local folder, locked by us."""
+    def __init__(self, folder: BucketPath, folder_id: str):
+        """Describe a lease that is not taken yet. folder_id: of the local folder, locked by us."""
         self.folder = folder
         self._owner = {
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "place": place,
+            "place": folder_id,
             "lease": secrets.token_hex(16),
         }
         self._number = self._renewals = 0
         self._renewed_at = _now()
 
     def acquire(self, group: ProcessGroup) -> None:
-        """Take the lease; wait while nobody renews it, or with several processes.
+        """Take the lease; wait until that of a process that is gone expires.
+
+        With several processes, wait also while it is renewed: a launcher may start them before
+        those of an earlier attempt have ended.
 
         Raises: ValueError if another process renews it; ProcessGroupError if it does so for
         `cluster.start_timeout`.
@@ -60,6 +62,9 @@ class Lease:
                 continue
             number, begin = (numbers[-1] if numbers else 0) + 1, _now()
             if self._path(number).create(self._content()):
+                if max(self._numbers()) > number:  # taken since our list, which may be old
+                    self._path(number).delete()
+                    continue
                 self._number, self._renewed_at = number, begin
                 for old in numbers:
                     self._path(old).delete()
@@ -102,7 +107,7 @@ class Lease:
         """Return whether a lease is renewed within the time of expiry, and not given back."""
         sys.stderr.write(
             f"{self.folder} is held by process {seen.get('process')} of {seen.get('host')}; "
-            f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether it lives\n"
+            f"waiting up to {EXPIRY_SECONDS:.0f} s to see whether it still runs\n"
         )
         end = time.monotonic() + EXPIRY_SECONDS
         while time.monotonic() < end:

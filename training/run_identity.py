@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from safe_files import replace_file
+from training.bucket_runs import IDENTITY_FILE as FILE
 from training.bucket_runs import bucket_of
 from training.logs import log
 
-FILE = "run.json"
 TRACKERS_FILE = "trackers.json"
 """Ids under which trackers know the run of a directory."""
 

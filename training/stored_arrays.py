@@ -74,6 +74,7 @@ def read_chunks(
             the last chunk.
     """
     what = f"checkpoint {checkpoint.name} cannot be read"
+    is_remote = not isinstance(checkpoint, Path)
     try:
         store = {"driver": "ocdbt", "base": _key_value_store(checkpoint), "path": f"{name}/"}
         # A checkpoint never changes: nothing is asked for twice.
@@ -81,7 +82,7 @@ def read_chunks(
         spec = {"driver": "zarr3", "kvstore": store, **never}
         array = tensorstore.open(spec, read=True).result()
     except Exception as error:
-        raise read_error(what, error) from error
+        raise read_error(what, error, is_remote=is_remote) from error
     found = RunningFingerprint(array.shape, sharding)
     sizes: Any = array.chunk_layout.read_chunk.shape
     begins = (range(0, n, size) for n, size in zip(array.shape, sizes, strict=True))
@@ -90,7 +91,7 @@ def read_chunks(
         try:
             values = array[tuple(map(slice, start, ends))].read().result()
         except Exception as error:
-            raise read_error(what, error) from error
+            raise read_error(what, error, is_remote=is_remote) from error
         found.add(start, values)
         yield start, values
     if found.digits != expected:

@@ -99,6 +99,19 @@ def test_of_two_commands_that_add_to_a_store_at_once_one_is_refused(place, tmp_p
 
 
 @pytest.mark.parametrize("place", STORES, indirect=True)
+def test_a_part_in_a_bucket_is_not_replaced_by_one_of_other_files(place, tmp_path) -> None:
+    """Its command may run on another machine, and have made no shard yet."""
+    folder = to_path(f"{place.url}/store")
+    one = PartPlanner(job_of(write_texts(tmp_path / "one")), folder, Sharding(120))
+    one.check_new()
+    part = one.begin()
+    other = PartPlanner(job_of(write_texts(tmp_path / "other", 3)), folder, Sharding(120))
+    with pytest.raises(DataError, match="unless another command is making them, delete it and"):
+        other.check_new()
+    part.check(folder)
+
+
+@pytest.mark.parametrize("place", STORES, indirect=True)
 def test_damage_is_found_and_named_and_a_damaged_cache_is_read_again(place, tmp_path) -> None:
     folder = make(job_of(write_texts(tmp_path / "input")), f"{place.url}/store", tmp_path).folder
     wanted = batches(dataset(folder, tmp_path), 20)
@@ -152,6 +165,9 @@ def test_an_object_is_created_once(place) -> None:
     assert isinstance(path, BucketPath)
     assert path.create(b"first") and not path.create(b"second") and path.read_bytes() == b"first"
     assert path.create(b"first")  # as after an answer that was lost
+    for written in (b"", b"\n", b"a\r\n", b"\r", b"\n\n--\r\n\r\n"):
+        path.overwrite(written)
+        assert path.read_bytes() == written
     path.overwrite(b"third")
     assert path.read_bytes() == b"third" and path.read_range(1, 3) == b"hi" and path.size() == 5
     assert [each.name for each in to_path(place.url).iterdir()] == ["one"] and path.is_file()

@@ -24,9 +24,10 @@ from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
 from data.prepare import build
-from data.sharded_store import ShardedStore
+from data.prepared_store import prepared_folder
+from data.sharded_store import ShardedRows, ShardedStore
 from data.store import INFO
-from data.store_job import StoreJob
+from data.store_job import StoreJob, identity_of, without_files
 from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -75,6 +76,72 @@ def test_what_was_made_for_a_plan_that_was_given_up_is_never_published(
     with pytest.raises(Killed):
         shards(two, folder, 120, engine=killed_at_once)
     assert content(shards(one, folder, 300).folder) == wanted
+
+
+def test_a_shard_that_is_made_again_has_the_rows_of_every_setting(tmp_path) -> None:
+    job, folder = job_of(write_texts(tmp_path / "one")), tmp_path / "store"
+    longer = replace(ROWS, row_length=2 * ROWS.row_length)
+    for rows in (ROWS, longer):
+        shards(job, folder, rows=rows)
+    wanted = content(folder)
+    for rows, other in ((ROWS, longer), (longer, ROWS)):
+        shutil.rmtree(folder / "shards" / "00000-00001")
+        shards(job, folder, rows=rows)
+        with pytest.raises(DataError, match="has no rows for these settings"):
+            ShardedRows(ShardedStore(folder), other)
+        shards(job, folder, rows=other)
+        assert content(folder) == wanted
+        for settings in (ROWS, longer):
+            read = ShardedRows(ShardedStore(folder), settings)
+            for row in range(read.train.num_rows):
+                store, packed, number = read.train.locate(row)
+                assert len(store.tokens) and number < packed.num_rows
+
+
+def test_a_run_notices_that_a_preparation_was_begun_anew(tmp_path) -> None:
+    folder = tmp_path / "store"
+    with pytest.raises(Killed):
+        shards(job_of(write_texts(tmp_path / "one")), folder, in_order=True, engine=killed_at_once)
+    waiting = ShardedStore(folder)
+    waiting.refresh()
+    shards(job_of(write_texts(tmp_path / "two", 3)), folder, in_order=True)
+    with pytest.raises(DataError, match="is not as it was at the start of this run, since the"):
+        waiting.refresh()
+    shutil.rmtree(folder)
+    with pytest.raises(DataError, match="or the store was deleted; start the run again"):
+        waiting.refresh()
+
+
+def test_a_store_that_was_replaced_meanwhile_is_left_alone(tmp_path) -> None:
+    """As by a command on another machine, which no lock keeps away."""
+    folder = tmp_path / "store"
+
+    def replaced(pieces, settings):
+        yield from tokenize_shards(pieces[:1], settings)
+        shutil.rmtree(folder / "parts")
+        with pytest.raises(Killed):
+            shards(two, tmp_path / "other", engine=killed_at_once)
+        shutil.copytree(tmp_path / "other" / "parts", folder / "parts")
+        yield from tokenize_shards(pieces[1:], settings)
+
+    one, two = (job_of(write_texts(tmp_path / name)) for name in ("one", "two"))
+    with pytest.raises(DataError, match=r"00000\.json is not that of this command; another"):
+        shards(one, folder, engine=replaced)
+    assert not (folder / "shards").exists()
+
+
+def test_a_folder_of_texts_named_building_is_left_alone(tmp_path) -> None:
+    (tmp_path / "texts" / "building").mkdir(parents=True)
+    assert prepared_folder(str(tmp_path / "texts")) is None
+    assert not [*(tmp_path / "texts" / "building").iterdir()]
+
+
+def test_a_held_out_file_of_the_hub_is_known_at_every_revision() -> None:
+    place, name = "hf://datasets/someone/stories", "data/validation-0.parquet"
+    pinned = f"{place}@{40 * 'a'}/{name}"
+    with pytest.raises(DataError, match="is one of eval_files"):
+        without_files([f"{place}/{name}"], frozenset({identity_of(pinned)}), "data.files")
+    assert identity_of(pinned) != identity_of(pinned.replace("stories", "other"))
 
 
 def test_the_plan_of_a_complete_part_stays_when_all_its_shards_are_deleted(tmp_path) -> None:

@@ -13,7 +13,7 @@ from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training import bucket_runs
 from training import lease as leases
-from training.bucket_runs import bucket_of, fetch, kept_in_bucket, local_path
+from training.bucket_runs import bucket_of, fetch, kept_in_bucket, local_path, open_local
 from training.lease import Lease
 
 pytestmark = needs_buckets
@@ -70,6 +70,64 @@ def test_a_lease_that_was_not_renewed_lately_lets_no_save_begin(monkeypatch) -> 
     monkeypatch.setattr(leases, "_now", lambda: later)
     with pytest.raises(OSError, match="was not renewed for 1 s"):
         lease.check()
+
+
+def test_a_number_that_was_free_only_in_an_old_list_is_given_back(bucket, monkeypatch) -> None:
+    late, listing, looks = Lease(FOLDER, "/late"), Lease._numbers, []
+
+    def numbers(self: Lease) -> list[int]:
+        found = listing(self)
+        looks.append(found)
+        if self is late and len(looks) == 1:  # two others have it before this process goes on
+            for place in ("/second", "/third"):
+                holder = Lease(FOLDER, place)
+                holder.acquire(ProcessGroup())
+                if place == "/second":
+                    holder.release()
+        return found
+
+    first = Lease(FOLDER, "/first")
+    first.acquire(ProcessGroup())
+    first.release()
+    monkeypatch.setattr(Lease, "_numbers", numbers)
+    late.acquire(ProcessGroup())
+    assert bucket.names("run/lease") == ["run/lease/00000004.json"] and late.renew()
+
+
+def test_files_are_not_copied_with_a_lease_that_another_may_have(
+    bucket: Bucket, monkeypatch, caplog
+) -> None:
+    folder = local_path("gs://bucket/some/run")
+    with kept_in_bucket(folder, ProcessGroup()) as publish:
+        (folder / "log.txt").write_text("old")
+        later = leases._now() + 100
+        monkeypatch.setattr(leases, "_now", lambda: later)
+        monkeypatch.setattr(Lease, "renew", lambda self: True)
+        with pytest.raises(OSError, match="was not renewed for"):
+            publish()
+    assert "some/run/log.txt" not in bucket.names("some/run")
+    assert "files of the run were not copied" in caplog.text
+
+
+def test_a_start_that_failed_does_not_keep_the_next_one_away(bucket: Bucket) -> None:
+    folder = local_path("gs://bucket/some/run")
+    bucket.write("some/run/log.txt", b"error: no such model\n")
+    with kept_in_bucket(folder, ProcessGroup()):
+        assert (folder / "log.txt").read_bytes() == b"error: no such model\n"
+    bucket.write("other/photos.zip", b"x")
+    with pytest.raises(ValueError, match=r"holds objects such as photos\.zip, which are not"):
+        fetch(local_path("gs://bucket/other"))
+
+
+def test_readers_leave_the_files_of_a_second_process_alone(bucket: Bucket) -> None:
+    folder = local_path("gs://bucket/some/run")
+    bucket.write("some/run/log.txt", b"old")
+    with kept_in_bucket(folder, ProcessGroup(2, 1), names=["stacks.1.txt"]):
+        (folder / "log.txt").write_text("newer")
+        open_local("gs://bucket/some/run")
+        assert (folder / "log.txt").read_text() == "newer"
+    open_local("gs://bucket/some/run")
+    assert (folder / "log.txt").read_text() == "old"
 
 
 def test_a_lease_that_nobody_renews_is_taken_by_one_and_its_holder_notices(bucket) -> None:
