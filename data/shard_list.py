@@ -134,6 +134,13 @@ def part_file(folder: AnyPath, part: int, kind: str = "") -> AnyPath:
     return folder / PARTS / (f"{part:05}.{kind}.json" if kind else f"{part:05}.json")
 
 
+def rows_lists(folder: AnyPath, part: int) -> list[AnyPath]:
+    """Return the lists of rows of a part, one for each setting of packing."""
+    others = {part_file(folder, part).name, part_file(folder, part, "shards").name}
+    found = [path for path in entries(folder / PARTS) if path.name not in others]
+    return [path for path in found if path.name.startswith(f"{part:05}.")]
+
+
 def is_sharded(folder: AnyPath) -> bool:
     """Return whether a folder is a sharded store."""
     return part_file(folder, 0).is_file()

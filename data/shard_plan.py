@@ -130,10 +130,8 @@ class PartPlanner:
             )
         if number:
             self._check_append(number, self._parts[0])
-        elif self._sharding.append:
-            raise DataError(f"--append: {self._folder} is no store in shards yet; leave it out")
         elif not is_replaced:
-            self._check_free()
+            check_new_store(self._folder, self._sharding)
 
     def begin(self) -> PlannedPart:
         """Write the plan of the job as another part, or in place of one that has made nothing.
@@ -206,6 +204,12 @@ class PartPlanner:
                 "or settings; finish it with the command that began it, or, if its files have "
                 f"changed, delete {folder} and prepare it again"
             )
+        files = self._planned.recorded.plan.source["files"]
+        if any(part.plan.source["files"] == files for part in self._parts):
+            raise DataError(
+                f"{folder} was prepared from data.files={files} before, and one of these files or "
+                f"a setting has changed since; restore it, or delete {folder} and prepare it again"
+            )
         if not self._sharding.append:
             raise DataError(
                 f"{folder} holds shards of other files or settings; add --append to add these "
@@ -214,13 +218,14 @@ class PartPlanner:
         if (reason := self._planned.recorded.explain_difference(first)) is not None:
             raise DataError(f"{folder} {reason}, or choose another folder")
 
-    def _check_free(self) -> None:
-        """Raise DataError if the folder holds anything but the work on a store in shards."""
-        found = {path.name for path in entries(self._folder)} - {PARTS, SHARDS, "building"}
-        if found:
-            raise DataError(
-                f"{self._folder} holds other files, such as {min(found)}; choose another folder"
-            )
+
+def check_new_store(folder: AnyPath, sharding: Sharding) -> None:
+    """Raise DataError if a store cannot be begun in a folder; nothing is written."""
+    found = {path.name for path in entries(folder)} - {PARTS, SHARDS, "building"}
+    if found:
+        raise DataError(f"{folder} holds other files, such as {min(found)}; choose another folder")
+    if sharding.append:
+        raise DataError(f"--append: {folder} is no store in shards yet; leave --append out")
 
 
 def has_made_nothing(folder: AnyPath, number: int) -> bool:

@@ -11,16 +11,15 @@ from data.packed_store import PACKS, PackSettings, open_rows, write_rows
 from data.packing import TooLittleTextError
 from data.shard_list import (
     NO_ROWS,
-    PARTS,
     SHARDS,
     RowsRecord,
     ShardRecord,
     delete_file,
-    entries,
     in_parallel,
     part_file,
     read_list,
     rows_key,
+    rows_lists,
     upload_folder,
     write_list,
     write_tree,
@@ -98,10 +97,9 @@ class ShardRows:
 
     def delete_other_lists(self) -> None:
         """Delete lists of rows with other settings: a shard that is made again lacks such rows."""
-        number = self._part.number
-        kept = {part_file(self._folder, number, kind).name for kind in ("", "shards", self._key)}
-        for path in entries(self._folder / PARTS):
-            if path.name.startswith(f"{number:05}.") and path.name not in kept:
+        kept = part_file(self._folder, self._part.number, self._key).name
+        for path in rows_lists(self._folder, self._part.number):
+            if path.name != kept:
                 delete_file(path)
 
     def _rows_of(self, shard: int, work: Path) -> RowsRecord:

@@ -22,6 +22,7 @@ from data.shard_list import (
     SHARDS,
     ShardRecord,
     in_parallel,
+    is_sharded,
     part_file,
     read_list,
     read_model,
@@ -30,7 +31,13 @@ from data.shard_list import (
     write_list,
     write_tree,
 )
-from data.shard_plan import PartPlanner, PlannedPart, Sharding, has_made_nothing
+from data.shard_plan import (
+    PartPlanner,
+    PlannedPart,
+    Sharding,
+    check_new_store,
+    has_made_nothing,
+)
 from data.shard_rows import ShardRows
 from data.sharded_store import ShardedStore
 from data.store import INFO, Skipped, Store
@@ -57,6 +64,8 @@ def prepare_shards(
         continues.
     """
     root = _work_folder(folder, cache)
+    if not is_sharded(folder):
+        check_new_store(folder, sharding)
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / "shards"):
         _Preparation(job, folder, sharding, settings, engine, report or _no_report, root).run()

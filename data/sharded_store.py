@@ -33,6 +33,7 @@ from data.shard_list import (
     read_model,
     read_parts,
     rows_key,
+    rows_lists,
     shard_name,
     shard_names,
 )
@@ -91,6 +92,7 @@ class ShardedStore:
                 f"{folder} has {count_of(len(self.parts), 'part')}, but the run was trained on "
                 f"{num_parts}; name the store of that run, or give another run.dir"
             )
+        self._check_present()
         for part in self.parts:
             if (reason := part.explain_difference(parts[0])) is not None:
                 raise DataError(f"{folder}: a part of it {reason}; delete it and prepare it again")
@@ -123,6 +125,19 @@ class ShardedStore:
         records = [record for record in new[:whole] if record is not None]
         found = [*known, *zip(names[len(known) :], records, strict=False)]
         return found, len(found) == len(names)
+
+    def _check_present(self) -> None:
+        """Raise DataError for a shard that was deleted, with the files of its part."""
+        there = shard_names(self.folder)
+        for number, part in enumerate(self.parts):
+            first = sum(len(each.pieces) for each in self.parts[:number])
+            for name, _ in self.shards[first : first + len(part.pieces)]:
+                if name not in there:
+                    raise DataError(
+                        f"{self.folder}: shard {name} is missing; run the command that prepared it "
+                        f"from data.files={part.plan.source.get('files')} again, which makes only "
+                        "what is missing"
+                    )
 
     def _check_part(self, number: int) -> None:
         """Raise DataError unless a part is the one that was opened."""
@@ -263,8 +278,18 @@ class ShardedStore:
 
     def verify(self) -> None:
         """Read everything. Raises: DataError that names the shard and the damaged part."""
+        packs: dict[str, list[str]] = {}
+        for number in range(len(self.parts)):
+            for path in rows_lists(self.folder, number):
+                records = read_list(path, RowsRecord) or []
+                first = sum(len(part.pieces) for part in self.parts[:number])
+                for (name, _), record in zip(self.shards[first:], records, strict=False):
+                    packs.setdefault(name, []).append(record.name)
         for store in self.stores():
             store.verify()
+            for rows in packs.get(store.folder.name, []):
+                remedy = self.remedy(store.folder.name)
+                open_rows(store.folder / PACKS / rows, self.cache, remedy=remedy).verify()
 
 
 class ShardedSplit:
@@ -398,7 +423,10 @@ def wait_for_first_rows(
                 "the command that prepares it still runs"
             )
         if now - last > LINE_SECONDS:
-            report(f"waiting for the first shard of {store.folder}, which is being prepared")
+            report(
+                f"waiting for the first shard of {store.folder}, which is being prepared; if no "
+                f"command prepares it, start that again ({limit / 60:.0f} minutes at most)"
+            )
             last = now
         time.sleep(LOOK_SECONDS)
         store.refresh()

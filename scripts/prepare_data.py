@@ -127,8 +127,8 @@ def sharding_of(args: argparse.Namespace) -> Sharding | None:
         return None
     if not is_wanted and not is_sharded(args.out):
         return None
-    if has_size and args.shard_gb <= 0:
-        raise ValueError(f"--shard-gb {args.shard_gb:g}: use a number above 0, such as 1")
+    if has_size and not 0 < args.shard_gb < 1e6:
+        raise ValueError(f"--shard-gb {args.shard_gb:g}: use a number of GB above 0, such as 1")
     size = args.shard_gb if has_size else DEFAULT_SHARD_GB
     return Sharding(max(1, round(size * 1e9)), in_order=args.stream, append=args.append)
 

@@ -47,7 +47,13 @@ class BatchWait:
         if time.monotonic() - self._last_line < LINE_SECONDS:
             return
         self._last_line = time.monotonic()
-        log.info("step %d waits for rows of %s, which are being prepared", step, self._names())
+        log.info(
+            "step %d waits for rows of %s, which are being prepared; if no command prepares them, "
+            "start that again (the run ends after %.0f minutes without a new shard)",
+            step,
+            self._names(),
+            WAIT_SECONDS / 60,
+        )
 
     def failure(self, step: int) -> str:
         """Return why the run ends, and what to do."""

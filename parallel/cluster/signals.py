@@ -37,7 +37,8 @@ class StoppedEarly(BaseException):
 
     def __init__(self, by: signal.Signals):
         super().__init__(
-            f"stopped by {by.name} before the first step; run again to start or resume"
+            f"stopped by {by.name} before the first step of this process, so there is nothing to "
+            "save; run again to start or resume"
         )
 
 

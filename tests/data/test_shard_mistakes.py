@@ -130,6 +130,52 @@ def test_a_store_that_was_replaced_meanwhile_is_left_alone(tmp_path) -> None:
     assert not (folder / "shards").exists()
 
 
+def test_what_is_missing_is_named_at_the_start_with_its_files(tmp_path) -> None:
+    one, two = (job_of(write_texts(tmp_path / name)) for name in ("one", "two"))
+    folder = tmp_path / "store"
+    shards(one, folder)
+    shards(two, folder, append=True)
+    shutil.rmtree(folder / "shards" / "00000-00001")
+    missing = rf"shard 00000-00001 is missing; .* from data\.files={tmp_path}/one/"
+    for attempt in (partial(ShardedStore, folder), partial(shards, two, folder)):
+        with pytest.raises(DataError, match=missing):
+            attempt()
+    shards(one, folder)
+    ShardedStore(folder).verify()
+
+
+def test_packed_rows_are_verified(tmp_path) -> None:
+    store = shards(job_of(write_texts(tmp_path / "one")), tmp_path / "store")
+    (rows,) = (store.folder / "shards" / "00000-00001" / "packs").glob("*/rows.bin")
+    content = bytearray(rows.read_bytes())
+    content[-3] ^= 1
+    rows.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.bin: .*00000-00001, and run the command that prep"):
+        ShardedStore(store.folder).verify()
+    shutil.rmtree(rows.parent.parent)
+    with pytest.raises(DataError, match=r"pack\.json: .*delete .*00000-00001"):
+        ShardedStore(store.folder).verify()
+
+
+def test_changed_files_are_not_added_a_second_time(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "one"), tmp_path / "store"
+    shards(job_of(source), folder)
+    (tmp_path / "one" / "000.txt").write_text("changed")
+    for append in (False, True):
+        with pytest.raises(DataError, match="one of these files or a setting has changed since"):
+            shards(job_of(source), folder, append=append)
+
+
+def test_a_command_that_is_refused_writes_nothing(tmp_path) -> None:
+    source = write_texts(tmp_path / "one")
+    before = content(tmp_path)
+    for folder in ("one", "new"):
+        with pytest.raises(DataError, match=r"holds other files|is no store in shards yet"):
+            shards(job_of(source), tmp_path / folder, append=True)
+    assert content(tmp_path) == before and not (tmp_path / "new").exists()
+    assert not (tmp_path / "one" / "building").exists()
+
+
 def test_a_folder_of_texts_named_building_is_left_alone(tmp_path) -> None:
     (tmp_path / "texts" / "building").mkdir(parents=True)
     assert prepared_folder(str(tmp_path / "texts")) is None

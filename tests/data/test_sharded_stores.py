@@ -165,7 +165,7 @@ def test_a_deleted_shard_is_made_again_and_others_are_not(tmp_path) -> None:
     with pytest.raises(DataError, match=law):
         ShardedStore(store.folder).verify()
     shutil.rmtree(array.parent)
-    with pytest.raises(DataError, match=f"{name} has no store.json"):
+    with pytest.raises(DataError, match=f"shard {name} is missing; run the command"):
         ShardedStore(store.folder).verify()
     kept = {path: path.stat().st_mtime_ns for path in (store.folder / "shards").iterdir()}
     shards(job_of(source), tmp_path / "cut")
@@ -282,7 +282,7 @@ def test_other_rows_are_packed_without_tokenizing(tmp_path) -> None:
 
 def test_mistakes_are_one_line(tmp_path) -> None:
     source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
-    with pytest.raises(DataError, match="is no store in shards yet; leave it out"):
+    with pytest.raises(DataError, match="is no store in shards yet; leave --append out"):
         shards(job_of(source), folder, append=True)
     shards(job_of(source), folder)
     with pytest.raises(DataError, match="was begun without --stream; give the same"):

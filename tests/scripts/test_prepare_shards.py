@@ -70,8 +70,8 @@ def test_a_store_is_made_extended_verified_and_mended(tmp_path, capsys) -> None:
         (["--append"], "--append needs --out FOLDER"),
         (["--stream"], "--stream needs --out FOLDER"),
         (["--shard-gb=2"], "--shard-gb needs --out FOLDER"),
-        (["--shard-gb=0", "--out=OUT"], "--shard-gb 0: use a number above 0"),
-        (["--append", "--out=OUT"], "is no store in shards yet; leave it out"),
+        (["--shard-gb=0", "--out=OUT"], "--shard-gb 0: use a number of GB above 0"),
+        (["--append", "--out=OUT"], "is no store in shards yet; leave --append out"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, capsys, arguments, law) -> None:

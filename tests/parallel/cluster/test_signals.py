@@ -136,6 +136,6 @@ def test_before_the_first_step_a_signal_ends_the_process_without_a_save(signals)
     lines = queue.Queue[str]()
     stop = StopRequest().install(lines.put)
     stop.has_nothing_to_save = True
-    with pytest.raises(StoppedEarly, match="stopped by SIGTERM before the first step; run again"):
+    with pytest.raises(StoppedEarly, match="stopped by SIGTERM before the first step of this pro"):
         signal.raise_signal(signal.SIGTERM)
     assert lines.get(timeout=60) == "stopping now; press Ctrl-C again to quit at once"
