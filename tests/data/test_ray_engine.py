@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import release
 
 from data import ray_engine as module
 from data.config import SourceConfig
@@ -33,6 +32,8 @@ from data.tokenization import Engine, TokenizeSettings, tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 ROWS = PackSettings(16, "split", 0.0)
+# No import from conftest.py: the nodes import this file.
+RELEASE = [pytest.param(seed, marks=pytest.mark.release) for seed in range(6, 50)]
 HERE = Path(__file__).parent
 needs_ray = [
     pytest.mark.slow,
@@ -122,7 +123,7 @@ def in_shards_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 class TestOnRay:
     pytestmark = needs_ray
 
-    @pytest.mark.parametrize("seed", [*range(6), *map(release, range(6, 50))])
+    @pytest.mark.parametrize("seed", [*range(6), *RELEASE])
     def test_the_bytes_are_those_of_this_machine(self, engine, tmp_path, monkeypatch, seed) -> None:
         """Of one process, or of one or two workers; of a store, and of one in shards."""
         in_shards_of(monkeypatch, random.Random(seed).choice([40, 300, 5000]))

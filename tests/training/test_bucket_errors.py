@@ -65,8 +65,9 @@ class TestInABucket:
 
     @pytest.mark.usefixtures("signals")
     def test_a_service_out_of_reach_is_a_failure_and_a_refusal_a_mistake(
-        self, bucket: Bucket, tmp_path, capsys
+        self, bucket: Bucket, tmp_path, capsys, monkeypatch
     ) -> None:
+        monkeypatch.setattr("data.bucket_path.ATTEMPTS", 1)  # each is 33 s of attempts of gcsfs
         config = write_config(tmp_path)
         for status, code in ((503, 1), (403, 2)):
             bucket.fault = lambda method, path, status=status: status
