@@ -48,7 +48,7 @@ class BlockCache:
         Raises: OSError when the bucket cannot be read. Fewer bytes are returned where it ends.
         """
         first, last = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
-        folder = self.folder / hashlib.sha256(str(path).encode()).hexdigest()[:32]
+        folder = self._folder_of(path)
         blocks = [self._block(path, size, folder, number) for number in range(first, last)]
         data = blocks[0] if len(blocks) == 1 else b"".join(blocks)
         return data[begin - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
@@ -91,8 +91,10 @@ class BlockCache:
 
     def forget(self, path: BucketPath) -> None:
         """Delete the blocks of an object, such as after damage."""
-        folder = self.folder / hashlib.sha256(str(path).encode()).hexdigest()[:32]
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._folder_of(path), ignore_errors=True)
+
+    def _folder_of(self, path: BucketPath) -> Path:
+        return self.folder / hashlib.sha256(str(path).encode()).hexdigest()[:32]
 
     def _clean_up(self) -> None:
         """Delete the blocks that were read least recently, if all together are above the limit."""

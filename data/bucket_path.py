@@ -28,11 +28,11 @@ ATTEMPTS = 6
 PAUSE_SECONDS = 0.5
 # Errors after which another attempt has no better chance.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, DataError)
+_FINAL_STATUS = {400, 401, 403, 404, 412}
 _NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError", "RefreshError"}
 # Seconds without the first answer of a bucket after which a line says so.
 SLOW_SECONDS = 10.0
 _answered: set[str] = set()
-_FINAL_STATUS = {400, 401, 403, 404, 412}
 
 
 class BucketError(OSError):
@@ -156,10 +156,6 @@ class BucketPath:
         self._ask(lambda system, name: system.put_file(str(source), name))
         if (size := self.size()) != (wanted := source.stat().st_size):
             raise OSError(f"{self} has {size} bytes after the copy of {source}, with {wanted}")
-
-    def download(self, target: Path) -> None:
-        """Copy this object to a file."""
-        self._ask(lambda system, name: system.get_file(name, str(target)))
 
     def delete(self) -> None:
         """Delete the object, if there is one."""

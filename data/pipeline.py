@@ -52,7 +52,7 @@ _ORDER_VERSIONS = {1: 1, SHUFFLE_PASSES: 2}
 
 @dataclass(frozen=True)
 class Pins:
-    """What a run keeps of the state in which its first process found the data.
+    """The parts of stores and the shuffle with which a run began, kept when it resumes.
 
     parts: of each sharded store, by source, or by source and "eval_files"; shards that are added
     later are left out. shuffle_passes: see `data.source.shuffled`.
@@ -121,7 +121,7 @@ class Dataset:
 
     @property
     def pins(self) -> "Pins":
-        """What was there when the dataset was opened, and its way to shuffle."""
+        """The parts of its stores when it was opened, and its shuffle."""
         stores: dict[str, Store | ShardedStore] = {}
         for source in self.sources:
             stores[source.name] = source.store
@@ -288,7 +288,7 @@ class Dataset:
 
     @property
     def read_options(self) -> grain.ReadOptions:
-        """How many batches are read at a time, and how far ahead: more if they are in buckets."""
+        """Threads and read-ahead of batches; more of both if a store is in a bucket."""
         if any(isinstance(source.store.folder, BucketPath) for source in self.sources):
             return grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
         return grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)

@@ -19,7 +19,7 @@ class RawFile(Protocol):
 
     @property
     def path(self) -> AnyPath:
-        """Where it is."""
+        """Path of the file or object."""
 
     def read(self, begin: int, size: int) -> bytes:
         """Return `size` bytes from `begin` on. Raises: DataError where the file ends; OSError."""
@@ -36,7 +36,7 @@ class LocalFile:
     """
 
     def __init__(self, path: Path, size: int, remedy: str):
-        self._path, self._remedy = path, remedy
+        self.path, self._remedy = path, remedy
         try:
             self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError as error:
@@ -48,11 +48,6 @@ class LocalFile:
         # Readahead would read a cold disk many times, since rows are read in random order.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_RANDOM)
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        return self._path
 
     def read(self, begin: int, size: int) -> bytes:
         """Return `size` bytes from `begin` on. Raises: DataError where the file ends; OSError."""
@@ -85,12 +80,7 @@ class BucketFile:
     """
 
     def __init__(self, path: BucketPath, size: int, remedy: str, cache: BlockCache | None):
-        self._path, self._size, self._remedy, self._cache = path, size, remedy, cache
-
-    @property
-    def path(self) -> BucketPath:
-        """Where it is."""
-        return self._path
+        self.path, self._size, self._remedy, self._cache = path, size, remedy, cache
 
     def read(self, begin: int, size: int) -> bytes:
         """Return `size` bytes from `begin` on. Raises: DataError where the file ends; OSError."""

@@ -34,7 +34,7 @@ from data.store_job import StoreJob
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a store is cut into shards."""
+    """Size and order of the shards of a store."""
 
     shard_bytes: int
     """Bytes of input of a shard, approximately. A part keeps those with which it was begun."""

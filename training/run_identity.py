@@ -10,8 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from safe_files import replace_file
-from training.bucket_runs import IDENTITY_FILE as FILE
-from training.bucket_runs import bucket_of
+from training.bucket_runs import IDENTITY_FILE, bucket_of
 from training.logs import log
 
 TRACKERS_FILE = "trackers.json"
@@ -71,7 +70,7 @@ def identify_run(directory: Path) -> tuple[RunIdentity, str | None]:
         if now.run_id != before.run_id:
             line = f"{line} (run {before.run_id}); it continues as run {now.run_id}"
     if now != before:
-        replace_file(directory / FILE, now.model_dump_json(indent=1) + "\n")
+        replace_file(directory / IDENTITY_FILE, now.model_dump_json(indent=1) + "\n")
     return now, line
 
 
@@ -88,12 +87,14 @@ def _find_change(before: RunIdentity, now: RunIdentity) -> str | None:
 def _read(directory: Path) -> RunIdentity | None:
     """Return what `run.json` says; None if there is none, or it is not readable as one."""
     try:
-        return RunIdentity.model_validate_json((directory / FILE).read_bytes())
+        return RunIdentity.model_validate_json((directory / IDENTITY_FILE).read_bytes())
     except FileNotFoundError:  # a new run, or one of an earlier version
         return None
     except (OSError, ValidationError) as error:
         reason = str(error).partition("\n")[0]
-        log.warning("%s is not readable (%s); the run gets a new id", directory / FILE, reason)
+        log.warning(
+            "%s is not readable (%s); the run gets a new id", directory / IDENTITY_FILE, reason
+        )
         return None
 
 
@@ -107,7 +108,7 @@ def _is_same(one: Path, other: Path) -> bool:
 def _has_run(directory: Path, run_id: str) -> bool:
     """Return whether a directory holds this run now."""
     try:
-        found = RunIdentity.model_validate_json((directory / FILE).read_bytes())
+        found = RunIdentity.model_validate_json((directory / IDENTITY_FILE).read_bytes())
     except (OSError, ValidationError):
         return False
     return found.run_id == run_id
