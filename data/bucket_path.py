@@ -30,6 +30,7 @@ PAUSE_SECONDS = 0.5
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, DataError)
 _FINAL_STATUS = {400, 401, 403, 404, 412}
 _NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError", "RefreshError"}
+_NO_CREDENTIALS |= {"PartialCredentialsError", "ProfileNotFound"}
 # Seconds without the first answer of a bucket after which a line says so.
 SLOW_SECONDS = 10.0
 _answered: set[str] = set()

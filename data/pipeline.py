@@ -29,6 +29,7 @@ from data.bucket_path import BucketPath
 from data.chat_jinja import find_chat_template
 from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
+from data.engine import bind_to_parent
 from data.files import DataError
 from data.mixture import Mixture
 from data.packed_store import PackedStore, PackSettings, open_packed_store
@@ -38,7 +39,6 @@ from data.sharded_store import ShardedRows, ShardedStore, wait_for_first_rows
 from data.source import SHUFFLE_PASSES, Source
 from data.store import Store, count_of
 from data.store_job import describe_unread_files, store_job
-from data.tokenization import bind_to_parent
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from data.block_cache import BlockCache
 from data.bucket_path import AnyPath
 from data.duplicates import SeenDocuments
+from data.engine import Engine, run_tasks
 from data.files import DataError
 from data.formats.shards import bytes_before_each, piece_key, plan_shards
 from data.prepared_store import prepared_folder
@@ -29,7 +30,7 @@ from data.store import (
 )
 from data.store_job import StoreJob, identity_of
 from data.store_writer import StoreWriter, remove_leftovers
-from data.tokenization import Engine, document_remedy, tokenize_shards
+from data.tokenization import document_remedy
 
 log = logging.getLogger("torus")
 
@@ -41,7 +42,7 @@ def prepare(
     job: StoreJob,
     *,
     cache: Path,
-    engine: Engine = tokenize_shards,
+    engine: Engine = run_tasks,
     limit: int | None = None,
     report: ReportProgress | None = None,
     blocks: BlockCache | None = None,
@@ -160,7 +161,7 @@ def build(
     job: StoreJob,
     folder: Path,
     *,
-    engine: Engine = tokenize_shards,
+    engine: Engine = run_tasks,
     report: ReportProgress | None = None,
 ) -> Store:
     """Return the store of a job at `folder`: opened if it exists, else made or continued.

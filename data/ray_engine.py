@@ -1,11 +1,11 @@
-"""Tokenize shards of input files on all nodes of a Ray cluster.
+"""Run the tasks of a preparation on all nodes of a Ray cluster.
 
-Why Ray: a task is a plain function that returns arrays, the same one that a worker process of one
-machine runs. If its worker or node dies, Ray runs it again. Beam and Spark need the work as a
-dataflow, whose output has no order.
+Why Ray: a task is a plain object with a function that returns arrays, the same one that a worker
+process of one machine runs. If its worker or node dies, Ray runs it again. Beam and Spark need the
+work as a dataflow, whose output has no order.
 
-The tasks return their documents to the process that writes the store, in order. So the store holds
-the same bytes whatever the number of nodes, their order and their failures.
+The tasks return their results, in order, to the process that writes the tokenizer and the store.
+So these hold the same bytes whatever the number of nodes, their order and their failures.
 """
 
 import contextlib
@@ -23,9 +23,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from data.engine import Engine, ItemOf, ResultOf, Task
 from data.files import DataError, load_library
-from data.formats.shards import InputShard
-from data.tokenization import Engine, TokenizedShard, TokenizeSettings, tokenize_shard
 
 _ATTEMPTS = 5
 _SECONDS_BETWEEN_SIZES = 5.0
@@ -53,7 +52,7 @@ def ray_engine(address: str | None, workers: int | None, report: Report) -> Iter
         _connect(ray, None if address == "local" else address, workers)
     try:
         size = _Size(ray, report)
-        yield lambda shards, settings: _tokenize_shards(ray, shards, settings, size)
+        yield lambda items, task: _run_tasks(ray, items, task, size)
     finally:
         if not exists:
             ray.shutdown()
@@ -123,24 +122,24 @@ class _Size:
         self._read_at = time.monotonic()
 
 
-def _tokenize_shards(
-    ray: Any, shards: Sequence[InputShard], settings: TokenizeSettings, size: _Size
-) -> Generator[TokenizedShard, None, None]:
-    """Yield the documents of each shard, in order; see `tokenize_shards`.
+def _run_tasks(
+    ray: Any, items: Sequence[ItemOf], task: Task[ItemOf, ResultOf], size: _Size
+) -> Generator[ResultOf, None, None]:
+    """Yield the result of a task for each item, in order; see `Engine`.
 
     Raises: DataError; RuntimeError when Ray has lost a task too often.
     """
-    task = ray.remote(num_cpus=1, max_retries=_ATTEMPTS - 1)(_tokenize)
-    # In a list, so that a worker process reads it once and not with every task.
-    shared = [ray.put(settings)]
-    code = code_hash(settings)
+    run = ray.remote(num_cpus=1, max_retries=_ATTEMPTS - 1)(_run)
+    # In a list, so that a worker process reads it once and not with every item.
+    shared = [ray.put(task)]
+    code = code_hash(task)
     window: deque[Any] = deque()
-    waiting = iter(shards)
+    waiting = iter(items)
     try:
         while True:
             limit = 2 * size.cpus()
-            while len(window) < limit and (shard := next(waiting, None)) is not None:
-                window.append(task.remote(shard, shared, code))
+            while len(window) < limit and (item := next(waiting, None)) is not None:
+                window.append(run.remote(item, shared, code))
             if not window:
                 return
             yield _result(ray, window.popleft())
@@ -150,12 +149,11 @@ def _tokenize_shards(
                 ray.cancel(reference, force=True)
 
 
-def _result(ray: Any, reference: Any) -> TokenizedShard:
+def _result(ray: Any, reference: Any) -> Any:
     """Return the result of a task. Raises: what the task has raised; RuntimeError."""
     errors = ray.exceptions
     try:
-        found: TokenizedShard = ray.get(reference)
-        return found
+        return ray.get(reference)
     except errors.RayTaskError as error:
         if isinstance(error.cause, DataError | OSError):
             raise error.cause from None  # one line for the user, without the stack of a worker
@@ -170,17 +168,17 @@ def _result(ray: Any, reference: Any) -> TokenizedShard:
         ) from error
 
 
-def _tokenize(shard: InputShard, shared: list[Any], code: str) -> TokenizedShard:
-    """Tokenize a shard on a node. Raises: DataError, also if the node differs from the writer."""
+def _run(item: Any, shared: list[Any], code: str) -> Any:
+    """Run a task on a node. Raises: DataError, also if the node differs from the command."""
     node = platform.node()
-    settings, own_code = _receive(shared[0])
+    task, own_code = _receive(shared[0])
     if own_code != code:
         raise DataError(
             f"node {node} has another version of Torus, of a plugin, or of {', '.join(_LIBRARIES)} "
             "than the process that writes the store; install the same on all nodes"
         )
     try:
-        return tokenize_shard(shard, settings)
+        return task.run(item)
     except FileNotFoundError as error:
         raise DataError(
             f"node {node} has no file {error.filename or error}; all nodes need the input files "
@@ -189,29 +187,25 @@ def _tokenize(shard: InputShard, shared: list[Any], code: str) -> TokenizedShard
 
 
 @lru_cache(maxsize=1)
-def _receive(reference: Any) -> tuple[TokenizeSettings, str]:
-    """Return the settings of a store and their `code_hash`, once in a worker process."""
+def _receive(reference: Any) -> tuple[Task[Any, Any], str]:
+    """Return a task and its `code_hash`, once in a worker process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     ray = load_library("ray", "ray")
     try:
-        settings = ray.get(reference)
+        task = ray.get(reference)
     except ray.exceptions.RaySystemError as error:  # a module that only the writer has
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"node {platform.node()} cannot load the tokenizer, template or formats ({reason}); "
             "install the plugins of the configuration on all nodes"
         ) from error
-    return settings, code_hash(settings)
+    return task, code_hash(task)
 
 
-def code_hash(settings: TokenizeSettings) -> str:
-    """Return the SHA-256 (hex) of the code and the library versions that decide the tokens."""
-    parts = [type(settings.tokenizer), settings.chat_template]
-    names = {part.__module__ for part in [*parts, *(entry.read for entry in settings.formats)]}
-    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
-    files |= {entry.code for entry in settings.filters.each}
+def code_hash(task: Task[Any, Any]) -> str:
+    """Return the SHA-256 (hex) of the code and the library versions that decide the results."""
     found = hashlib.sha256(_installed().encode())
-    for path in sorted({Path(file) for file in files if file is not None}):
+    for path in sorted(task.code_files):
         if not path.is_relative_to(_ROOT / "data"):  # a plugin
             found.update(path.read_bytes())
     return found.hexdigest()

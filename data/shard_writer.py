@@ -14,6 +14,7 @@ from pathlib import Path
 
 from data.bucket_path import AnyPath, BucketPath
 from data.duplicates import SeenDocuments
+from data.engine import Engine, run_tasks
 from data.files import DataError, fingerprint, forget_listings
 from data.packed_store import PackSettings
 from data.prepare import ReportProgress, check_skipped, locked, no_answer
@@ -43,7 +44,7 @@ from data.sharded_store import ShardedStore
 from data.store import INFO, Skipped, Store
 from data.store_job import StoreJob
 from data.store_writer import SEEN, StoreWriter, add_skipped, remove_leftovers
-from data.tokenization import Engine, TokenizedShard, tokenize_shards
+from data.tokenization import TokenizedShard
 from safe_files import publish_folder, rename
 
 
@@ -54,7 +55,7 @@ def prepare_shards(
     settings: PackSettings,
     *,
     cache: Path,
-    engine: Engine = tokenize_shards,
+    engine: Engine = run_tasks,
     report: ReportProgress | None = None,
 ) -> ShardedStore:
     """Make the shards of a source that are missing, pack their rows, and return the store.

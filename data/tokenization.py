@@ -1,16 +1,8 @@
-"""Tokenize shards of input files, in this process or in worker processes."""
+"""Tokenize shards of input files."""
 
-import ctypes
 import itertools
-import multiprocessing
-import os
-import signal
-import sys
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +15,7 @@ from data.chat import (
     encode_answers,
 )
 from data.config import OnError, field_key
+from data.engine import code_of
 from data.files import DataError
 from data.filters import KEY, NO_FILTERS, Filters, content_keys, text_of
 from data.formats.base import FORMATS, Document, DocumentError, FileRange, Format, read_documents
@@ -32,14 +25,13 @@ from data.store_writer import MAX_EXAMPLES, TokenizedDocuments, add_skipped
 from data.tokenizers.base import Tokenizer, with_bos
 
 _BATCH_CHARACTERS = 2**20
-_PR_SET_PDEATHSIG = 1
 
 TokenizedShard = tuple[list[TokenizedDocuments], dict[str, Skipped]]
 
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """Settings of a worker process besides its shards. source: name, for error messages."""
+    """The task of tokenizing shards. source: name, for error messages."""
 
     source: str
     text_field: str | None
@@ -54,80 +46,16 @@ class TokenizeSettings:
     formats: tuple[Format, ...] = field(default_factory=lambda: tuple(FORMATS.values()))
     """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
 
+    @property
+    def code_files(self) -> set[Path]:
+        """Files of the tokenizer, the template, the formats and the filters."""
+        readers = (entry.read for entry in self.formats)
+        files = code_of(type(self.tokenizer), self.chat_template, *readers)
+        return files | {entry.code for entry in self.filters.each if entry.code is not None}
 
-Engine = Callable[[Sequence[InputShard], TokenizeSettings], Generator[TokenizedShard, None, None]]
-"""Yields the documents of each shard, in order, and what was skipped."""
-
-
-def tokenize_shards(
-    shards: Sequence[InputShard], settings: TokenizeSettings, workers: int = 0
-) -> Generator[TokenizedShard, None, None]:
-    """Yield the documents of each shard, in order, and what was skipped.
-
-    workers: processes that tokenize; 0: this one.
-    Raises: DataError for the first unreadable document, unless on_error is skip; RuntimeError when
-        a worker dies.
-    """
-    if not workers:
-        for shard in shards:
-            yield tokenize_shard(shard, settings)
-        return
-    others = {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(
-        min(workers, max(1, len(shards))),
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(settings, os.getpid()),
-    )
-    try:
-        window: deque[Future[TokenizedShard]] = deque()
-        for shard in shards:
-            window.append(pool.submit(_tokenize_in_worker, shard))
-            if len(window) == 2 * workers:
-                yield window.popleft().result()
-        while window:
-            yield window.popleft().result()
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            "a tokenization worker died, perhaps for lack of memory; run scripts/prepare_data.py "
-            "with a smaller --workers: it continues where this one stopped"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-        # Ctrl-C may come after the start of a process, and before the pool knows it.
-        for process in {*multiprocessing.active_children()} - others:
-            process.terminate()
-            process.join()
-
-
-@dataclass
-class _Worker:
-    """State of a worker process: to send a tokenizer with each shard would cost seconds."""
-
-    settings: TokenizeSettings | None = None
-
-
-_worker = _Worker()
-
-
-def bind_to_parent(parent: int) -> None:
-    """Make a worker process die with its parent, even by SIGKILL, and ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the line above
-            os._exit(1)
-
-
-def _start_worker(settings: TokenizeSettings, parent: int) -> None:
-    bind_to_parent(parent)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker.settings = settings
-
-
-def _tokenize_in_worker(shard: InputShard) -> TokenizedShard:
-    assert _worker.settings is not None
-    return tokenize_shard(shard, _worker.settings)
+    def run(self, shard: InputShard) -> TokenizedShard:
+        """Tokenize a shard; see `tokenize_shard`."""
+        return tokenize_shard(shard, self)
 
 
 def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedShard:

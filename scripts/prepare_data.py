@@ -23,6 +23,7 @@ from configs.reading import ConfigError, apply_overrides, import_plugins, read_t
 from data.batch_schedule import BatchSchedule
 from data.bucket_path import AnyPath, BucketPath, to_path
 from data.config import DataConfig
+from data.engine import Engine, run_tasks
 from data.filters import Filters, parse_filters
 from data.packed_store import PackSettings, open_packed_store
 from data.prepare import build, open_prepared
@@ -34,7 +35,6 @@ from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedRows, ShardedStore
 from data.store import Store
 from data.store_job import StoreJob, describe_unread_files, store_job
-from data.tokenization import Engine, tokenize_shards
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer
@@ -73,7 +73,7 @@ def engine_of(args: argparse.Namespace) -> AbstractContextManager[Engine]:
     if args.address is not None:
         raise ValueError(f"--address {args.address} is that of a Ray cluster; add --engine ray")
     workers = (os.cpu_count() or 1) if workers is None else workers
-    return nullcontext(partial(tokenize_shards, workers=workers))
+    return nullcontext(partial(run_tasks, workers=workers))
 
 
 def make(job: StoreJob, folder: Path, engine: Engine) -> tuple[Store, str]:
@@ -140,25 +140,33 @@ def run(args: argparse.Namespace) -> None:
     if args.out is not None and len(sources) > 1:
         raise ValueError(f"--out takes one source, and there are {len(sources)}; leave it out")
     engine_context, filters, sharding = engine_of(args), filters_of(args), sharding_of(args)
-    if args.train_tokenizer is not None:
-        ensure_tokenizer(data, args.train_tokenizer, lambda line: print(line, flush=True))
-    tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
-    folders: list[tuple[StoreJob, AnyPath]] = []
-    for name, source in sources.items():
-        job = replace(store_job(name, data, tokenizer), filters=filters)
-        folders.append((job, folder_of(job, data, args.out)))
-        if source.eval_files is not None:
-            job = store_job(name, data, tokenizer, is_evaluation=True)
-            folders.append((job, folder_of(job, data, None)))
     if args.verify:
-        for job, folder in folders:
+        for job, folder in stores_of(args, data, filters):
             print(verify(job, folder), flush=True)
         return
     with engine_context as engine:
+        if args.train_tokenizer is not None:
+            ensure_tokenizer(data, args.train_tokenizer, partial(print, flush=True), engine)
+        folders = stores_of(args, data, filters)
         for job, folder in folders:
             prepare_store(job, data, folder, engine, sharding if folder == args.out else None)
     if args.out is not None:
         print(f"to train on it, set {folders[0][0].files_key}={args.out}", flush=True)
+
+
+def stores_of(
+    args: argparse.Namespace, data: DataConfig, filters: Filters
+) -> list[tuple[StoreJob, AnyPath]]:
+    """Return the stores of every source, and their folders. Raises: ValueError."""
+    tokenizer = open_tokenizer(data.tokenizer, data.eos_token)
+    found: list[tuple[StoreJob, AnyPath]] = []
+    for name, source in data.named_sources.items():
+        job = replace(store_job(name, data, tokenizer), filters=filters)
+        found.append((job, folder_of(job, data, args.out)))
+        if source.eval_files is not None:
+            job = store_job(name, data, tokenizer, is_evaluation=True)
+            found.append((job, folder_of(job, data, None)))
+    return found
 
 
 def filters_of(args: argparse.Namespace) -> Filters:

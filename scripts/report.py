@@ -43,7 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = CommandLine(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory of train.py, or gs://BUCKET/RUN"
+        "runs", nargs="+", metavar="RUN", help="run directory of train.py, on a disk or in a bucket"
     )
     parser.add_argument(
         "--output",

@@ -1,4 +1,4 @@
-"""A bucket for tests: gcp-storage-emulator, behind a proxy that adds what it lacks.
+"""Buckets for tests: gcp-storage-emulator, behind a proxy that adds what it lacks, and moto.
 
 The proxy refuses a write whose condition on the generation of an object is not met, as Google Cloud
 Storage does, keeps newlines at the end of an upload, and answers with an error on demand. It takes
@@ -36,6 +36,8 @@ Fault = Callable[[str, str], int | None]
 
 class Bucket:
     """A bucket `gs://bucket` that clients of this machine reach by `environment`."""
+
+    url = f"gs://{BUCKET}"
 
     def __init__(self, port: int, upstream: int):
         self.port, self.upstream = port, upstream
@@ -219,6 +221,60 @@ STORES = [
 ]
 
 
+class S3Bucket:
+    """A bucket `s3://bucket` of a server of moto, with the methods of `Bucket` that runs need."""
+
+    url = "s3://bucket"
+
+    def __init__(self, address: str):
+        self._client = importlib.import_module("boto3").client("s3", endpoint_url=address)
+        with contextlib.suppress(self._client.exceptions.BucketAlreadyOwnedByYou):
+            self._client.create_bucket(Bucket=BUCKET)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of all objects that begin with a prefix."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return sorted(item["Key"] for page in pages for item in page.get("Contents", []))
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an object."""
+        return self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Replace an object."""
+        self._client.put_object(Bucket=BUCKET, Key=name, Body=content)
+
+    def delete(self, name: str) -> None:
+        """Delete an object."""
+        self._client.delete_object(Bucket=BUCKET, Key=name)
+
+
+@pytest.fixture(params=STORES)
+def any_bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Bucket | S3Bucket:
+    """An empty bucket of each service, as `bucket`."""
+    if request.param == "gs":
+        return request.getfixturevalue("bucket")
+    address = _connect_to_s3(request, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    found = S3Bucket(address)
+    for name in found.names():
+        found.delete(name)
+    return found
+
+
+def _connect_to_s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Set the variables by which clients find the server of moto; return its address."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    for name, value in zip(names, ("key", "secret", "us-east-1"), strict=True):
+        monkeypatch.setenv(name, value)
+    address: str = request.getfixturevalue("_s3")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    return address
+
+
 @dataclass
 class Place:
     """A bucket, by its URL."""
@@ -241,15 +297,11 @@ def _s3() -> Iterator[str]:
 @pytest.fixture
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A bucket of the service that the parameter names, without objects."""
-    fsspec.get_filesystem_class(request.param).clear_instance_cache()
     if request.param == "gs":
+        fsspec.get_filesystem_class("gs").clear_instance_cache()
         bucket: Bucket = request.getfixturevalue("bucket")
         return Place("gs://bucket/texts", lambda name, data: bucket.write(f"texts/{name}", data))
-    address = request.getfixturevalue("_s3")
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, ("key", "secret", "us-east-1"), strict=True):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    _connect_to_s3(request, monkeypatch)
     system = fsspec.filesystem("s3")
     if not system.exists("texts"):
         system.mkdir("texts")

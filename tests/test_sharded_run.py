@@ -14,13 +14,13 @@ from conftest import ROOT
 from runs import losses, run, write_config
 
 from data.config import SourceConfig
+from data.engine import run_tasks
 from data.formats.shards import plan_shards
 from data.packed_store import PackSettings
 from data.shard_plan import Sharding
 from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedStore
 from data.store_job import StoreJob
-from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 from training.batch_wait import BatchWait
 
@@ -61,7 +61,7 @@ class Growing:
         self._thread.start()
 
     def _engine(self, pieces, settings):
-        for piece in tokenize_shards(pieces, settings):
+        for piece in run_tasks(pieces, settings):
             self._gate.acquire()
             yield piece
 

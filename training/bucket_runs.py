@@ -1,4 +1,4 @@
-"""Runs in buckets, `run.dir=gs://bucket/run`.
+"""Runs in buckets, `run.dir=gs://bucket/run` or `s3://bucket/run`.
 
 Checkpoints are written to the bucket by all processes. The small files of a run (log, metrics,
 configuration) are in a folder of this machine, which process 0 copies to the bucket every 30
@@ -46,7 +46,7 @@ def local_path(text: str) -> Path:
     """
     if "://" not in text:
         return Path(text).expanduser()
-    for name in ("gs", "gcs"):  # orbax would see checkpoints that are deleted
+    for name in ("gs", "gcs", "s3"):  # orbax would see checkpoints that are deleted
         fsspec.config.conf.setdefault(name, {})["use_listings_cache"] = False
     url, step = text.rstrip("/"), None
     if found := re.fullmatch(rf"(.+)/{CHECKPOINTS}/(\d+)", url):

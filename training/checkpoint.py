@@ -20,6 +20,7 @@ from orbax.checkpoint import v1
 
 from data.bucket_path import AnyPath, to_path
 from parallel.cluster.process_group import ProcessGroup
+from training.bucket_arrays import orbax_options
 from training.checkpoint_folders import (
     delete_checkpoint,
     delete_partial,
@@ -78,6 +79,7 @@ class Checkpoints:
         """
         self.group = group or ProcessGroup()
         silence_orbax()
+        self._options = orbax_options(to_path(directory))
         self._directory, self.config, self._read_only = to_path(directory), config, read_only
         self._write_bytes, self._publish = write_bytes, publish
         self._losses: dict[int, float] = {}
@@ -90,7 +92,7 @@ class Checkpoints:
         self._failures, self._retry_step = 0, math.inf
 
     def _open(self, *, cleanup: bool = True) -> Any:
-        self._barrier = SaveBarrier()
+        self._barrier = SaveBarrier(self._options)
         with self._barrier.context, listing(self._directory):
             return _ocp.Checkpointer(
                 orbax_path(self._directory),
@@ -334,14 +336,13 @@ class Checkpoints:
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
         """Return arrays by name, verified against their fingerprints."""
         expected = self.record(step)["fingerprints"]
-        loading = v1.options.PyTreeOptions.Loading(partial_load=True)
+        options = v1.options.PyTreeOptions
+        loading = options(loading=options.Loading(partial_load=True))
         # Host memory beyond the arrays themselves; the largest array must be below it.
         above = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values()) + 1
         memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, above))
         try:
-            with v1.Context(
-                pytree_options=v1.options.PyTreeOptions(loading=loading), memory_options=memory
-            ):
+            with v1.Context(self._options, pytree_options=loading, memory_options=memory):
                 arrays = self._saver.load_checkpointables(step, {"state": abstract})["state"]
         except Exception as error:
             what, is_remote = f"checkpoint {step}", not isinstance(self._directory, Path)

@@ -18,8 +18,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings
     """Directories that a run writes to."""
 
     dir: str = Field(default="runs/default", min_length=1)
-    """Run directory, on a disk or gs://BUCKET/NAME: config.yaml, metrics.jsonl, log.txt,
-    tensorboard/ and checkpoints/."""
+    """Run directory, on a disk, gs://BUCKET/NAME or s3://BUCKET/NAME: config.yaml, metrics.jsonl,
+    log.txt, tensorboard/ and checkpoints/."""
     compilation_cache: str | None = ".cache/xla"
     """Directory of compiled programs, shared by all runs; null: compile every time. Not used if
     other users may write to it, since its programs are run."""
@@ -35,11 +35,10 @@ class TrainingConfig(
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial parameters, of dropout and of text samples; data.seed orders the rows."""
     init_from: str | None = Field(default=None, min_length=1)
-    """Source of the initial parameters: a run directory or gs://BUCKET/NAME (its newest
+    """Source of the initial parameters: a run directory, on a disk or in a bucket (its newest
     checkpoint), RUN_DIR/checkpoints/STEP, or a Hugging Face model directory; null: drawn from the
-    seed.
-    Optimizer, schedule and data start anew. A run that has a checkpoint of its own resumes from
-    that instead."""
+    seed. Optimizer, schedule and data start anew. A run that has a checkpoint of its own resumes
+    from that instead."""
     objective: Literal["sft", "dpo"] = "sft"
     """sft: predict the next token (in chats, of the assistant only); dpo: prefer the chosen to
     the rejected answer of every pair (data.packing=pairs), relative to the parameters with which

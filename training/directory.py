@@ -22,10 +22,10 @@ _LOCK = LOCK_FILE
 
 def run_directory(given: str) -> Path:
     """Return the local folder of `run.dir`. Raises: ValueError if it cannot be a run directory."""
-    if "://" in given and not given.startswith("gs://"):
+    if "://" in given and not given.startswith(("gs://", "s3://")):
         raise ValueError(
             f"run.dir={given!r} is in no place that is supported; give a directory on a mounted "
-            "file system, or gs://BUCKET/NAME"
+            "file system, gs://BUCKET/NAME or s3://BUCKET/NAME"
         )
     directory = local_path(given)
     path = given if "://" in given else os.path.abspath(directory)

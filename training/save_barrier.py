@@ -22,7 +22,9 @@ class FailedSaveError(Exception):
 class SaveBarrier:
     """The barriers of one orbax checkpointer; after a failure it needs another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: v1.Context) -> None:
+        """Describe barriers. options: others of orbax."""
+        self._options = options
         self.has_failed = False
         """Whether a save has failed in this process."""
 
@@ -46,11 +48,11 @@ class SaveBarrier:
 
     @property
     def context(self) -> v1.Context:
-        """Options with which orbax uses these barriers."""
+        """The options, with which orbax uses these barriers."""
         # Process 0 creates the directories before it returns. If it failed to do so in a thread,
         # the others would wait for a signal of it for minutes.
         options = _AsyncOptions(barrier=self, create_directories_asynchronously=False)
-        return v1.Context(async_options=options)
+        return v1.Context(self._options, async_options=options)
 
 
 @dataclasses.dataclass(kw_only=True)

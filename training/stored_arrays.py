@@ -12,6 +12,7 @@ import tensorstore
 from orbax.checkpoint import v1
 
 from data.bucket_path import AnyPath
+from training.bucket_arrays import key_value_store
 from training.checkpoint_record import DamageError, read_error
 from training.fingerprint import RunningFingerprint, leaf_name
 
@@ -50,12 +51,11 @@ def chunked(
     )
 
 
-def _key_value_store(checkpoint: AnyPath) -> dict[str, str]:
+def _key_value_store(checkpoint: AnyPath) -> dict[str, Any]:
     """Return the folder of arrays as tensorstore names it."""
     if isinstance(checkpoint, Path):
         return {"driver": "file", "path": f"{os.path.abspath(checkpoint)}/state/"}
-    bucket, _, prefix = checkpoint.url.removeprefix("gs://").partition("/")
-    return {"driver": "gcs", "bucket": bucket, "path": f"{prefix}/state/"}
+    return key_value_store(checkpoint / "state/")
 
 
 def read_chunks(

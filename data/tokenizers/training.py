@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from data.bucket_path import AnyPath, to_path, write_file
 from data.config import DataConfig, OnError, files_key
+from data.engine import Engine, code_of, run_tasks
 from data.files import DataError, load_library
-from data.formats.base import DocumentError, read_documents
+from data.formats.base import FORMATS, DocumentError, Format, read_documents
 from data.formats.shards import InputShard, plan_shards
 from data.prepared_store import prepared_folder
 from data.store_job import find_paths, held_out_files, without_files
@@ -22,7 +25,8 @@ from data.tokenizers.base import (
 )
 
 SAMPLE_BYTES, SAMPLE_SHARDS = 2**28, 256
-
+SourceShard = tuple[InputShard, str, str | None]
+"""A shard, the name of its source, and the field to read; None: preference pairs."""
 
 _CONTROLS = [END, IM_START, IM_END]
 
@@ -62,36 +66,64 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: AnyPath) -> int
     return tokenizer.get_vocab_size(with_added_tokens=True)
 
 
-def sample_texts(
-    shards: Sequence[tuple[InputShard, str, str | None]], on_error: OnError
-) -> Iterator[str]:
-    """Yield at most 256 MiB of text from the beginnings of evenly spaced shards.
+@dataclass(frozen=True)
+class Sample:
+    """The task of reading the beginning of a shard."""
 
-    shards: with the name of the source and the field to read; None: preference pairs.
-    Raises: DataError for an unreadable document, unless on_error is skip.
-    """
-    count = min(len(shards), SAMPLE_SHARDS)
-    for index in range(count):
-        shard, source, field = shards[index * len(shards) // count]
-        left = SAMPLE_BYTES // count
-        for document in (d for part in shard.ranges for d in read_documents(part, field)):
+    on_error: OnError
+    max_bytes: int
+    """Bytes of text, at most."""
+    formats: tuple[Format, ...] = field(default_factory=lambda: tuple(FORMATS.values()))
+    """Registered formats. A worker that unpickles them imports, and so registers, plugins."""
+
+    @property
+    def code_files(self) -> set[Path]:
+        """Files of the formats."""
+        return code_of(*(entry.read for entry in self.formats))
+
+    def run(self, item: SourceShard) -> list[str]:
+        """Return the texts at the beginning of a shard.
+
+        Raises: DataError for an unreadable document, unless on_error is skip.
+        """
+        (shard, source, text_field), left = item, self.max_bytes
+        pieces: list[str] = []
+        for document in (d for part in shard.ranges for d in read_documents(part, text_field)):
             if isinstance(document, DocumentError):
-                if on_error == "raise" and document.kind != "empty":
-                    raise unreadable(document, source, left < SAMPLE_BYTES // count)
+                if self.on_error == "raise" and document.kind != "empty":
+                    raise unreadable(document, source, bool(pieces))
                 continue
             messages = document.messages or ()
             for text in [document.text] if document.text else [text for _, text in messages]:
-                piece = text.encode()[:left].decode(errors="ignore")
-                left -= len(piece.encode())
-                yield piece
+                pieces.append(text.encode()[:left].decode(errors="ignore"))
+                left -= len(pieces[-1].encode())
             if left <= 3:  # less than the longest character
                 break
+        return pieces
 
 
-def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], None]) -> None:
+def sample_texts(
+    shards: Sequence[SourceShard], on_error: OnError, engine: Engine = run_tasks
+) -> Iterator[str]:
+    """Yield at most 256 MiB of text from the beginnings of evenly spaced shards.
+
+    Raises: DataError for an unreadable document, unless on_error is skip; what the engine raises.
+    """
+    count = min(len(shards), SAMPLE_SHARDS)
+    some = [shards[index * len(shards) // count] for index in range(count)]
+    for texts in engine(some, Sample(on_error, SAMPLE_BYTES // count)):
+        yield from texts
+
+
+def ensure_tokenizer(
+    data: DataConfig,
+    vocab_size: int,
+    report: Callable[[str], None],
+    engine: Engine = run_tasks,
+) -> None:
     """Train the tokenizer that data.tokenizer names, unless its file exists.
 
-    report: is called with each line about the progress.
+    report: is called with each line about the progress. engine: reads the text.
     Raises: ValueError if the existing file is larger, or nothing can be trained.
     """
     if (prefix := data.tokenizer.partition(":")[0]) in TOKENIZERS and prefix != TOKENIZER_FILE:
@@ -110,7 +142,7 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
         report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
         return
     _tokenizers_for(vocab_size)  # raises before anything is read
-    shards: list[tuple[InputShard, str, str | None]] = []
+    shards: list[SourceShard] = []
     held_out = held_out_files(data)
     for name, source in data.named_sources.items():
         if (folder := prepared_folder(source.files)) is not None:
@@ -120,15 +152,15 @@ def ensure_tokenizer(data: DataConfig, vocab_size: int, report: Callable[[str], 
             )
         key = files_key(name)
         paths = without_files(find_paths(source.files, key), held_out, key)
-        field = data.field_of(source)
-        shards += [(shard, name, field) for shard in plan_shards(paths)]
+        text_field = data.field_of(source)
+        shards += [(shard, name, text_field) for shard in plan_shards(paths)]
     some = f"{SAMPLE_SHARDS} of {len(shards)} parts" if len(shards) > SAMPLE_SHARDS else "all parts"
     report(
         f"training a tokenizer of {vocab_size} tokens on at most {SAMPLE_BYTES >> 20} MiB, spread "
         f"evenly over {some} of the text"
     )
     begin = time.monotonic()
-    found = train_tokenizer(sample_texts(shards, data.on_error), vocab_size, path)
+    found = train_tokenizer(sample_texts(shards, data.on_error, engine), vocab_size, path)
     report(f"tokenizer {path} written after {time.monotonic() - begin:.1f} s")
     if found != vocab_size:
         report(

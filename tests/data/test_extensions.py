@@ -10,12 +10,12 @@ import pytest
 from data.chat import ChatPiece, encode_chat, register_chat_template
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig, SourceConfig
+from data.engine import run_tasks
 from data.files import DataError, load_library
 from data.formats.base import read_documents, register_format, to_document
 from data.pipeline import Dataset
 from data.prepare import build
 from data.store_job import StoreJob
-from data.tokenization import tokenize_shards
 from data.tokenizers.base import open_tokenizer, register_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -79,10 +79,7 @@ def test_worker_processes_know_a_format_from_outside(tmp_path):
     source = SourceConfig(files=str(tmp_path / "a.paragraphs"))
     job = StoreJob("text", source, ByteTokenizer(), "raise")
     assert (
-        build(
-            job, tmp_path / "store", engine=partial(tokenize_shards, workers=1)
-        ).info.num_documents
-        == 2
+        build(job, tmp_path / "store", engine=partial(run_tasks, workers=1)).info.num_documents == 2
     )
 
 

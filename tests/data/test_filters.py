@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from data import prepare as preparation
 from data.config import SourceConfig
 from data.duplicates import _SortedKeys
+from data.engine import run_tasks
 from data.files import DataError
 from data.filters import KEY, NO_FILTERS, parse_filters, register_filter
 from data.formats.shards import plan_shards
 from data.prepare import build
 from data.store import Store
 from data.store_job import StoreJob
-from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 SPECS = ["length:3..8", "regex:b+c", "duplicates"]
@@ -108,7 +108,7 @@ def test_an_interrupted_preparation_continues_to_the_same_bytes(
     job = job_of(write(tmp_path / "input", texts), ["duplicates", "regex:7"])
 
     def killed(shards, settings):
-        for number, found in enumerate(tokenize_shards(shards, settings)):
+        for number, found in enumerate(run_tasks(shards, settings)):
             if number == killed_after:
                 raise OSError("no space")
             yield found
@@ -120,7 +120,7 @@ def test_an_interrupted_preparation_continues_to_the_same_bytes(
             file.write(b"x" * 37)
     store = build(job, tmp_path / "store")
     assert documents(store) == [f"text {n}" for n in range(13) if n != 7]
-    together = partial(tokenize_shards, workers=2)
+    together = partial(run_tasks, workers=2)
     assert content(store.folder) == content(build(job, tmp_path / "other", engine=together).folder)
 
 
@@ -129,7 +129,7 @@ def test_lost_keys_of_an_interrupted_preparation_are_noticed(tmp_path, monkeypat
     job = job_of(write(tmp_path / "input", ["one", "two", "three"]), ["duplicates"])
 
     def killed(shards, settings):
-        yield next(tokenize_shards(shards, settings))
+        yield next(run_tasks(shards, settings))
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
@@ -162,7 +162,7 @@ def test_chats_and_pairs_are_compared_as_a_whole(tmp_path) -> None:
 def test_functions_from_outside_decide_also_in_worker_processes(tmp_path) -> None:
     source = write(tmp_path / "input", ["good", "goxd", "other", "good"])
     specs = ["classifier:test_filters.is_good", "starts_with:go"]
-    engine = partial(tokenize_shards, workers=1)
+    engine = partial(run_tasks, workers=1)
     store = build(job_of(source, specs), tmp_path / "store", engine=engine)
     assert documents(store) == ["good", "good"]
     source = write(tmp_path / "more", ["good", "bad"])

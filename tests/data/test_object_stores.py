@@ -105,7 +105,7 @@ def test_an_object_that_changes_while_it_is_read_is_noticed(place, tmp_path) -> 
 
     def engine(shards, settings):
         place.write("a.txt", b"other")
-        yield from preparation.tokenize_shards(shards, settings)
+        yield from preparation.run_tasks(shards, settings)
 
     with pytest.raises(DataError, match="files changed while they were read; run again"):
         build(job, tmp_path / "store", engine=engine)

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from data import prepare as module
 from data.config import DataConfig, SourceConfig
+from data.engine import run_tasks
 from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
 from data.prepare import prepare
 from data.store import Store
 from data.store_job import StoreJob
-from data.tokenization import tokenize_shards
 from data.tokenizers.base import Tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -122,14 +122,14 @@ def test_the_size_of_shards_does_not_change_the_bytes(tmp_path_factory, shard_by
 def test_workers_do_not_change_the_bytes(source, tmp_path, monkeypatch) -> None:
     in_shards_of(monkeypatch, 64)
     alone = make(source, tmp_path / "alone")
-    together = make(source, tmp_path / "together", engine=partial(tokenize_shards, workers=2))
+    together = make(source, tmp_path / "together", engine=partial(run_tasks, workers=2))
     assert content(together.folder) == content(alone.folder)
     # Their errors are those of one process.
     (tmp_path / "input" / "c.jsonl").write_text('{"text": "a"}\n{"text": \n')
     for workers in (0, 2):
         law = r"c\.jsonl:2: invalid JSON: .*; correct the file, or use data\.on_error=skip$"
         with pytest.raises(DataError, match=law):
-            make(source, tmp_path / "broken", engine=partial(tokenize_shards, workers=workers))
+            make(source, tmp_path / "broken", engine=partial(run_tasks, workers=workers))
 
 
 KILLED = """
@@ -150,7 +150,7 @@ if __name__ == "__main__":
     module.plan_shards = partial(plan_shards, shard_bytes=64)
     source = SourceConfig(files=sys.argv[1])
     job = module.StoreJob("text", source, ByteTokenizer(), "raise")
-    engine = partial(module.tokenize_shards, workers=2)
+    engine = partial(module.run_tasks, workers=2)
     module.prepare(job, cache=Path(sys.argv[2]), engine=engine, report=report)
 """
 
@@ -470,8 +470,8 @@ class DeadlyTokenizer(ByteTokenizer):
 
 
 def test_a_worker_that_dies_is_reported_and_not_waited_for(source, tmp_path) -> None:
-    one = partial(tokenize_shards, workers=1)
-    with pytest.raises(RuntimeError, match="worker died, perhaps for lack of memory; run"):
+    one = partial(run_tasks, workers=1)
+    with pytest.raises(RuntimeError, match="worker process died, perhaps for lack of memory; run"):
         make(source, tmp_path, tokenizer=DeadlyTokenizer(), engine=one)
 
 

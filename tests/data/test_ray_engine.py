@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from data import ray_engine as module
-from data.config import SourceConfig
+from data.config import DataConfig, SourceConfig
+from data.engine import Engine, run_tasks
 from data.files import DataError
 from data.filters import parse_filters
 from data.formats.shards import plan_shards
@@ -28,8 +29,10 @@ from data.ray_engine import ray_engine
 from data.shard_plan import Sharding
 from data.shard_writer import prepare_shards
 from data.store_job import StoreJob
-from data.tokenization import Engine, TokenizeSettings, tokenize_shards
+from data.tokenization import TokenizeSettings
+from data.tokenizers import training
 from data.tokenizers.byte_level import ByteTokenizer
+from data.tokenizers.training import ensure_tokenizer
 
 ROWS = PackSettings(16, "split", 0.0)
 # No import from conftest.py: the nodes import this file.
@@ -130,7 +133,7 @@ class TestOnRay:
         job = job_of(write_corpus(tmp_path / "input", seed))
         if seed % 2:
             job = replace(job, filters=parse_filters(["length:9..", "regex:四 四", "duplicates"]))
-        here, found = partial(tokenize_shards, workers=seed % 3), {}
+        here, found = partial(run_tasks, workers=seed % 3), {}
         for name, used in (("there", engine), ("here", here)):
             store = build(job, tmp_path / name, engine=used)
             sharding, rows = Sharding(random.Random(seed).choice([200, 2000])), ROWS
@@ -138,6 +141,21 @@ class TestOnRay:
             prepare_shards(job, folder, sharding, rows, cache=tmp_path / name, engine=used)
             found[name] = content(store.folder), content(folder)
         assert found["there"] == found["here"] and len(found["here"][1]) > 8
+
+    def test_the_tokenizer_is_that_of_this_machine(self, engine, tmp_path, monkeypatch) -> None:
+        monkeypatch.setattr(training, "plan_shards", lambda paths: plan_shards(paths, 300))
+        monkeypatch.setattr(training, "SAMPLE_SHARDS", 5)
+        source = write_corpus(tmp_path / "input", 7)
+        found = {}
+        for name, used in (("there", engine), ("here", partial(run_tasks, workers=2))):
+            path = tmp_path / f"{name}.json"
+            ensure_tokenizer(DataConfig(files=source.files, tokenizer=str(path)), 300, print, used)
+            found[name] = path.read_bytes()
+        assert found["there"] == found["here"]
+        (tmp_path / "input" / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+        data = DataConfig(files=source.files, tokenizer=str(tmp_path / "none.json"))
+        with pytest.raises(DataError, match=r"a\.jsonl:2: invalid JSON"):
+            ensure_tokenizer(data, 300, print, engine)
 
     def test_a_killed_worker_is_replaced(self, engine, tmp_path, monkeypatch) -> None:
         in_shards_of(monkeypatch, 100)

@@ -20,6 +20,7 @@ from test_sharded_stores import (
 )
 
 from data.config import DataConfig, SourceConfig
+from data.engine import run_tasks
 from data.files import DataError
 from data.formats.shards import plan_shards
 from data.pipeline import Dataset
@@ -28,7 +29,6 @@ from data.prepared_store import prepared_folder
 from data.sharded_store import ShardedRows, ShardedStore
 from data.store import INFO
 from data.store_job import StoreJob, identity_of, without_files
-from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 
@@ -117,12 +117,12 @@ def test_a_store_that_was_replaced_meanwhile_is_left_alone(tmp_path) -> None:
     folder = tmp_path / "store"
 
     def replaced(pieces, settings):
-        yield from tokenize_shards(pieces[:1], settings)
+        yield from run_tasks(pieces[:1], settings)
         shutil.rmtree(folder / "parts")
         with pytest.raises(Killed):
             shards(two, tmp_path / "other", engine=killed_at_once)
         shutil.copytree(tmp_path / "other" / "parts", folder / "parts")
-        yield from tokenize_shards(pieces[1:], settings)
+        yield from run_tasks(pieces[1:], settings)
 
     one, two = (job_of(write_texts(tmp_path / name)) for name in ("one", "two"))
     with pytest.raises(DataError, match=r"00000\.json is not that of this command; another"):
@@ -310,7 +310,7 @@ def test_other_tokens_than_before_are_refused_until_they_are_the_same(tmp_path) 
     shutil.rmtree(folder / "shards" / "00000-00001")
 
     def changed(pieces, settings):
-        for documents, skipped in tokenize_shards(pieces, settings):
+        for documents, skipped in run_tasks(pieces, settings):
             yield [replace(part, tokens=part.tokens[::-1].copy()) for part in documents], skipped
 
     with pytest.raises(DataError, match="holds other tokens than before"):
@@ -322,7 +322,7 @@ def test_files_that_change_after_the_first_shard_have_a_remedy(tmp_path) -> None
     source, folder = write_texts(tmp_path / "input"), tmp_path / "store"
 
     def engine(pieces, settings):
-        for number, shard in enumerate(tokenize_shards(pieces, settings)):
+        for number, shard in enumerate(run_tasks(pieces, settings)):
             if number == 5:
                 (tmp_path / "input" / "005.txt").write_text("another text")
             yield shard

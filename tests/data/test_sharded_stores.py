@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.config import DataConfig, SourceConfig
+from data.engine import run_tasks
 from data.files import DataError
 from data.filters import Filters, parse_filters
 from data.formats.shards import plan_shards
@@ -23,7 +24,6 @@ from data.shard_plan import Sharding
 from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedRows, ShardedStore
 from data.store_job import StoreJob
-from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 ROWS = PackSettings(16, "split", 0.05)
@@ -100,7 +100,7 @@ def test_shards_hold_what_one_store_holds(tmp_path_factory, size, chat) -> None:
 def test_workers_do_not_change_the_bytes(tmp_path) -> None:
     job = job_of(write_texts(tmp_path / "input"))
     alone = shards(job, tmp_path / "alone")
-    together = shards(job, tmp_path / "together", engine=partial(tokenize_shards, workers=2))
+    together = shards(job, tmp_path / "together", engine=partial(run_tasks, workers=2))
     assert content(alone.folder) == content(together.folder) and len(alone.shards) > 4
 
 
@@ -318,7 +318,7 @@ def test_files_that_change_while_they_are_read_are_not_stored(tmp_path) -> None:
     source = write_texts(tmp_path / "input")
 
     def engine(pieces, settings):
-        for number, shard in enumerate(tokenize_shards(pieces, settings)):
+        for number, shard in enumerate(run_tasks(pieces, settings)):
             if number == 3:
                 (tmp_path / "input" / "000.txt").write_text("another text")
             yield shard

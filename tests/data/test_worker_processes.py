@@ -12,9 +12,9 @@ import pytest
 from conftest import ROOT
 
 from data.config import DataConfig
+from data.engine import run_tasks
 from data.prepare import build
 from data.store_job import store_job
-from data.tokenization import tokenize_shards
 from data.tokenizers.byte_level import ByteTokenizer
 
 READ = """
@@ -63,5 +63,5 @@ def test_an_interrupt_while_workers_start_leaves_no_process(tmp_path, monkeypatc
     job = store_job("text", DataConfig(files=f"{tmp_path}/a.txt"), ByteTokenizer())
     monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        build(job, tmp_path / "store", engine=partial(tokenize_shards, workers=1))
+        build(job, tmp_path / "store", engine=partial(run_tasks, workers=1))
     assert not multiprocessing.active_children()

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import MESHES, ROOT
+from orbax.checkpoint import v1
 
 from configs.build import build_program
 from configs.schema import load_config
@@ -340,7 +341,7 @@ def test_a_save_that_fails_in_another_process_is_given_up_and_retried(tmp_path):
 
 
 def test_a_barrier_after_a_failure_waits_for_nobody():
-    barrier = SaveBarrier()
+    barrier = SaveBarrier(v1.Context())
     barrier(key="begin", timeout_ms=1000)
     assert not barrier.has_failed
     with pytest.raises(FailedSaveError) as failed:
