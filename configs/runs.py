@@ -12,6 +12,8 @@ import jax
 
 from configs.build import build_program, open_devices
 from configs.schema import Config, fill_mesh, load_config
+from data.chat import ChosenTemplate
+from data.chat_jinja import find_chat_template, saved_chat_template
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_tokenizer
 from model.lora import LoRAConfig, merge_adapters
 from training.bucket_runs import checkpoint_folder
@@ -38,6 +40,12 @@ class Run:
     def bos_id(self) -> int | None:
         """Id before every document and prompt."""
         return document_bos(self.tokenizer, self.config.data.add_bos)
+
+    @property
+    def chat_template(self) -> ChosenTemplate:
+        """How conversations become text. Raises: DataError when there is no such template."""
+        name = saved_chat_template(self.config.data.chat_template, self.directory)
+        return find_chat_template(name, self.tokenizer)
 
     def load_params(self, step: int | None = None, *, ema: bool = False) -> tuple[int, Any]:
         """Return (step, parameters) of a checkpoint, by default of the newest, on the run's mesh.

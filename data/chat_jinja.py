@@ -30,6 +30,7 @@ from data.chat import (
 )
 from data.files import DataError, load_library
 from data.tokenizers.base import Tokenizer, id_dtype
+from safe_files import replace_file
 
 # Unicode noncharacters, which text does not contain: around assistant text, inside spelled tokens.
 _BEGIN, _END, _GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -38,6 +39,9 @@ _TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Stores do not depend on the day of their preparation.
 STORE_DATE = datetime.datetime(2024, 7, 26)
 _PROBE = (("user", "Probe one?"), ("assistant", "Reply 1."), ("user", "Two?"), ("assistant", "2!"))
+
+TEMPLATE_FILE = "chat_template.jinja"
+"""Copy in a run directory of the file that `data.chat_template` names."""
 
 Span = tuple[int, int]
 
@@ -67,6 +71,18 @@ def find_chat_template(name: str, tokenizer: Tokenizer) -> ChosenTemplate:
         raise DataError(f"data.chat_template={name}: {error.strerror}; give a file") from error
     template = JinjaTemplate(source, settings.special_tokens, name)
     return ChosenTemplate(template.digest, template, name)
+
+
+def save_chat_template(name: str, run_directory: Path) -> None:
+    """Copy the file that `data.chat_template` names, if there is one, into a run directory."""
+    if name.endswith(".jinja") and (file := Path(name).expanduser()).is_file():
+        replace_file(run_directory / TEMPLATE_FILE, file.read_bytes())
+
+
+def saved_chat_template(name: str, run_directory: Path) -> str:
+    """Return `data.chat_template` of a run, as the path of the run's copy if it is a file."""
+    copy = run_directory / TEMPLATE_FILE
+    return str(copy) if name.endswith(".jinja") and copy.is_file() else name
 
 
 @dataclass(frozen=True)

@@ -81,12 +81,12 @@ class Dataset:
         tokenizer: Tokenizer | None = None,
         *,
         pins: Pins | None = None,
-        report: Callable[[str], None] = print,
+        report: Callable[[str], None] | None = None,
     ):
         """Open the sources, and prepare small ones.
 
         pins: of an earlier dataset, see `Dataset.pins`; None: all that is there. report: called
-            with a line while the first rows of a source are being prepared.
+            with a line while the first rows of a source are being prepared; None: print.
         """
         self.config, self._report = config, report
         self.schedule = BatchSchedule(config)
@@ -174,7 +174,7 @@ class Dataset:
             )
         if isinstance(store, ShardedStore):
             rows = ShardedRows(store, settings)
-            wait_for_first_rows(rows, self._report)
+            wait_for_first_rows(rows, self._report or print)
             return store, rows
         store.load_index()
         self._unread_files.extend(describe_unread_files(job))

@@ -26,7 +26,6 @@ import numpy as np
 from configs.command_line import CommandLine, at_least_one, run_script
 from configs.runs import Run, load_run
 from data.chat import encode_chat_prompt, find_answer_end
-from data.chat_jinja import find_chat_template
 from data.tokenizers.base import with_bos, without_ends
 from model.generation.generator import CacheKind, Generator, stream_text
 from model.generation.sampling import SamplingConfig
@@ -132,7 +131,7 @@ def read_messages() -> Iterator[str]:
 def talk(session: Session, lines: Iterable[str]) -> int:
     """Answer every line with the conversation so far, and return the number of generated tokens."""
     run = session.run
-    chosen = find_chat_template(run.config.data.chat_template, run.tokenizer)
+    chosen = run.chat_template
     print(f"conversations in {chosen.label}; /reset begins a new one", file=sys.stderr)
     template = chosen.template
     end_ids, end = find_answer_end(run.tokenizer, template)

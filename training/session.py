@@ -10,6 +10,7 @@ import jax
 from rich.console import Console
 
 from data.bucket_path import AnyPath
+from data.chat_jinja import save_chat_template
 from data.pipeline import Dataset
 from data.tokenizers.base import save_tokenizer
 from parallel.cluster.process_group import ProcessGroup
@@ -181,7 +182,7 @@ def _move_old_run(directory: Path, settings: RunSettings, group: ProcessGroup) -
 def _describe_run(
     directory: Path, resumer: Resumer, resume_point: ResumePoint, config: TrainingConfig
 ) -> str:
-    """Write identity, configuration and tokenizer of the run, and return its id.
+    """Write identity, configuration, tokenizer and chat template; return the id of the run.
 
     The configuration of a finished run stays that with which it was trained. A directory that was
     copied or moved, or that holds a checkpoint of another run, is logged.
@@ -198,6 +199,7 @@ def _describe_run(
     if not is_finished or not file.exists():
         replace_file(file, resumer.resolved_config)
     save_tokenizer(resumer.dataset.tokenizer, directory)
+    save_chat_template(resumer.dataset.config.chat_template, directory)
     return identity.run_id
 
 

@@ -127,6 +127,12 @@ def test_another_batch_size_may_begin_at_the_resume(sizes, advised):
     assert remedy_of_change(before, other, 5, config) == "restore the former values"
 
 
+def test_longer_rows_need_another_run() -> None:
+    short, config = ({"row_length": length} for length in (128, 256)), DataConfig(files="x")
+    remedy = remedy_of_change(*short, 5, config)
+    assert remedy.endswith("begin a run with this one as training.init_from")
+
+
 def test_a_batch_size_and_a_source_may_change_together() -> None:
     config = DataConfig(sources={n: {"files": n} for n in ("code", "books")}, global_batch_size=16)
     before = order_of(config_of({"code": 1}), 5) | {"global_batch_size": [[0, 8]]}

@@ -152,8 +152,8 @@ class TestOnRay:
             ensure_tokenizer(DataConfig(files=source.files, tokenizer=str(path)), 300, print, used)
             found[name] = path.read_bytes()
         assert found["there"] == found["here"]
-        (tmp_path / "input" / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-        data = DataConfig(files=source.files, tokenizer=str(tmp_path / "none.json"))
+        (broken := tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+        data = DataConfig(files=str(broken), tokenizer=str(tmp_path / "none.json"))
         with pytest.raises(DataError, match=r"a\.jsonl:2: invalid JSON"):
             ensure_tokenizer(data, 300, print, engine)
 

@@ -1,5 +1,6 @@
 """`scripts/generate.py` on a trained run: stdout is the text, the same on every mesh."""
 
+import importlib.util
 import io
 import re
 import shutil
@@ -7,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from chats import BOS, write_model_directory
+from chats import BOS, HEADS, write_model_directory
 from conftest import ROOT
 
 import train
 from model.generation.generator import Generator
+from training.hugging_face.companions import export_companions
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import generate as script
@@ -208,10 +210,13 @@ def test_prompts_of_a_run_and_of_the_script_begin_with_bos_alike(tmp_path, capsy
     model = write_model_directory(tmp_path / "model", generation={"temperature": 0.0})
     (tmp_path / "config.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
     overrides = [f"data.tokenizer={model}", "model.vocab_size=320", "training.sample_prompt='the '"]
+    (template := tmp_path / "mine.jinja").write_text(HEADS)
+    overrides.append(f"data.chat_template={template}")
     assert train.main(["--config", str(tmp_path / "config.yaml"), *overrides]) == 0
     log = (tmp_path / "run" / "log.txt").read_text()
     sample = log[log.rindex("sample:\n") + len("sample:\n") :]
-    shutil.rmtree(tmp_path / "model")  # the run has its own copy
+    shutil.rmtree(tmp_path / "model")  # the run has its own copies
+    template.unlink()
     prompts, original = [], Generator.stream
 
     def recorded(self, params, given, **options):
@@ -227,6 +232,11 @@ def test_prompts_of_a_run_and_of_the_script_begin_with_bos_alike(tmp_path, capsy
     text = capsys.readouterr().out
     assert sample.startswith(text) and BOS not in text
     assert prompts[0][0] == 1 and len(prompts[0]) > 1
+    if importlib.util.find_spec("jinja2") is not None:
+        notes = chat_with(capsys, monkeypatch, tmp_path, "the cat\n")[1]
+        assert any(f"in {tmp_path}/run/chat_template.jinja; /reset" in line for line in notes)
+    export_companions(tmp_path / "run", None, tmp_path / "exported")
+    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == HEADS
 
 
 def test_int8_weights_generate_and_change_no_file(folder, capsys) -> None:

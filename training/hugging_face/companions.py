@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.chat_jinja import TEMPLATE_FILE
 from data.tokenizers.base import TOKENIZER_FILE, TOKENIZER_FOLDER, Tokenizer
 from safe_files import replace_file
 from training.hugging_face.model_directory import CONFIG
@@ -76,7 +77,7 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
     """Write tokenizer and generation files of a run into a model directory.
 
     A tokenizer gets settings that name its tokens. Without one, the folder `tokenizer` of the run
-    is copied, except its config.json.
+    is copied, except its config.json. The chat template of the run replaces that of the tokenizer.
     """
     folder = run / TOKENIZER_FOLDER
     if tokenizer is None:
@@ -92,6 +93,8 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
             ("generation_config.json", token_ids(tokenizer)),
         ):
             replace_file(directory / name, json.dumps(content, indent=2))
+    if (template := run / TEMPLATE_FILE).is_file():
+        replace_file(directory / TEMPLATE_FILE, template.read_bytes())
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
