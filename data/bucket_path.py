@@ -194,6 +194,8 @@ class BucketPath:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return request(system, name)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{self}: {error}") from error
             except _FINAL:
                 raise
             except Exception as error:  # each library behind fsspec has exceptions of its own
