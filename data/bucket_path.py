@@ -10,6 +10,7 @@ import logging
 import os
 import posixpath
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -220,8 +221,8 @@ def _told_if_slow(url: str) -> Iterator[None]:
     if bucket in _answered:
         yield
         return
-    text = "waiting for an answer of %s; check the network and the credentials if none comes"
-    timer = threading.Timer(SLOW_SECONDS, log.warning, (text, bucket))
+    text = f"waiting for an answer of {bucket}; check the network and the credentials if none comes"
+    timer = threading.Timer(SLOW_SECONDS, _warn, (text,))
     timer.daemon = True
     timer.start()
     try:
@@ -229,6 +230,13 @@ def _told_if_slow(url: str) -> Iterator[None]:
         _answered.add(bucket)
     finally:
         timer.cancel()
+
+
+def _warn(text: str) -> None:
+    if log.handlers:
+        log.warning("%s", text)
+    else:  # before the run has a log, and in scripts
+        print(text, file=sys.stderr, flush=True)
 
 
 def _fresh(system: Any) -> Any:
