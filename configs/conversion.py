@@ -246,9 +246,8 @@ def export_model(
         export = plan_export(config.model, stored.shapes, source, dtype=dtype, others=others)
         with new.filling():
             write_tensors(directory, export, stored.chunks, progress)
-            export_companions(
-                run, None if saved == run / TOKENIZER_FOLDER else tokenizer, directory
-            )
+            exported = None if saved == run / TOKENIZER_FOLDER else tokenizer
+            export_companions(run, exported, directory, config.data.chat_template)
             write_config(directory, export)
     return stored.step
 

@@ -27,13 +27,15 @@ from training.step import Program
 class Run:
     """A run as `load_run` opens it, on a mesh of this process.
 
-    notice: a line on simulated devices, or None.
+    chat_template_name: as `data.chat_template`; the copy of the run, unless an override gives
+        another one. notice: a line on simulated devices, or None.
     """
 
     directory: Path
     config: Config
     program: Program
     tokenizer: Tokenizer
+    chat_template_name: str
     notice: str | None
 
     @property
@@ -43,9 +45,8 @@ class Run:
 
     @property
     def chat_template(self) -> ChosenTemplate:
-        """How conversations become text. Raises: DataError when there is no such template."""
-        name = saved_chat_template(self.config.data.chat_template, self.directory)
-        return find_chat_template(name, self.tokenizer)
+        """Chat template of the run. Raises: DataError when there is no such template."""
+        return find_chat_template(self.chat_template_name, self.tokenizer)
 
     def load_params(self, step: int | None = None, *, ema: bool = False) -> tuple[int, Any]:
         """Return (step, parameters) of a checkpoint, by default of the newest, on the run's mesh.
@@ -114,4 +115,8 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
     saved = saved_tokenizer(directory, config.data.tokenizer)
     name = config.data.tokenizer if saved is None else str(saved)
     tokenizer = open_tokenizer(name, config.data.eos_token)
-    return Run(directory, config, build_program(config, devices), tokenizer, notice)
+    template = config.data.chat_template
+    if not any(override.startswith("data.chat_template=") for override in overrides):
+        template = saved_chat_template(template, directory)
+    program = build_program(config, devices)
+    return Run(directory, config, program, tokenizer, template, notice)

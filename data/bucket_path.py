@@ -28,10 +28,11 @@ ATTEMPTS = 6
 # Of the first pause between two attempts; each is twice as long as the one before.
 PAUSE_SECONDS = 0.5
 # Errors after which another attempt has no better chance.
-_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, DataError)
-_FINAL_STATUS = {400, 401, 403, 404, 412}
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
+_FINAL_STATUS = {400, 401, 403, 404, 412, 501}
 _NO_CREDENTIALS = {"NoCredentialsError", "DefaultCredentialsError", "RefreshError"}
-_NO_CREDENTIALS |= {"PartialCredentialsError", "ProfileNotFound"}
+_NO_CREDENTIALS |= {"PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"}
+_NO_CREDENTIALS |= {"SSOTokenLoadError", "UnauthorizedSSOTokenError", "TokenRetrievalError"}
 # Seconds without the first answer of a bucket after which a line says so.
 SLOW_SECONDS = 10.0
 _answered: set[str] = set()
@@ -195,10 +196,11 @@ class BucketPath:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 return request(system, name)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{self}: {error}") from error
-            except _FINAL:
+            except DataError:
                 raise
+            except _FINAL as error:
+                kind = next(kind for kind in _FINAL if isinstance(error, kind))
+                raise kind(f"{self}: {error}") from error
             except Exception as error:  # each library behind fsspec has exceptions of its own
                 if _status(error) == 404:
                     raise FileNotFoundError(f"{self} does not exist") from error
@@ -245,7 +247,7 @@ def _fresh(system: Any) -> Any:
     return system
 
 
-def _status(error: Exception) -> int | None:
+def _status(error: BaseException) -> int | None:
     """Return the HTTP status of an error of gcsfs, s3fs or aiohttp; None without one."""
     if str(error).startswith("Forbidden"):  # as gcsfs says it
         return 403
@@ -256,7 +258,7 @@ def _status(error: Exception) -> int | None:
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return None if found is None else int(found)
-    return None
+    return None if error.__cause__ is None else _status(error.__cause__)  # as s3fs wraps it
 
 
 AnyPath = Path | BucketPath

@@ -74,9 +74,15 @@ def find_chat_template(name: str, tokenizer: Tokenizer) -> ChosenTemplate:
 
 
 def save_chat_template(name: str, run_directory: Path) -> None:
-    """Copy the file that `data.chat_template` names, if there is one, into a run directory."""
-    if name.endswith(".jinja") and (file := Path(name).expanduser()).is_file():
-        replace_file(run_directory / TEMPLATE_FILE, file.read_bytes())
+    """Copy the file that `data.chat_template` names into a run directory.
+
+    An older copy is deleted if it names no file, and kept if the file is missing.
+    """
+    copy, file = run_directory / TEMPLATE_FILE, Path(name).expanduser()
+    if name.endswith(".jinja") and file.is_file():
+        replace_file(copy, file.read_bytes())
+    elif not name.endswith(".jinja"):
+        copy.unlink(missing_ok=True)
 
 
 def saved_chat_template(name: str, run_directory: Path) -> str:

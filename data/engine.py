@@ -25,7 +25,7 @@ ResultOf = TypeVar("ResultOf")
 
 
 class Task(Protocol[Item, Result]):
-    """What is done with every item; it is pickled once for each process."""
+    """Work to do on each item; it is pickled once for each process."""
 
     @property
     def code_files(self) -> set[Path]:
@@ -36,7 +36,7 @@ class Task(Protocol[Item, Result]):
 
 
 class Engine(Protocol):
-    """What runs tasks: `run_tasks`, or a cluster."""
+    """Callable that runs a task for each item: `run_tasks`, or one of a cluster."""
 
     def __call__(
         self, items: Sequence[ItemOf], task: Task[ItemOf, ResultOf], /
@@ -84,7 +84,7 @@ def run_tasks(
     except BrokenProcessPool as error:
         raise RuntimeError(
             "a worker process died, perhaps for lack of memory; run scripts/prepare_data.py with a "
-            "smaller --workers: it continues where this one stopped"
+            "smaller --workers: it keeps what is finished"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -64,10 +64,7 @@ def remedy_of_change(
     """
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
     if "row_length" in changed:
-        return (
-            "restore the former value, since it decides all rows; to train this model on longer or "
-            "shorter rows, begin a run with this one as training.init_from"
-        )
+        return "restore the former value (other rows need a new run, with training.init_from)"
     settings = _settings(before, now, number, config)
     if settings is None or not changed <= {"global_batch_size", *_OF_SOURCES}:
         return "restore that data" if "sources" in changed else "restore the former values"

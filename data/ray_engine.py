@@ -164,7 +164,7 @@ def _result(ray: Any, reference: Any) -> Any:
         what = f"a task died {_ATTEMPTS} times, perhaps for lack of memory" if is_lost else "failed"
         raise RuntimeError(
             f"Ray: {what} ({' '.join(str(error).split())[:400]}); run scripts/prepare_data.py "
-            "again: it continues where this one stopped"
+            "again: it keeps what is finished"
         ) from error
 
 
@@ -175,7 +175,7 @@ def _run(item: Any, shared: list[Any], code: str) -> Any:
     if own_code != code:
         raise DataError(
             f"node {node} has another version of Torus, of a plugin, or of {', '.join(_LIBRARIES)} "
-            "than the process that writes the store; install the same on all nodes"
+            "than the command; install the same on all nodes"
         )
     try:
         return task.run(item)

@@ -37,7 +37,7 @@ from data.store import Store
 from data.store_job import StoreJob, describe_unread_files, store_job
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer
-from data.tokenizers.training import ensure_tokenizer
+from data.tokenizers.training import ensure_tokenizer, find_texts
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 DEFAULT_SHARD_GB = 1.0
@@ -140,18 +140,22 @@ def run(args: argparse.Namespace) -> None:
     if args.out is not None and len(sources) > 1:
         raise ValueError(f"--out takes one source, and there are {len(sources)}; leave it out")
     engine_context, filters, sharding = engine_of(args), filters_of(args), sharding_of(args)
+    report, size = partial(print, flush=True), args.train_tokenizer
     if args.verify:
         for job, folder in stores_of(args, data, filters):
-            print(verify(job, folder), flush=True)
+            report(verify(job, folder))
         return
+    # What the user has to correct is found before a cluster starts, as far as possible.
+    texts = find_texts(data, size, report) if size is not None else []
+    folders = None if texts else stores_of(args, data, filters)
     with engine_context as engine:
-        if args.train_tokenizer is not None:
-            ensure_tokenizer(data, args.train_tokenizer, partial(print, flush=True), engine)
-        folders = stores_of(args, data, filters)
+        if folders is None:
+            ensure_tokenizer(data, size, report, shards=texts, engine=engine)
+            folders = stores_of(args, data, filters)
         for job, folder in folders:
             prepare_store(job, data, folder, engine, sharding if folder == args.out else None)
     if args.out is not None:
-        print(f"to train on it, set {folders[0][0].files_key}={args.out}", flush=True)
+        report(f"to train on it, set {folders[0][0].files_key}={args.out}")
 
 
 def stores_of(
@@ -175,8 +179,9 @@ def filters_of(args: argparse.Namespace) -> Filters:
         raise ValueError(
             "--filter needs --out FOLDER, which train.py then reads as data.files=FOLDER"
         )
-    if args.filter and args.verify:
-        raise ValueError("--filter has no effect with --verify; leave it out")
+    for name, value in {"--filter": args.filter, "--train-tokenizer": args.train_tokenizer}.items():
+        if args.verify and value:
+            raise ValueError(f"{name} has no effect with --verify; leave it out")
     return parse_filters(args.filter)
 
 
@@ -225,13 +230,14 @@ def make_parser() -> CommandLine:
     parser.add_argument(
         "--workers",
         type=int,
-        help="processes that tokenize; 0: this one; default: one per core. Not with --address",
+        help="processes that read and tokenize; 0: this one; default: one per core. Not with "
+        "--address",
     )
     parser.add_argument(
         "--engine",
         choices=("local", "ray"),
         default="local",
-        help="tokenize on this machine, or on all nodes of a Ray cluster (default: local)",
+        help="read and tokenize on this machine, or on all nodes of a Ray cluster (default: local)",
     )
     parser.add_argument(
         "--address",

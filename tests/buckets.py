@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import fsspec
@@ -98,7 +99,9 @@ def _served() -> Iterator[Bucket]:
 
 
 @pytest.fixture
-def bucket(_served: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def google_bucket(
+    _served: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bucket]:
     """An empty bucket, which this process and its children use, with caches in `tmp_path`."""
     for name in _served.names():
         _served.delete(name)
@@ -224,12 +227,41 @@ STORES = [
 class S3Bucket:
     """A bucket `s3://bucket` of a server of moto, with the methods of `Bucket` that runs need."""
 
-    url = "s3://bucket"
+    url = f"s3://{BUCKET}"
 
-    def __init__(self, address: str):
-        self._client = importlib.import_module("boto3").client("s3", endpoint_url=address)
-        with contextlib.suppress(self._client.exceptions.BucketAlreadyOwnedByYou):
-            self._client.create_bucket(Bucket=BUCKET)
+    def __init__(self) -> None:
+        self.fault: Fault = lambda method, path: None
+        self.credentials: set[str] = set()
+        """Names of the keys that signed the requests; an empty one: a request was not signed."""
+        moto = importlib.import_module("moto.moto_server.werkzeug_app")
+        self._moto = moto.DomainDispatcherApplication(moto.create_backend_app)
+        serving = importlib.import_module("werkzeug.serving")
+        handler = type("Handler", (moto.MotoRequestHandler,), {"log": lambda *_: None})
+        options = {"threaded": True, "request_handler": handler}
+        self._server = serving.make_server("127.0.0.1", 0, self._answer, **options)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self._server.port}"
+        keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test"}
+        options = {"endpoint_url": self.address, "region_name": "us-east-1", **keys}
+        self._client = importlib.import_module("boto3").client("s3", **options)
+        self._client.create_bucket(Bucket=BUCKET)
+
+    def _answer(self, environ: dict[str, str], start: Callable[..., Any]) -> Any:
+        found = re.search(r"Credential=([^/]+)", environ.get("HTTP_AUTHORIZATION", ""))
+        if (name := found[1] if found else "") == "test":
+            return self._moto(environ, start)
+        self.credentials.add(name)
+        status = self.fault(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        if status is None:
+            return self._moto(environ, start)
+        code = {400: "ExpiredToken", 403: "AccessDenied", 503: "SlowDown"}[status]
+        content = f"<Error><Code>{code}</Code><Message>on demand</Message></Error>".encode()
+        start(f"{status} {code}", [("Content-Length", str(len(content)))])
+        return [content]
+
+    def stop(self) -> None:
+        """Stop the server."""
+        self._server.shutdown()
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of all objects that begin with a prefix."""
@@ -238,7 +270,7 @@ class S3Bucket:
 
     def read(self, name: str) -> bytes:
         """Return the content of an object."""
-        return self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+        return bytes(self._client.get_object(Bucket=BUCKET, Key=name)["Body"].read())
 
     def write(self, name: str, content: bytes) -> None:
         """Replace an object."""
@@ -249,30 +281,44 @@ class S3Bucket:
         self._client.delete_object(Bucket=BUCKET, Key=name)
 
 
-@pytest.fixture(params=STORES)
-def any_bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Bucket | S3Bucket:
-    """An empty bucket of each service, as `bucket`."""
-    if request.param == "gs":
-        return request.getfixturevalue("bucket")
-    address = _connect_to_s3(request, monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    found = S3Bucket(address)
-    for name in found.names():
-        found.delete(name)
-    return found
+AnyBucket = Bucket | S3Bucket
 
 
-def _connect_to_s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Set the variables by which clients find the server of moto; return its address."""
+@pytest.fixture(scope="session")
+def _served_by_moto() -> Iterator[S3Bucket]:
+    found = S3Bucket()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def amazon_bucket(
+    _served_by_moto: S3Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[S3Bucket]:
+    """An empty bucket, which this process and its children use, with caches in `tmp_path`."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
-    for name, value in zip(names, ("key", "secret", "us-east-1"), strict=True):
+    for name in _served_by_moto.names():
+        _served_by_moto.delete(name)
+    values = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": _served_by_moto.address,
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+    }
+    for name, value in values.items():
         monkeypatch.setenv(name, value)
-    address: str = request.getfixturevalue("_s3")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-    return address
+    _served_by_moto.credentials.clear()
+    yield _served_by_moto
+    _served_by_moto.fault = lambda method, path: None
+
+
+@pytest.fixture(params=STORES)
+def bucket(request: pytest.FixtureRequest) -> AnyBucket:
+    """An empty bucket of each service."""
+    name = "google_bucket" if request.param == "gs" else "amazon_bucket"
+    found: AnyBucket = request.getfixturevalue(name)
+    return found
 
 
 @dataclass
@@ -283,28 +329,10 @@ class Place:
     write: Callable[[str, bytes], None]
 
 
-@pytest.fixture(scope="session")
-def _s3() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(request: pytest.FixtureRequest) -> Place:
     """A bucket of the service that the parameter names, without objects."""
-    if request.param == "gs":
-        fsspec.get_filesystem_class("gs").clear_instance_cache()
-        bucket: Bucket = request.getfixturevalue("bucket")
-        return Place("gs://bucket/texts", lambda name, data: bucket.write(f"texts/{name}", data))
-    _connect_to_s3(request, monkeypatch)
-    system = fsspec.filesystem("s3")
-    if not system.exists("texts"):
-        system.mkdir("texts")
-    for name in system.find("texts"):
-        system.rm_file(name)
-    return Place("s3://texts", lambda name, data: system.pipe_file(f"texts/{name}", data))
+    fsspec.get_filesystem_class(request.param).clear_instance_cache()
+    name = "google_bucket" if request.param == "gs" else "amazon_bucket"
+    found: AnyBucket = request.getfixturevalue(name)
+    return Place(f"{found.url}/texts", lambda name, data: found.write(f"texts/{name}", data))

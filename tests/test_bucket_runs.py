@@ -9,16 +9,15 @@ import sys
 import time
 
 import pytest
-from buckets import Bucket, S3Bucket
+from buckets import AnyBucket
 from conftest import ROOT
 from runs import losses, write_config
 
-AnyBucket = Bucket | S3Bucket
 SECONDS = 300
 
 
 @pytest.fixture
-def config(tmp_path, any_bucket) -> str:
+def config(tmp_path, bucket) -> str:
     return write_config(tmp_path, str(tmp_path / "xla"))
 
 
@@ -36,8 +35,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 @pytest.fixture
-def run(any_bucket: AnyBucket) -> str:
-    return f"{any_bucket.url}/some/run"
+def run(bucket: AnyBucket) -> str:
+    return f"{bucket.url}/some/run"
 
 
 def train(config: str, run: str, *overrides: str) -> tuple[int, str]:
@@ -58,19 +57,19 @@ def steps(bucket: AnyBucket) -> list[int]:
 
 
 def test_a_run_is_that_on_a_disk_and_its_files_are_in_the_bucket(
-    tmp_path, config, run, any_bucket: AnyBucket, undisturbed
+    tmp_path, config, run, bucket: AnyBucket, undisturbed
 ) -> None:
     code, out = train(config, run)
     assert code == 0, out
-    assert metrics(any_bucket) == losses(undisturbed / "run")
-    names = {name.removeprefix("some/run/") for name in any_bucket.names("some/run/")}
+    assert metrics(bucket) == losses(undisturbed / "run")
+    names = {name.removeprefix("some/run/") for name in bucket.names("some/run/")}
     assert {"config.yaml", "log.txt", "metrics.jsonl", "run.json", "goodput.json"} <= names
-    assert steps(any_bucket) == [2, 4, 6]
+    assert steps(bucket) == [2, 4, 6]
     # Another machine continues, and reads.
     shutil.rmtree(tmp_path / "home")
     code, out = train(config, run, "training.steps=8")
     assert code == 0 and "resumed from step 6" in out, out
-    assert sorted(metrics(any_bucket)) == [*range(1, 9)]
+    assert sorted(metrics(bucket)) == [*range(1, 9)]
     shutil.rmtree(tmp_path / "home")
     options = ("--prompt", "def", "--max-new-tokens", "4")
     code, out = finish(start("--run", run, *options, script="scripts/generate.py"))
@@ -83,7 +82,7 @@ def test_a_run_is_that_on_a_disk_and_its_files_are_in_the_bucket(
     code, out = finish(start("verify", run, script="scripts/checkpoint.py"))
     assert code == 0 and "3 whole" in out, out
     code, out = finish(start("prune", run, "--keep", "1", script="scripts/checkpoint.py"))
-    assert code == 0 and steps(any_bucket) == [8], out
+    assert code == 0 and steps(bucket) == [8], out
     code, out = finish(start("to-hf", run, str(tmp_path / "hf"), script="scripts/convert.py"))
     assert code == 0 and (tmp_path / "hf" / "model.safetensors").exists(), out
     code, out = finish(
@@ -93,44 +92,44 @@ def test_a_run_is_that_on_a_disk_and_its_files_are_in_the_bucket(
 
 
 def test_a_killed_run_resumes_on_another_mesh_and_a_damaged_checkpoint_is_set_aside(
-    tmp_path, config, run, any_bucket: AnyBucket, undisturbed
+    tmp_path, config, run, bucket: AnyBucket, undisturbed
 ) -> None:
     process = start("--config", config, f"run.dir={run}", "training.steps=400")
     end = time.monotonic() + SECONDS
-    while not steps(any_bucket):
+    while not steps(bucket):
         assert process.poll() is None and time.monotonic() < end, finish(process)
         time.sleep(0.05)
     process.kill()
     finish(process)
-    done = steps(any_bucket)
+    done = steps(bucket)
     options = ("training.steps=60", "mesh.dp=4", "mesh.tp=1", "checkpoint.every=50")
     code, out = train(config, run, *options)
     assert code == 0, out
     assert any(f"resumed from step {step}" in out for step in [*done, done[-1] + 2]), out
-    assert sorted(metrics(any_bucket)) == [*range(1, 61)]
-    kept = steps(any_bucket)
+    assert sorted(metrics(bucket)) == [*range(1, 61)]
+    kept = steps(bucket)
     name = next(
         name
-        for name in any_bucket.names(f"some/run/checkpoints/{kept[-1]}/state/")
-        if "/d/" in name and len(any_bucket.read(name)) > 3000
+        for name in bucket.names(f"some/run/checkpoints/{kept[-1]}/state/")
+        if "/d/" in name and len(bucket.read(name)) > 3000
     )
-    content = bytearray(any_bucket.read(name))
+    content = bytearray(bucket.read(name))
     content[len(content) // 2] ^= 1
-    any_bucket.write(name, bytes(content))
+    bucket.write(name, bytes(content))
     code, out = train(config, run, "training.steps=61", "checkpoint.every=50")
     assert code == 0 and f"checkpoint {kept[-1]} cannot be read" in out, out
     assert "Traceback" not in out and "Event loop" not in out, out
     assert f"renamed to {kept[-1]}.damaged; resuming from {kept[-2]}" in out
-    names = any_bucket.names("some/run/checkpoints/")
+    names = bucket.names("some/run/checkpoints/")
     assert any(f"/{kept[-1]}.damaged/" in name for name in names)
 
 
 def test_only_one_process_trains_a_run_and_an_old_one_is_moved(
-    tmp_path, config, run, any_bucket: AnyBucket
+    tmp_path, config, run, bucket: AnyBucket
 ) -> None:
     process = start("--config", config, f"run.dir={run}", "training.steps=4000")
     end = time.monotonic() + SECONDS
-    while not steps(any_bucket):
+    while not steps(bucket):
         assert process.poll() is None and time.monotonic() < end, finish(process)
         time.sleep(0.05)
     code, out = train(config, run)  # on this machine, which has a lock
@@ -144,9 +143,9 @@ def test_only_one_process_trains_a_run_and_an_old_one_is_moved(
     assert finish(process)[0] == 75
     code, out = train(config, run, "checkpoint.resume=never")
     assert code == 0 and f"moved to {run}.old-1" in out, out
-    assert sorted(metrics(any_bucket)) == [*range(1, 7)]
-    assert any_bucket.names("some/run.old-1/checkpoints/")
-    assert any_bucket.read("some/run.old-1/log.txt")
+    assert sorted(metrics(bucket)) == [*range(1, 7)]
+    assert bucket.names("some/run.old-1/checkpoints/")
+    assert bucket.read("some/run.old-1/log.txt")
 
 
 def test_a_place_that_is_not_supported_is_one_line(config) -> None:

@@ -19,6 +19,7 @@ from model.multi_token import MODULES
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 # Codes of tensorstore's errors, and those that mean damage if they come from a bucket.
 _CODE = re.compile(r"\b([A-Z]+_?[A-Z]+):")
+_STATUS = re.compile(r"http_response_code='(\d+)'")
 _DAMAGE_CODES = {"DATA_LOSS", "NOT_FOUND", "OUT_OF_RANGE", "INVALID_ARGUMENT"}
 _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
@@ -46,7 +47,10 @@ def read_error(what: str, error: BaseException, *, is_remote: bool = False) -> C
     if is_remote:
         code = _CODE.search(str(cause))
         known = FileNotFoundError | ValueError | LookupError | TypeError
-        if not isinstance(cause, known) or (code and code[1] not in _DAMAGE_CODES):
+        status = _STATUS.search(str(cause))
+        is_refusal = status is not None and status[1] not in ("404", "416")
+        is_refusal |= code is not None and code[1] not in _DAMAGE_CODES
+        if is_refusal or not isinstance(cause, known):
             return CheckpointError(f"{what}: {short_reason(error)}")
     is_local = isinstance(cause, MemoryError) or _NOT_DAMAGE.search(str(cause)) is not None
     is_local |= isinstance(cause, OSError) and cause.errno in _NOT_DAMAGE_ERRNO

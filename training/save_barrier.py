@@ -23,7 +23,7 @@ class SaveBarrier:
     """The barriers of one orbax checkpointer; after a failure it needs another one."""
 
     def __init__(self, options: v1.Context) -> None:
-        """Describe barriers. options: others of orbax."""
+        """Create the barriers. options: other options of orbax."""
         self._options = options
         self.has_failed = False
         """Whether a save has failed in this process."""
@@ -48,7 +48,7 @@ class SaveBarrier:
 
     @property
     def context(self) -> v1.Context:
-        """The options, with which orbax uses these barriers."""
+        """Options of orbax that include these barriers."""
         # Process 0 creates the directories before it returns. If it failed to do so in a thread,
         # the others would wait for a signal of it for minutes.
         options = _AsyncOptions(barrier=self, create_directories_asynchronously=False)

@@ -198,8 +198,8 @@ def _describe_run(
     file = directory / "config.yaml"
     if not is_finished or not file.exists():
         replace_file(file, resumer.resolved_config)
+        save_chat_template(resumer.dataset.config.chat_template, directory)
     save_tokenizer(resumer.dataset.tokenizer, directory)
-    save_chat_template(resumer.dataset.config.chat_template, directory)
     return identity.run_id
 
 

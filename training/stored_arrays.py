@@ -1,5 +1,6 @@
 """Arrays of a checkpoint in chunks on disk, so that reading one needs the memory of a chunk."""
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -40,13 +41,13 @@ def chunked(
     write_bytes: bytes of arrays written at a time, at least the largest array; None: all.
     context: other options of the save.
     """
-    options = v1.options.ArrayOptions
-    storage = options.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
+    storage = v1.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=_CHUNK_BYTES)
+    saving = dataclasses.replace(context.array_options.saving, storage_options=storage)
     above = max(x.nbytes for x in arrays.values()) + 1  # orbax refuses what equals the limit
     limit = write_bytes and max(write_bytes, above)
     return v1.Context(
         context,
-        array_options=options(saving=options.Saving(storage_options=storage)),
+        array_options=v1.options.ArrayOptions(saving=saving),
         memory_options=v1.options.MemoryOptions(write_concurrent_bytes=limit),
     )
 

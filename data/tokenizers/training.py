@@ -115,15 +115,12 @@ def sample_texts(
         yield from texts
 
 
-def ensure_tokenizer(
-    data: DataConfig,
-    vocab_size: int,
-    report: Callable[[str], None],
-    engine: Engine = run_tasks,
-) -> None:
-    """Train the tokenizer that data.tokenizer names, unless its file exists.
+def find_texts(
+    data: DataConfig, vocab_size: int, report: Callable[[str], None]
+) -> list[SourceShard]:
+    """Return the shards to train the tokenizer on that data.tokenizer names; none if it exists.
 
-    report: is called with each line about the progress. engine: reads the text.
+    report: is called with a line if it exists.
     Raises: ValueError if the existing file is larger, or nothing can be trained.
     """
     if (prefix := data.tokenizer.partition(":")[0]) in TOKENIZERS and prefix != TOKENIZER_FILE:
@@ -140,7 +137,7 @@ def ensure_tokenizer(
                 f"tokens; use --train-tokenizer {found}, or name another file"
             )
         report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
-        return
+        return []
     _tokenizers_for(vocab_size)  # raises before anything is read
     shards: list[SourceShard] = []
     held_out = held_out_files(data)
@@ -154,12 +151,38 @@ def ensure_tokenizer(
         paths = without_files(find_paths(source.files, key), held_out, key)
         text_field = data.field_of(source)
         shards += [(shard, name, text_field) for shard in plan_shards(paths)]
+    return shards
+
+
+def ensure_tokenizer(
+    data: DataConfig,
+    vocab_size: int,
+    report: Callable[[str], None],
+    *,
+    shards: Sequence[SourceShard] | None = None,
+    engine: Engine = run_tasks,
+) -> None:
+    """Train the tokenizer that data.tokenizer names, unless its file exists.
+
+    Args:
+        data: sources and tokenizer.
+        vocab_size: number of tokens.
+        report: is called with each line about the progress.
+        shards: result of `find_texts`; None: it is called.
+        engine: reads the text.
+
+    Raises: ValueError if the existing file is larger, or nothing can be trained.
+    """
+    if shards is None:
+        shards = find_texts(data, vocab_size, report)
+    if not shards:
+        return
     some = f"{SAMPLE_SHARDS} of {len(shards)} parts" if len(shards) > SAMPLE_SHARDS else "all parts"
     report(
         f"training a tokenizer of {vocab_size} tokens on at most {SAMPLE_BYTES >> 20} MiB, spread "
         f"evenly over {some} of the text"
     )
-    begin = time.monotonic()
+    begin, path = time.monotonic(), to_path(data.tokenizer)
     found = train_tokenizer(sample_texts(shards, data.on_error, engine), vocab_size, path)
     report(f"tokenizer {path} written after {time.monotonic() - begin:.1f} s")
     if found != vocab_size:

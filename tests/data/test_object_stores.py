@@ -80,7 +80,9 @@ def test_a_glob_without_objects_or_a_missing_bucket_is_one_line(place) -> None:
 
 
 @pytest.mark.parametrize("place", [STORES[0]], indirect=True)
-def test_a_busy_service_is_asked_again_and_a_refusal_is_one_line(place, bucket, tmp_path) -> None:
+def test_a_busy_service_is_asked_again_and_a_refusal_is_one_line(
+    place, google_bucket, tmp_path
+) -> None:
     place.write("a.txt", b"one two three")
     asked: dict[str, int] = {}
 
@@ -88,10 +90,10 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_one_line(place, bucket, 
         asked[path] = asked.get(path, 0) + 1
         return None if asked[path] > 1 else 429 if len(asked) % 2 else 503
 
-    bucket.fault = busy
+    google_bucket.fault = busy
     store = build(job_of(f"{place.url}/*.txt"), tmp_path / "store")
     assert store.info.num_documents == 1 and max(asked.values()) > 1
-    bucket.fault = lambda method, path: 401
+    google_bucket.fault = lambda method, path: 401
     fsspec.get_filesystem_class("gs").clear_instance_cache()
     with pytest.raises(DataError, match=r"data\.files='gs://bucket/texts/\*\.txt'.*on demand, 401"):
         find_files(f"{place.url}/*.txt")

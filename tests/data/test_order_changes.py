@@ -130,7 +130,7 @@ def test_another_batch_size_may_begin_at_the_resume(sizes, advised):
 def test_longer_rows_need_another_run() -> None:
     short, config = ({"row_length": length} for length in (128, 256)), DataConfig(files="x")
     remedy = remedy_of_change(*short, 5, config)
-    assert remedy.endswith("begin a run with this one as training.init_from")
+    assert remedy == "restore the former value (other rows need a new run, with training.init_from)"
 
 
 def test_a_batch_size_and_a_source_may_change_together() -> None:

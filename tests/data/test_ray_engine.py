@@ -149,13 +149,14 @@ class TestOnRay:
         found = {}
         for name, used in (("there", engine), ("here", partial(run_tasks, workers=2))):
             path = tmp_path / f"{name}.json"
-            ensure_tokenizer(DataConfig(files=source.files, tokenizer=str(path)), 300, print, used)
+            data = DataConfig(files=source.files, tokenizer=str(path))
+            ensure_tokenizer(data, 300, print, engine=used)
             found[name] = path.read_bytes()
         assert found["there"] == found["here"]
         (broken := tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
         data = DataConfig(files=str(broken), tokenizer=str(tmp_path / "none.json"))
         with pytest.raises(DataError, match=r"a\.jsonl:2: invalid JSON"):
-            ensure_tokenizer(data, 300, print, engine)
+            ensure_tokenizer(data, 300, print, engine=engine)
 
     def test_a_killed_worker_is_replaced(self, engine, tmp_path, monkeypatch) -> None:
         in_shards_of(monkeypatch, 100)

@@ -12,6 +12,8 @@ from chats import BOS, HEADS, write_model_directory
 from conftest import ROOT
 
 import train
+from configs.runs import load_run
+from data.chat_jinja import save_chat_template
 from model.generation.generator import Generator
 from training.hugging_face.companions import export_companions
 
@@ -235,8 +237,13 @@ def test_prompts_of_a_run_and_of_the_script_begin_with_bos_alike(tmp_path, capsy
     if importlib.util.find_spec("jinja2") is not None:
         notes = chat_with(capsys, monkeypatch, tmp_path, "the cat\n")[1]
         assert any(f"in {tmp_path}/run/chat_template.jinja; /reset" in line for line in notes)
-    export_companions(tmp_path / "run", None, tmp_path / "exported")
-    assert (tmp_path / "exported" / "chat_template.jinja").read_text() == HEADS
+    export_companions(tmp_path / "run", None, tmp_path / "out", str(template))
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == HEADS
+    # Another one on the command line, and a resume without a file.
+    given = load_run(tmp_path / "run", [f"data.chat_template={tmp_path}/other.jinja"])
+    assert given.chat_template_name == f"{tmp_path}/other.jinja"
+    save_chat_template("chatml", tmp_path / "run")
+    assert not (tmp_path / "run" / "chat_template.jinja").exists()
 
 
 def test_int8_weights_generate_and_change_no_file(folder, capsys) -> None:

@@ -24,6 +24,7 @@ from data.tokenizers import training
 from data.tokenizers.base import open_tokenizer
 
 TEXT = "".join(f"def f{n}(x): return x * {n}\n" for n in range(300))
+NO_CLUSTER = ["--engine=ray", "--address=127.0.0.1:1"]
 
 
 @pytest.fixture
@@ -254,6 +255,13 @@ def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:
         (["data.files=nothing*"], "data.files='nothing*' matches no file"),
         (["data.tokenizer=nothing.json"], "data.tokenizer=nothing.json: "),
         (["--train-tokenizer=300"], "data.tokenizer=bytes is not trained; name the file to"),
+        (["--train-tokenizer=300", "--verify"], "--train-tokenizer has no effect with --verify"),
+        # Before a cluster is looked for.
+        ([*NO_CLUSTER, "data.files=nothing*"], "data.files='nothing*' matches no file"),
+        (
+            [*NO_CLUSTER, "data.files=nothing*", "data.tokenizer=t.json", "--train-tokenizer=300"],
+            "data.files='nothing*' matches no file",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments, law, capsys, tmp_path, monkeypatch) -> None:

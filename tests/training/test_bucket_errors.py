@@ -1,7 +1,7 @@
 """Errors of a bucket are told from damage and from mistakes; checkpoints there move whole."""
 
 import pytest
-from buckets import Bucket, needs_buckets
+from buckets import AnyBucket
 from runs import run, write_config
 
 from data.bucket_path import BucketPath
@@ -21,6 +21,9 @@ from training.checkpoint_record import COMMIT_FILE, CheckpointError, DamageError
         (ValueError("INTERNAL: CURL error 56"), CheckpointError),
         (ValueError("UNKNOWN: HTTP response code: 599"), CheckpointError),
         (RuntimeError("a library of the service"), CheckpointError),
+        (ValueError("ExpiredToken: text [http_response_code='400']"), CheckpointError),
+        (ValueError("NOT_FOUND: text [http_response_code='404']"), DamageError),
+        (ValueError("OUT_OF_RANGE: InvalidRange [http_response_code='416']"), DamageError),
     ],
 )
 def test_only_what_was_read_is_damage_and_not_a_failure_to_read(error, kind) -> None:
@@ -34,14 +37,12 @@ def test_errors_of_a_listing_become_one_line() -> None:
 
 
 class TestInABucket:
-    pytestmark = needs_buckets
-
     @pytest.fixture(autouse=True)
     def quick(self, monkeypatch) -> None:
         monkeypatch.setattr("data.bucket_path.PAUSE_SECONDS", 0.01)
 
     def test_a_checkpoint_that_moves_is_whole_wherever_it_has_its_last_file(
-        self, bucket: Bucket
+        self, bucket: AnyBucket
     ) -> None:
         files = [COMMIT_FILE, "_CHECKPOINT_METADATA", "state/d/1", "state/d/2", "z"]
         for name in files:
@@ -58,19 +59,19 @@ class TestInABucket:
             requests.append((method, path))
 
         bucket.fault = note
-        move_tree(BucketPath("gs://bucket/run"), BucketPath("gs://bucket/old"))
+        move_tree(BucketPath(f"{bucket.url}/run"), BucketPath(f"{bucket.url}/old"))
         bucket.fault = lambda method, path: None
         assert bucket.names() == sorted(f"old/8/{name}" for name in files)
         assert len(requests) > 2 * len(files)
 
     @pytest.mark.usefixtures("signals")
     def test_a_service_out_of_reach_is_a_failure_and_a_refusal_a_mistake(
-        self, bucket: Bucket, tmp_path, capsys, monkeypatch
+        self, bucket: AnyBucket, tmp_path, capsys, monkeypatch
     ) -> None:
         monkeypatch.setattr("data.bucket_path.ATTEMPTS", 1)  # each is 33 s of attempts of gcsfs
         config = write_config(tmp_path)
         for status, code in ((503, 1), (403, 2)):
             bucket.fault = lambda method, path, status=status: status
-            assert run(config, "run.dir=gs://bucket/some/run") == code
+            assert run(config, f"run.dir={bucket.url}/some/run") == code
             error = capsys.readouterr().err
-            assert error.startswith("error: gs://bucket/some/run") and error.count("\n") == 1
+            assert error.startswith(f"error: {bucket.url}/some/run") and error.count("\n") == 1

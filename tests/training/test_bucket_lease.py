@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from buckets import Bucket, needs_buckets
+from buckets import AnyBucket
 
 from data.bucket_path import BucketPath
 from parallel.cluster.config import ClusterConfig, ProcessGroupError
@@ -16,8 +16,10 @@ from training import lease as leases
 from training.bucket_runs import bucket_of, fetch, kept_in_bucket, local_path, open_local
 from training.lease import Lease
 
-pytestmark = needs_buckets
-FOLDER = BucketPath("gs://bucket/run/lease")
+
+@pytest.fixture
+def lease_folder(bucket: AnyBucket) -> BucketPath:
+    return BucketPath(f"{bucket.url}/run/lease")
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +31,8 @@ def quick(monkeypatch, bucket) -> None:
     monkeypatch.setattr(bucket_runs, "RENEW_SECONDS", 0.1)
 
 
-def test_a_lease_that_is_renewed_is_refused_to_others(bucket: Bucket) -> None:
-    holder, other = Lease(FOLDER, "/here"), Lease(FOLDER, "/there")
+def test_a_lease_that_is_renewed_is_refused_to_others(lease_folder, bucket: AnyBucket) -> None:
+    holder, other = Lease(lease_folder, "/here"), Lease(lease_folder, "/there")
     holder.acquire(ProcessGroup())
     stop = threading.Event()
 
@@ -42,7 +44,7 @@ def test_a_lease_that_is_renewed_is_refused_to_others(bucket: Bucket) -> None:
     thread.start()
     try:
         with pytest.raises(
-            ValueError, match=r"run\.dir='gs://bucket/run' is in use by process \d+"
+            ValueError, match=rf"run\.dir='{bucket.url}/run' is in use by process \d+"
         ):
             other.acquire(ProcessGroup())
         group = ProcessGroup(2, 0, ClusterConfig(start_timeout=1))
@@ -57,13 +59,13 @@ def test_a_lease_that_is_renewed_is_refused_to_others(bucket: Bucket) -> None:
     assert bucket.names("run/lease") == ["run/lease/00000002.json"]
     assert not holder.renew()  # as if it had been suspended
     other.release()
-    third = Lease(FOLDER, "/third")
+    third = Lease(lease_folder, "/third")
     third.acquire(ProcessGroup())
     assert not holder.renew() and not other.renew() and third.renew()
 
 
-def test_a_lease_that_was_not_renewed_lately_lets_no_save_begin(monkeypatch) -> None:
-    lease = Lease(FOLDER, "/here")
+def test_a_lease_that_was_not_renewed_lately_lets_no_save_begin(lease_folder, monkeypatch) -> None:
+    lease = Lease(lease_folder, "/here")
     lease.acquire(ProcessGroup())
     lease.check()
     later = leases._now() + 1
@@ -72,21 +74,23 @@ def test_a_lease_that_was_not_renewed_lately_lets_no_save_begin(monkeypatch) -> 
         lease.check()
 
 
-def test_a_number_that_was_free_only_in_an_old_list_is_given_back(bucket, monkeypatch) -> None:
-    late, listing, looks = Lease(FOLDER, "/late"), Lease._numbers, []
+def test_a_number_that_was_free_only_in_an_old_list_is_given_back(
+    lease_folder, bucket, monkeypatch
+) -> None:
+    late, listing, looks = Lease(lease_folder, "/late"), Lease._numbers, []
 
     def numbers(self: Lease) -> list[int]:
         found = listing(self)
         looks.append(found)
         if self is late and len(looks) == 1:  # two others have it before this process goes on
             for place in ("/second", "/third"):
-                holder = Lease(FOLDER, place)
+                holder = Lease(lease_folder, place)
                 holder.acquire(ProcessGroup())
                 if place == "/second":
                     holder.release()
         return found
 
-    first = Lease(FOLDER, "/first")
+    first = Lease(lease_folder, "/first")
     first.acquire(ProcessGroup())
     first.release()
     monkeypatch.setattr(Lease, "_numbers", numbers)
@@ -95,9 +99,9 @@ def test_a_number_that_was_free_only_in_an_old_list_is_given_back(bucket, monkey
 
 
 def test_files_are_not_copied_with_a_lease_that_another_may_have(
-    bucket: Bucket, monkeypatch, caplog
+    bucket: AnyBucket, monkeypatch, caplog
 ) -> None:
-    folder = local_path("gs://bucket/some/run")
+    folder = local_path(f"{bucket.url}/some/run")
     with kept_in_bucket(folder, ProcessGroup()) as publish:
         (folder / "log.txt").write_text("old")
         later = leases._now() + 100
@@ -109,34 +113,36 @@ def test_files_are_not_copied_with_a_lease_that_another_may_have(
     assert "files of the run were not copied" in caplog.text
 
 
-def test_a_start_that_failed_does_not_keep_the_next_one_away(bucket: Bucket) -> None:
-    folder = local_path("gs://bucket/some/run")
+def test_a_start_that_failed_does_not_keep_the_next_one_away(bucket: AnyBucket) -> None:
+    folder = local_path(f"{bucket.url}/some/run")
     bucket.write("some/run/log.txt", b"error: no such model\n")
     with kept_in_bucket(folder, ProcessGroup()):
         assert (folder / "log.txt").read_bytes() == b"error: no such model\n"
     bucket.write("other/photos.zip", b"x")
     with pytest.raises(ValueError, match=r"holds objects such as photos\.zip, which are not"):
-        fetch(local_path("gs://bucket/other"))
+        fetch(local_path(f"{bucket.url}/other"))
 
 
-def test_readers_leave_the_files_of_a_second_process_alone(bucket: Bucket) -> None:
-    folder = local_path("gs://bucket/some/run")
+def test_readers_leave_the_files_of_a_second_process_alone(bucket: AnyBucket) -> None:
+    folder = local_path(f"{bucket.url}/some/run")
     bucket.write("some/run/log.txt", b"old")
     with kept_in_bucket(folder, ProcessGroup(2, 1), names=["stacks.1.txt"]):
         (folder / "log.txt").write_text("newer")
-        open_local("gs://bucket/some/run")
+        open_local(f"{bucket.url}/some/run")
         assert (folder / "log.txt").read_text() == "newer"
-    open_local("gs://bucket/some/run")
+    open_local(f"{bucket.url}/some/run")
     assert (folder / "log.txt").read_text() == "old"
 
 
-def test_a_lease_that_nobody_renews_is_taken_by_one_and_its_holder_notices(bucket) -> None:
-    gone = Lease(FOLDER, "/gone")
+def test_a_lease_that_nobody_renews_is_taken_by_one_and_its_holder_notices(
+    lease_folder, bucket
+) -> None:
+    gone = Lease(lease_folder, "/gone")
     gone.acquire(ProcessGroup())
     taken: list[str] = []
 
     def take(place: str) -> None:
-        lease = Lease(FOLDER, place)
+        lease = Lease(lease_folder, place)
         try:
             lease.acquire(ProcessGroup())
         except ValueError:
@@ -154,19 +160,21 @@ def test_a_lease_that_nobody_renews_is_taken_by_one_and_its_holder_notices(bucke
     assert len(taken) == 1 and not gone.renew()
 
 
-def test_the_lease_of_a_killed_process_with_the_same_folder_is_taken_at_once(monkeypatch) -> None:
+def test_the_lease_of_a_killed_process_with_the_same_folder_is_taken_at_once(
+    lease_folder, monkeypatch
+) -> None:
     monkeypatch.setattr(leases, "EXPIRY_SECONDS", 60.0)
-    Lease(FOLDER, "/here").acquire(ProcessGroup())
+    Lease(lease_folder, "/here").acquire(ProcessGroup())
     begin = time.monotonic()
-    Lease(FOLDER, "/here").acquire(ProcessGroup())
+    Lease(lease_folder, "/here").acquire(ProcessGroup())
     assert time.monotonic() - begin < 30
 
 
 def test_a_bucket_that_fails_for_a_while_does_not_end_a_run(
-    bucket: Bucket, caplog, monkeypatch
+    lease_folder, bucket: AnyBucket, caplog, monkeypatch
 ) -> None:
     monkeypatch.setattr("data.bucket_path.ATTEMPTS", 1)  # each is 33 s of attempts of gcsfs
-    lease = Lease(FOLDER, "/here")
+    lease = Lease(lease_folder, "/here")
     lease.acquire(ProcessGroup())
     bucket.fault = lambda method, path: 503
     assert lease.renew() and "was not renewed" in caplog.text
@@ -175,10 +183,10 @@ def test_a_bucket_that_fails_for_a_while_does_not_end_a_run(
     lease.release()
 
 
-def test_files_of_a_run_are_copied_and_fetched(bucket: Bucket, tmp_path, monkeypatch) -> None:
-    folder = local_path("gs://bucket/some/run")
-    assert str(bucket_of(folder)) == "gs://bucket/some/run" and bucket_of(tmp_path) is None
-    assert local_path("gs://bucket/some/run/checkpoints/40") == folder / "checkpoints" / "40"
+def test_files_of_a_run_are_copied_and_fetched(bucket: AnyBucket, tmp_path, monkeypatch) -> None:
+    folder = local_path(f"{bucket.url}/some/run")
+    assert str(bucket_of(folder)) == f"{bucket.url}/some/run" and bucket_of(tmp_path) is None
+    assert local_path(f"{bucket.url}/some/run/checkpoints/40") == folder / "checkpoints" / "40"
     assert local_path("~/x") == Path("~/x").expanduser()
     with kept_in_bucket(folder, ProcessGroup()) as publish:
         (folder / "log.txt").write_text("one\n")
@@ -194,7 +202,7 @@ def test_files_of_a_run_are_copied_and_fetched(bucket: Bucket, tmp_path, monkeyp
     files = ["config.yaml", "log.txt", "metrics.jsonl", "tensorboard/events"]
     assert names == [f"some/run/{name}" for name in files]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    other = local_path("gs://bucket/some/run")
+    other = local_path(f"{bucket.url}/some/run")
     (other / "stale.txt").write_text("of an older visit")
     fetch(other)
     assert other != folder and (other / "log.txt").read_text() == "one\ntwo\n"
@@ -203,7 +211,7 @@ def test_files_of_a_run_are_copied_and_fetched(bucket: Bucket, tmp_path, monkeyp
 
 
 def test_what_a_killed_process_could_not_copy_is_kept_on_its_machine(bucket, tmp_path) -> None:
-    folder = local_path("gs://bucket/some/run")
+    folder = local_path(f"{bucket.url}/some/run")
     with kept_in_bucket(folder, ProcessGroup()):
         for name in ("run.json", "config.yaml", "log.txt"):
             (folder / name).write_text(f"{name}\n")
@@ -221,7 +229,7 @@ def test_what_a_killed_process_could_not_copy_is_kept_on_its_machine(bucket, tmp
 
 
 def test_a_deleted_local_folder_deletes_nothing_in_the_bucket(bucket) -> None:
-    folder = local_path("gs://bucket/some/run")
+    folder = local_path(f"{bucket.url}/some/run")
     with kept_in_bucket(folder, ProcessGroup()):
         (folder / "config.yaml").write_text("run: {}\n")
     with kept_in_bucket(folder, ProcessGroup()):
@@ -231,9 +239,9 @@ def test_a_deleted_local_folder_deletes_nothing_in_the_bucket(bucket) -> None:
 
 def test_objects_that_are_no_run_are_not_taken_for_one(bucket) -> None:
     bucket.write("texts/a.txt", b"text")
-    folder = local_path("gs://bucket/texts")
+    folder = local_path(f"{bucket.url}/texts")
     with (
-        pytest.raises(ValueError, match=r"gs://bucket/texts holds objects such as a\.txt"),
+        pytest.raises(ValueError, match=rf"{bucket.url}/texts holds objects such as a\.txt"),
         kept_in_bucket(folder, ProcessGroup()),
     ):
         pass

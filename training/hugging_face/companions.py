@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.chat_jinja import TEMPLATE_FILE
+from data.chat_jinja import TEMPLATE_FILE, saved_chat_template
 from data.tokenizers.base import TOKENIZER_FILE, TOKENIZER_FOLDER, Tokenizer
 from safe_files import replace_file
 from training.hugging_face.model_directory import CONFIG
@@ -73,11 +73,14 @@ def copy_companions(directory: Path, run: Path) -> bool:
     return True
 
 
-def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -> None:
+def export_companions(
+    run: Path, tokenizer: Tokenizer | None, directory: Path, chat_template: str = "auto"
+) -> None:
     """Write tokenizer and generation files of a run into a model directory.
 
     A tokenizer gets settings that name its tokens. Without one, the folder `tokenizer` of the run
-    is copied, except its config.json. The chat template of the run replaces that of the tokenizer.
+    is copied, except its config.json. A file that chat_template (`data.chat_template` of the run)
+    names replaces the template of the tokenizer.
     """
     folder = run / TOKENIZER_FOLDER
     if tokenizer is None:
@@ -93,7 +96,8 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
             ("generation_config.json", token_ids(tokenizer)),
         ):
             replace_file(directory / name, json.dumps(content, indent=2))
-    if (template := run / TEMPLATE_FILE).is_file():
+    template = Path(saved_chat_template(chat_template, run))
+    if template.suffix == ".jinja" and template.is_file():
         replace_file(directory / TEMPLATE_FILE, template.read_bytes())
 
 
