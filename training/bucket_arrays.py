@@ -11,6 +11,8 @@ from functools import cache
 from typing import Any
 
 from orbax.checkpoint import v1
+from orbax.checkpoint._src.path import gcs_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from data.bucket_path import AnyPath, BucketPath
 from data.files import load_library, open_file_system
@@ -51,9 +53,6 @@ def orbax_options(folder: AnyPath) -> v1.Context:
 @cache
 def _choose_s3() -> None:
     """Make orbax choose tensorstore's driver for S3, in this process."""
-    from orbax.checkpoint._src.path import gcs_utils
-    from orbax.checkpoint._src.serialization import tensorstore_utils
-
     is_of_google, google_store = tensorstore_utils._use_gcs_driver, gcs_utils.get_kvstore_for_gcs
 
     def store_of_path(path: str) -> dict[str, Any]:
