@@ -16,13 +16,11 @@ from jax.experimental import multihost_utils
 EXIT_KILLED = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _SHOW_CURSOR = "\x1b[?25h"
-_STOPPING_NOW = "stopping now; press Ctrl-C again to quit at once"
-_STOPPING_AFTER_THIS_STEP = (
-    "stopping after this step and saving; press Ctrl-C again to quit without saving"
-)
-
+_AGAIN = {signal.SIGTERM: "send SIGTERM again", signal.SIGINT: "press Ctrl-C again"}
+_STOPPING_NOW = "stopping now; {again} to quit at once"
+_STOPPING_AFTER_THIS_STEP = "stopping after this step and saving; {again} to quit without saving"
 _STILL_RUNNING = (
-    "not stopped {seconds:.0f} s after the signal, still busy with: {phase}; press Ctrl-C to quit "
+    "not stopped {seconds:.0f} s after the signal, still busy with: {phase}; {again} to quit "
     "without saving"
 )
 _SAME_SIGNAL = 1.0
@@ -133,7 +131,9 @@ class StopRequest:
                 pass
             if not number:
                 return
-            answer(_STOPPING_NOW if self.has_nothing_to_save else _STOPPING_AFTER_THIS_STEP)
+            again = _AGAIN[signal.Signals(number[0])]
+            line = _STOPPING_NOW if self.has_nothing_to_save else _STOPPING_AFTER_THIS_STEP
+            answer(line.format(again=again))
             begin, wait = time.monotonic(), _FIRST_REMINDER
             while True:
                 reader.settimeout(wait)
@@ -142,7 +142,7 @@ class StopRequest:
                 except TimeoutError:
                     if (doing := phase()) is not None:
                         wait = time.monotonic() - begin  # the second reminder after 60 s, then 120
-                        answer(_STILL_RUNNING.format(seconds=wait, phase=doing))
+                        answer(_STILL_RUNNING.format(seconds=wait, phase=doing, again=again))
                     continue
                 if not number:
                     return

@@ -123,8 +123,8 @@ def test_a_process_that_does_not_stop_says_what_it_is_doing(signals, monkeypatch
     signal.raise_signal(signal.SIGTERM)
     assert lines.get(timeout=60).startswith("stopping after this step")
     expected = (
-        r"not stopped \d+ s after the signal, still busy with: step 12; press Ctrl-C to quit "
-        "without saving"
+        r"not stopped \d+ s after the signal, still busy with: step 12; send SIGTERM again to "
+        "quit without saving"
     )
     assert re.fullmatch(expected, lines.get(timeout=60))
     assert "still busy with: the last save;" in lines.get(timeout=60)
@@ -138,4 +138,4 @@ def test_before_the_first_step_a_signal_ends_the_process_without_a_save(signals)
     stop.has_nothing_to_save = True
     with pytest.raises(StoppedEarly, match="stopped by SIGTERM before the first step of this pro"):
         signal.raise_signal(signal.SIGTERM)
-    assert lines.get(timeout=60) == "stopping now; press Ctrl-C again to quit at once"
+    assert lines.get(timeout=60) == "stopping now; send SIGTERM again to quit at once"
