@@ -42,7 +42,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def remove_partials(path: Path) -> None:
-    """Delete what a killed `replace_file` left beside a file, which nobody may be writing."""
+    """Delete temporary files of a killed `replace_file`; no process may be writing the file."""
     for partial in path.parent.glob(_partial_name(path.with_name(glob.escape(path.name)), "*")):
         partial.unlink(missing_ok=True)
 

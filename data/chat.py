@@ -62,7 +62,7 @@ class ChosenTemplate(NamedTuple):
     """Registered name, or digest of a Jinja template."""
     template: ChatTemplate
     label: str
-    """What a person reads: the name, or where a Jinja template is from."""
+    """Text for log lines: the registered name, or the place of the Jinja template."""
 
 
 CHAT_TEMPLATES: Registry[PieceTemplate] = Registry("chat template")

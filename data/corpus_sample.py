@@ -1,4 +1,4 @@
-"""What a sample of its documents says about a source: scripts, duplicates, repeated lines."""
+"""Statistics of a source from a sample of its documents: scripts, duplicates, repeated lines."""
 
 import unicodedata
 from collections import Counter

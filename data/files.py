@@ -98,9 +98,7 @@ def find_files(
 def _no_match(what: str, pattern: str = "") -> DataError:
     remedy = "give a glob such as 'texts/*.txt', or null for the standard library's source"
     if _is_hub_id(pattern):
-        remedy += (
-            f"; a dataset of the Hugging Face hub must be saved first: {_save_dataset(pattern)}"
-        )
+        remedy += f"; for a dataset of the Hugging Face hub, name its split: {pattern}:train"
     return DataError(f"{what} matches no file; {remedy}")
 
 
@@ -123,9 +121,13 @@ def download_remedy(name: str, patterns: str = "") -> str:
     )
 
 
-def _save_dataset(name: str) -> str:
-    """Return the Python that saves a dataset of the Hugging Face hub, where it can be reached."""
-    return f"datasets.load_dataset({name!r}, split='train').save_to_disk(FOLDER)"
+def no_answer_of_hub(place: str, dataset: str, reason: str) -> DataError:
+    """Return the error for a dataset of a hub that did not answer. dataset: OWNER/NAME."""
+    return DataError(
+        f"{place}: the Hugging Face hub did not answer ({reason}); on a machine with access run "
+        f"`hf download --repo-type dataset {dataset} --local-dir FOLDER`, and set the key to its "
+        "files"
+    )
 
 
 def _unreachable(place: str, pattern: str, error: Exception) -> DataError:
@@ -134,10 +136,7 @@ def _unreachable(place: str, pattern: str, error: Exception) -> DataError:
     if not pattern.startswith("hf://"):
         return DataError(f"{place}: {reason}; correct the glob")
     name = "/".join(pattern.removeprefix("hf://").removeprefix("datasets/").split("/")[:2])
-    return DataError(
-        f"{place}: the Hugging Face hub did not answer ({reason}); on a machine with access run "
-        f"{_save_dataset(name.partition('@')[0])}, and set the key to that folder"
-    )
+    return no_answer_of_hub(place, name.partition("@")[0], reason)
 
 
 def _match(pattern: str, key: str, suffixes: Container[str]) -> list[str]:

@@ -131,7 +131,7 @@ def parse_filters(specs: Sequence[str]) -> Filters:
 def text_of(document: Document) -> str:
     """Return the text by which filters judge a document.
 
-    Of a chat these are the contents of its messages, one after the other, and of a preference pair
+    For a chat, these are the contents of its messages, one after the other; for a preference pair,
     those of both conversations.
     """
     if document.messages is None:

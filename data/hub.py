@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 
-from data.files import DataError, load_library
+from data.files import DataError, load_library, no_answer_of_hub
 
 _SPLIT = re.compile(
     r"(?:hf://datasets/)?([\w-][\w.-]*/[\w.-]+?)(?:@([\w.-]+))?(?::([\w.-]+))?:([\w.-]+)"
@@ -82,8 +82,4 @@ def _explain(place: str, split: HubSplit, error: Exception) -> DataError:
             f"{place}: the hub has no such dataset or revision, or you may not read it ({reason}); "
             "correct the name, or run `hf auth login`"
         )
-    return DataError(
-        f"{place}: the Hugging Face hub did not answer ({reason}); on a machine with access run "
-        f"`hf download --repo-type dataset {split.dataset} --local-dir FOLDER`, and set the "
-        "key to its files"
-    )
+    return no_answer_of_hub(place, split.dataset, reason)

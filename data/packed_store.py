@@ -165,14 +165,11 @@ class PackSettings:
         return train, held_out, info
 
 
-def open_packed_store(
-    store: Store, *, row_length: int, packing: Packing, eval_fraction: float, cache: Path
-) -> PackedStore:
+def open_packed_store(store: Store, settings: PackSettings, cache: Path) -> PackedStore:
     """Open the packed rows of a store, or pack them on first use.
 
     Raises: DataError when the store is too small to be split, or the cached files are damaged.
     """
-    settings = PackSettings(row_length, packing, eval_fraction)
     return open_rows(write_rows(store, settings, cache / PACKS))
 
 

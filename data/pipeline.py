@@ -134,10 +134,10 @@ class Dataset:
     def _open(self, name: str, cache: Path) -> Source:
         config = self.config
         source = config.named_sources[name]
-        store, packed = self._open_store(name, cache, config.eval_fraction_of(source))
+        store, packed = self._open_store(name, cache)
         evaluation = None
         if source.eval_files is not None:
-            evaluation = self._open_store(name, cache, 0.0, is_evaluation=True)
+            evaluation = self._open_store(name, cache, is_evaluation=True)
         has_chats = store.is_masked
         template = find_chat_template(config.chat_template, self.tokenizer) if has_chats else None
         # A seed per source, so that other sources do not change its order.
@@ -156,12 +156,13 @@ class Dataset:
         )
 
     def _open_store(
-        self, name: str, cache: Path, eval_fraction: float, *, is_evaluation: bool = False
+        self, name: str, cache: Path, *, is_evaluation: bool = False
     ) -> tuple[Store | ShardedStore, PackedStore | ShardedRows]:
         config = self.config
         key = f"data.sources.{name}" if config.sources else "data"
         title = name + EVAL_SUFFIX if is_evaluation else name
         job = store_job(name, config, self.tokenizer, is_evaluation=is_evaluation)
+        eval_fraction = config.eval_fraction_of(config.named_sources[name])
         settings = PackSettings(config.row_length, config.packing, eval_fraction)
         with TokenizationProgress(name) as progress:
             store = prepare(
@@ -179,13 +180,7 @@ class Dataset:
         store.load_index()
         self._unread_files.extend(describe_unread_files(job))
         try:
-            return store, open_packed_store(
-                store,
-                row_length=config.row_length,
-                packing=config.packing,
-                eval_fraction=eval_fraction,
-                cache=cache,
-            )
+            return store, open_packed_store(store, settings, cache)
         except ValueError as error:
             raise DataError(f"{job.files_key if is_evaluation else key}: {error}") from error
 

@@ -25,7 +25,7 @@ class RawFile(Protocol):
         """Return `size` bytes from `begin` on. Raises: DataError where the file ends; OSError."""
 
     def read_again(self, begin: int, size: int) -> bytes | None:
-        """Return the bytes without a cache on this machine; None: they were read without one."""
+        """Return the bytes read again, without the local cache; None if there is no cache."""
 
 
 class LocalFile:

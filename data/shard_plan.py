@@ -49,11 +49,11 @@ class PlannedPart:
     """A part of a store and the pieces of the input that its shards hold."""
 
     number: int
-    """Of the part in its store."""
+    """Index of the part in its store."""
     recorded: Part
     """Its description in the store."""
     pieces: Sequence[InputShard]
-    """Of the input, in order."""
+    """Pieces of the input, in order."""
     sizes: Mapping[str, int]
     """Bytes of every input file."""
     bytes_before: Sequence[int]
@@ -73,13 +73,13 @@ class PlannedPart:
     def check(self, folder: AnyPath) -> None:
         """Raise DataError if this is not the plan of the part any more."""
         file = part_file(folder, self.number)
-        remedy = "another command has begun it anew, or it was deleted; run again"
+        remedy = "another command replaced it, or it was deleted; run this command again"
         try:
             if read_model(file, Part, remedy).digest == self.recorded.digest:
                 return
         except FileNotFoundError:
             pass
-        raise DataError(f"{file} is not that of this command; {remedy}")
+        raise DataError(f"{file} has changed since this command began: {remedy}")
 
     def keys(self, shard: int) -> list[str]:
         """Return the keys of the pieces of a shard."""

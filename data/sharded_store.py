@@ -95,7 +95,8 @@ class ShardedStore:
         self._check_present()
         for part in self.parts:
             if (reason := part.explain_difference(parts[0])) is not None:
-                raise DataError(f"{folder}: a part of it {reason}; delete it and prepare it again")
+                what = f"{folder}: a part of it {reason.partition(';')[0]}, unlike the first one"
+                raise DataError(f"{what}; delete {folder} and prepare it again")
         self.check_files: Callable[[Store], None] | None = None
         """Called with each shard that `refresh` finds; raises DataError for held-out files."""
 
@@ -148,8 +149,8 @@ class ShardedStore:
         except FileNotFoundError:
             pass
         raise DataError(
-            f"{file} is not as it was at the start of this run, since the preparation was begun "
-            "anew or the store was deleted; start the run again"
+            f"{file} has changed since the start of this run: the store was prepared anew, or "
+            "deleted; start the run again"
         )
 
     def _record(self, name: str) -> ShardRecord | None:
@@ -434,7 +435,7 @@ def wait_for_first_rows(
 
 
 def wait_until(is_there: Callable[[], bool], refresh: Callable[[], None]) -> None:
-    """Wait until this process sees what another one has seen. Raises: DataError after a while."""
+    """Wait until this process sees the shards that process 0 has seen. Raises: DataError."""
     end = time.monotonic() + WAIT_SECONDS
     while not is_there():
         if time.monotonic() > end:

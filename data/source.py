@@ -82,7 +82,7 @@ class Source:
     def train_row(self, index: int, out: Fields | None = None) -> Fields:
         """Return row `index` of the endless training order, every field (L,), in `out` if given.
 
-        Of preference pairs: pair `index`, every field (2L,), the chosen row first.
+        For preference pairs, return pair `index`: every field is (2L,), the chosen row first.
         """
         count, length = self.rows_per_item, self.row_length
         out = empty_fields(count * length) if out is None else out

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -97,15 +97,14 @@ def make_shards(
 
 def pack_settings(job: StoreJob, data: DataConfig) -> PackSettings:
     """Return the settings that decide the rows of a store."""
-    eval_fraction = 0.0 if job.is_evaluation else data.eval_fraction_of(job.source)
-    return PackSettings(data.row_length, data.packing, eval_fraction)
+    return PackSettings(data.row_length, data.packing, data.eval_fraction_of(job.source))
 
 
 def count_rows(store: Store | ShardedStore, settings: PackSettings, cache: Path) -> int:
     """Return how many rows are not held out; a store is packed, so that train.py finds them."""
     if isinstance(store, ShardedStore):
         return ShardedRows(store, settings).info.train_rows
-    return open_packed_store(store, **asdict(settings), cache=cache).info.train_rows
+    return open_packed_store(store, settings, cache).info.train_rows
 
 
 def verify(job: StoreJob, folder: AnyPath) -> str:

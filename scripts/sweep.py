@@ -27,7 +27,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 
 
 def say(line: str) -> None:
-    """Print a line at once. Trials go on and save also when nobody can read it."""
+    """Print a line at once. If stdout is closed, trials continue and save."""
     with contextlib.suppress(OSError):  # the terminal was closed, or `| head` has ended
         print(line, flush=True)
 

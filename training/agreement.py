@@ -68,7 +68,7 @@ class StepCoordinator:
         return agreement
 
     def saved(self) -> None:
-        """Say that a save has begun: the report under way needs no other for `wants_save`."""
+        """Record that a save has begun, so that a pending `wants_save` begins no second one."""
         self._has_saved = True
 
     @property

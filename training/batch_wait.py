@@ -22,7 +22,7 @@ class BatchWait:
         """Whether the wait is over without rows."""
 
     def is_over(self, step: int) -> bool:
-        """Look once, and wait a moment; return whether the rows are there, or never will be.
+        """Look once, then pause; return whether the rows are there, or will not come in time.
 
         Communication: process 0 broadcasts what it has found.
         """

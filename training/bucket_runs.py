@@ -24,7 +24,7 @@ from data.bucket_path import AnyPath, BucketPath
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import replace_file
 from training.checkpoint_record import COMMIT_FILE
-from training.lease import RENEW_SECONDS, Lease
+from training.lease import EXPIRY_SECONDS, RENEW_SECONDS, Lease
 from training.logs import log
 
 CHECKPOINTS, LEASE, LOCK_FILE = "checkpoints", "lease", ".lock"
@@ -42,7 +42,7 @@ _AT_A_TIME = 32
 def local_path(text: str) -> Path:
     """Return the local folder of a run, or of one of its checkpoints: RUN/checkpoints/STEP.
 
-    That of a run in a bucket is in the cache of the user, and may lack files; see `fetch`.
+    For a run in a bucket, it is in the cache of the user, and may be incomplete; see `fetch`.
     """
     if "://" not in text:
         return Path(text).expanduser()
@@ -90,8 +90,8 @@ def _small_files(bucket: BucketPath) -> list[str]:
 def fetch(directory: Path, only: Callable[[str], bool] = lambda name: True) -> set[str]:
     """Copy the small files of a run from its bucket to this machine.
 
-    A file that goes on where that of the bucket ends is kept, as are others of the same run that
-    are not in the bucket: a process that was killed could not copy them.
+    Local files that continue those of the bucket are kept, as are files of the same run that the
+    bucket lacks: a killed process could not copy them.
 
     only: returns whether a file is wanted, by its name.
     Returns: the names of files that are now as in the bucket.
@@ -278,7 +278,8 @@ def _repeating(seconds: float, function: Callable[[], None]) -> Iterator[None]:
 def _renew(lease: Lease, group: ProcessGroup) -> None:
     """Renew a lease; end all processes at once if another run has taken it."""
     if not lease.renew():
-        reason = f"another process has taken {lease.folder}, since it was not renewed in time"
+        seconds = f"{EXPIRY_SECONDS:.0f} s"
+        reason = f"another process took {lease.folder}, which was not renewed for {seconds}"
         log.error("error: %s", reason)
         group.abort(reason, 1)
         os._exit(1)

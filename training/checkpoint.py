@@ -253,9 +253,11 @@ class Checkpoints:
         """Wait for the last save of the run. Raises: CheckpointError if it failed."""
         self.finish()
         if self._failures:
-            newest = self.latest_step or "none"
+            step = self.latest_step
+            newest = "none" if step is None else f"that of step {step}"
             raise CheckpointError(
-                f"the last state was not saved; the newest complete checkpoint is {newest}"
+                "the last state was not saved, for the reason in the log; the newest checkpoint is "
+                f"{newest}; correct the cause, and run the same command again"
             )
 
     def _handle_failure(self, step: int, problem: str) -> None:

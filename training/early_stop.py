@@ -121,7 +121,7 @@ class EarlyStopping:
             self._progress = saved
         else:
             log.info(
-                "early stopping starts anew with %s: until step %d it was by %s",
+                "early stopping counts from 0 again: its metric is now %s; until step %d it was %s",
                 self._config.metric,
                 saved.step,
                 saved.metric,

@@ -86,7 +86,7 @@ class StepRunner:
         return self._batch is not None
 
     def is_prepared(self, step: int) -> bool:
-        """Look for rows that were prepared since; return whether those of a step are there."""
+        """Look for newly prepared rows; return whether those of a step can be read."""
         self._dataset.refresh()
         return self._dataset.is_ready(self._resume_point.batch(step - 1))
 

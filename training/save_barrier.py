@@ -31,7 +31,7 @@ class SaveBarrier:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         """Wait until all processes are at this barrier.
 
-        Raises: FailedSaveError if orbax is handling a failure. Then nobody else will come.
+        Raises: FailedSaveError if orbax is handling a failure: no other process will come then.
         """
         if (failure := sys.exc_info()[1]) is not None:
             self.has_failed = True

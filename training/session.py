@@ -314,8 +314,8 @@ def _find_start(
         check_is_elsewhere(path, directory)
     if path is None:
         if rank := program.plan.lora.rank:
-            log.info(
-                "warning: lora.rank=%d trains adapters of a random model, because there is no "
+            log.warning(
+                "lora.rank=%d trains adapters of a random model, because there is no "
                 "training.init_from; name a run, a checkpoint or a Hugging Face model",
                 rank,
             )

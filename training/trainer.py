@@ -145,8 +145,8 @@ class Trainer:
     ) -> signal.Signals | None:
         """Wait until the rows of a step are prepared; return a signal that ends the wait, or None.
 
-        Process 0 decides for all. Only a process alone can stop meanwhile; several save first.
-        What was trained is saved before the run ends for lack of rows.
+        Process 0 decides for all. A single process can be stopped during the wait; several
+        processes save before it. If no rows come, the run saves and ends.
 
         Raises: TrainingError after `WAIT_SECONDS`.
         """

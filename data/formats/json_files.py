@@ -76,7 +76,7 @@ class _Items:
             raise self._invalid("text after the end of the array")
 
     def _read(self, size: int) -> None:
-        """Read at least `size` more bytes, if there are so many."""
+        """Read at least `size` more bytes, or up to the end of the file."""
         parts = [self._text[self._at :]]
         while size > 0 and not self._has_ended:
             block = next(self._blocks, b"")

@@ -105,7 +105,7 @@ def check_slices(config: Config, topology: Topology) -> None:
     """Check that `mesh.dcn_dp` is the number of slices; the mesh may have an automatic axis.
 
     Raises:
-        ValueError: It is not; names the changes that mend it.
+        ValueError: It is not; names the changes that fix it.
     """
     mesh, slices = config.mesh, topology.num_slices
     if mesh.dcn_dp == slices:
@@ -122,7 +122,7 @@ def check_mesh(config: Config, topology: Topology) -> None:
     """Check that the mesh has as many devices as there are chips; needs no compiler.
 
     Raises:
-        ValueError: It has not; names an axis that would mend it.
+        ValueError: It has not; names an axis that would fix it.
     """
     mesh = config.mesh
     if mesh.num_devices == topology.num_chips:

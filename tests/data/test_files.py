@@ -122,8 +122,8 @@ def test_a_glob_that_matches_nothing_is_refused_with_a_remedy(tmp_path, memory, 
         assert f"data.sources.code.files={pattern!r}" in str(error.value)
 
 
-def test_the_name_of_a_dataset_on_the_hub_is_answered_with_how_to_save_it():
-    with pytest.raises(DataError, match=r"load_dataset\('user/stories', split='train'\)\.save_to"):
+def test_the_name_of_a_dataset_on_the_hub_is_answered_with_that_of_a_split():
+    with pytest.raises(DataError, match=r"name its split: user/stories:train$"):
         find_files("user/stories")
 
 
@@ -131,7 +131,7 @@ def test_the_name_of_a_dataset_on_the_hub_is_answered_with_how_to_save_it():
     "error", [OSError("offline"), RuntimeError("no\nroute"), FileNotFoundError("user/stories")]
 )
 @pytest.mark.parametrize("rest", ["", "@main/data/*.parquet", "/data/train.jsonl"])
-def test_a_hub_that_does_not_answer_is_one_line_with_how_to_save_the_dataset(
+def test_a_hub_that_does_not_answer_is_one_line_with_how_to_download_the_dataset(
     monkeypatch, error, rest
 ):
     class Hub:
@@ -145,8 +145,8 @@ def test_a_hub_that_does_not_answer_is_one_line_with_how_to_save_the_dataset(
     assert str(refused.value) == (
         f"data.files='hf://datasets/user/stories{rest}': the Hugging Face hub did not answer "
         f"({type(error).__name__}: {line}); on a machine with access run "
-        "datasets.load_dataset('user/stories', split='train').save_to_disk(FOLDER), and set the "
-        "key to that folder"
+        "`hf download --repo-type dataset user/stories --local-dir FOLDER`, and set the key to its "
+        "files"
     )
 
 

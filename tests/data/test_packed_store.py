@@ -18,7 +18,7 @@ from conftest import ROOT
 from token_rows import PACKERS, inputs, loss_pairs, read_all, store_of
 
 from data.files import DataError
-from data.packed_store import PackedStore, open_packed_store
+from data.packed_store import PackedStore, PackSettings, open_packed_store
 from data.packing import count_bytes, split_documents
 
 OPTIONS = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
@@ -40,7 +40,7 @@ def assert_equal(left: PackedStore, right: PackedStore) -> None:
 @pytest.mark.parametrize("packing", PACKERS)
 def test_opened_rows_are_the_packed_ones_and_lie_on_disk(packing, tmp_path):
     store = store_of(range(1, 30))
-    packs = open_packed_store(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
+    packs = open_packed_store(store, PackSettings(**OPTIONS | {"packing": packing}), tmp_path)
     train, held_out = (PACKERS[packing](p, 8) for p in split_documents(store.ends, 0.2))
     assert rows_of(packs) == rows_of(replace(packs, train=train, held_out=held_out))
     assert packs.train.num_rows == train.num_rows > 0 < held_out.num_rows == packs.held_out.num_rows
@@ -49,9 +49,9 @@ def test_opened_rows_are_the_packed_ones_and_lie_on_disk(packing, tmp_path):
 
 def test_a_second_opening_makes_nothing(tmp_path):
     store = store_of(range(1, 30))
-    first = open_packed_store(store, **OPTIONS, cache=tmp_path)
+    first = open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
     store.ends = None  # would be needed
-    assert_equal(open_packed_store(store, **OPTIONS, cache=tmp_path), first)
+    assert_equal(open_packed_store(store, PackSettings(**OPTIONS), tmp_path), first)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +59,18 @@ def test_a_second_opening_makes_nothing(tmp_path):
 )
 def test_other_options_or_another_store_are_another_folder(change, tmp_path):
     store = store_of(range(1, 30))
-    first = open_packed_store(store, **OPTIONS, cache=tmp_path)
+    first = open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
     store.digest = change.pop("digest", store.digest)
-    assert open_packed_store(store, **OPTIONS | change, cache=tmp_path).folder != first.folder
+    assert (
+        open_packed_store(store, PackSettings(**OPTIONS | change), tmp_path).folder != first.folder
+    )
 
 
 def test_another_way_to_pack_is_another_folder(tmp_path, monkeypatch):
     store = store_of(range(1, 30))
-    first = open_packed_store(store, **OPTIONS, cache=tmp_path)
+    first = open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
     monkeypatch.setattr("data.packed_store.PACK_VERSION", 0)
-    assert open_packed_store(store, **OPTIONS, cache=tmp_path).folder != first.folder
+    assert open_packed_store(store, PackSettings(**OPTIONS), tmp_path).folder != first.folder
 
 
 def test_threads_that_make_the_same_pack_at_once_all_have_it(tmp_path):
@@ -77,7 +79,7 @@ def test_threads_that_make_the_same_pack_at_once_all_have_it(tmp_path):
 
     def make(_: int) -> PackedStore:
         ready.wait()
-        return open_packed_store(store, **OPTIONS, cache=tmp_path)
+        return open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
 
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(make, range(6)))
@@ -94,7 +96,8 @@ from token_rows import store_of
 
 packed_store.asdict = lambda info: os.kill(os.getpid(), signal.SIGKILL)
 options = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
-packed_store.open_packed_store(store_of(range(1, 30)), **options, cache=Path(sys.argv[1]))
+settings = packed_store.PackSettings(**options)
+packed_store.open_packed_store(store_of(range(1, 30)), settings, Path(sys.argv[1]))
 """
 
 
@@ -108,12 +111,12 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_writes_is_
     others.append(left.with_name(f"building-another-host-{left.name.split('-')[-2]}-x"))
     for other in others:
         other.mkdir()
-    packs = open_packed_store(store_of(range(1, 30)), **OPTIONS, cache=tmp_path)
+    packs = open_packed_store(store_of(range(1, 30)), PackSettings(**OPTIONS), tmp_path)
     assert {*(tmp_path / "packs").iterdir()} == {*others, packs.folder}
 
 
 def test_a_pickle_holds_the_folder_only(tmp_path):
-    packs = open_packed_store(store_of([2] * 20_000), **OPTIONS, cache=tmp_path)
+    packs = open_packed_store(store_of([2] * 20_000), PackSettings(**OPTIONS), tmp_path)
     pickled = pickle.dumps(packs)
     assert len(pickled) < 1000
     assert_equal(pickle.loads(pickled), packs)
@@ -134,14 +137,14 @@ FILES = ["pack.json", "rows.bin", "rows.crc32"]
 
 
 def read_folder(store, cache: Path) -> list[list]:
-    return rows_of(open_packed_store(store, **OPTIONS, cache=cache))
+    return rows_of(open_packed_store(store, PackSettings(**OPTIONS), cache))
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_named_with_the_remedy(name, damage, tmp_path):
     store = store_of(range(1, 30))
-    folder = open_packed_store(store, **OPTIONS, cache=tmp_path).folder
+    folder = open_packed_store(store, PackSettings(**OPTIONS), tmp_path).folder
     damage(folder / name)
     where = r"rows\..*" if name != "pack.json" else "pack.json: .*"
     with pytest.raises(DataError, match=rf"^{folder}/{where}; delete the folder {folder}, the"):
@@ -150,7 +153,7 @@ def test_a_damaged_file_is_named_with_the_remedy(name, damage, tmp_path):
 
 def test_every_flipped_bit_of_the_rows_or_their_checksums_is_found_before_a_row_is_used(tmp_path):
     store = store_of(range(1, 30))
-    folder = open_packed_store(store, **OPTIONS, cache=tmp_path).folder
+    folder = open_packed_store(store, PackSettings(**OPTIONS), tmp_path).folder
     for name in ("rows.bin", "rows.crc32"):
         for place in range(0, (folder / name).stat().st_size, 37):
             flip(folder / name, place)
@@ -164,7 +167,9 @@ def test_every_flipped_bit_of_the_rows_or_their_checksums_is_found_before_a_row_
 def test_files_of_another_packed_store_of_equal_sizes_are_found(names, tmp_path):
     one, two = store_of([8] * 60), store_of([8] * 60)
     two.digest = "1"
-    folders = [open_packed_store(store, **OPTIONS, cache=tmp_path).folder for store in (one, two)]
+    folders = [
+        open_packed_store(store, PackSettings(**OPTIONS), tmp_path).folder for store in (one, two)
+    ]
     for name in names:
         assert (folders[0] / name).stat().st_size == (folders[1] / name).stat().st_size
         shutil.copy(folders[0] / name, folders[1] / name)
@@ -180,7 +185,7 @@ def test_rows_that_are_cut_short_in_use_are_an_error_or_in_memory(
     if not is_small:
         monkeypatch.setattr("data.checked_array.MAX_READ", 64)
     store = store_of(range(1, 30))
-    packs = open_packed_store(store, **OPTIONS, cache=tmp_path)
+    packs = open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
     wanted = rows_of(packs)
     os.truncate(packs.folder / name, 4)
     if is_small:
@@ -193,7 +198,7 @@ def test_rows_that_are_cut_short_in_use_are_an_error_or_in_memory(
 
 def test_an_index_that_says_something_else_is_damaged(tmp_path):
     store = store_of(range(1, 30))
-    index = open_packed_store(store, **OPTIONS, cache=tmp_path).folder / "pack.json"
+    index = open_packed_store(store, PackSettings(**OPTIONS), tmp_path).folder / "pack.json"
     changed = index.read_text().replace('"train_rows": ', '"train_rows": 1')
     no_index = "not the index of a packed store"
     for content, what in (
@@ -204,7 +209,7 @@ def test_an_index_that_says_something_else_is_damaged(tmp_path):
     ):
         index.write_text(content)
         with pytest.raises(DataError, match=f"pack.json: {what}"):
-            open_packed_store(store, **OPTIONS, cache=tmp_path)
+            open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
 
 
 @pytest.mark.parametrize("packing", PACKERS)
@@ -213,7 +218,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
     lengths = [3, 40, 1, 7, 90, 8, 16, 5, 2, 30]
     mask = (np.arange(sum(lengths)) % 3 > 0).astype(np.uint8) if masked else None
     store = store_of(lengths, mask)
-    packs = open_packed_store(store, **OPTIONS | {"packing": packing}, cache=tmp_path)
+    packs = open_packed_store(store, PackSettings(**OPTIONS | {"packing": packing}), tmp_path)
     train, held_out = read_all(store, packs.train, 8), read_all(store, packs.held_out, 8)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     continued = [row["tokens"][-1] for row in train if row["tokens"][-1] + 1 == row["targets"][-1]]
@@ -238,7 +243,7 @@ def test_the_numbers_of_a_pack_are_those_of_its_rows(packing, masked, tmp_path):
 def test_a_document_held_out_in_part_gives_its_bytes_in_proportion(tmp_path):
     store = store_of([100, 60])
     store.num_bytes = np.array([700, 0])
-    rows = open_packed_store(store, **OPTIONS, cache=tmp_path).held_out
+    rows = open_packed_store(store, PackSettings(**OPTIONS), tmp_path).held_out
     tokens = inputs(read_all(store, rows, 8))
     count = count_bytes(store, rows, range(rows.num_rows))
     assert 0 < count < 700 and count == pytest.approx(7 * sum(token < 100 for token in tokens))
@@ -249,7 +254,7 @@ def test_the_bytes_of_all_rows_are_those_of_all_documents(packing, tmp_path):
     store = store_of([5, 3, 17, 1, 40, 8])
     store.num_bytes = np.array([11, 0, 50, 2, 90, 16])
     options = OPTIONS | {"packing": packing, "eval_fraction": 0}
-    rows = open_packed_store(store, **options, cache=tmp_path).train
+    rows = open_packed_store(store, PackSettings(**options), tmp_path).train
     assert count_bytes(store, rows, range(rows.num_rows)) == pytest.approx(169)
     assert count_bytes(store, rows, []) == 0
 
@@ -257,9 +262,9 @@ def test_the_bytes_of_all_rows_are_those_of_all_documents(packing, tmp_path):
 def test_a_held_out_part_without_a_token_in_the_loss_is_refused(tmp_path):
     store = store_of([9] * 30, np.zeros(270, np.uint8))
     with pytest.raises(DataError, match="none of the 54 held-out tokens contributes to"):
-        open_packed_store(store, **OPTIONS, cache=tmp_path)
+        open_packed_store(store, PackSettings(**OPTIONS), tmp_path)
     assert not open_packed_store(
-        store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path
+        store, PackSettings(**OPTIONS | {"eval_fraction": 0}), tmp_path
     ).held_out.num_rows
 
 
@@ -268,7 +273,7 @@ def test_of_a_chat_in_parts_every_part_has_the_bytes_of_its_answers(tmp_path):
     learned[60:] = 1
     store = store_of([100], learned)
     store.num_bytes = np.array([80])
-    rows = open_packed_store(store, **OPTIONS | {"eval_fraction": 0}, cache=tmp_path).train
+    rows = open_packed_store(store, PackSettings(**OPTIONS | {"eval_fraction": 0}), tmp_path).train
     for row in range(rows.num_rows):
         tokens = inputs(read_all(store, rows, 8)[row : row + 1])
         wanted = 2 * sum(token >= 60 for token in tokens)

@@ -105,7 +105,7 @@ def test_a_run_notices_that_a_preparation_was_begun_anew(tmp_path) -> None:
     waiting = ShardedStore(folder)
     waiting.refresh()
     shards(job_of(write_texts(tmp_path / "two", 3)), folder, in_order=True)
-    with pytest.raises(DataError, match="is not as it was at the start of this run, since the"):
+    with pytest.raises(DataError, match="has changed since the start of this run: the store was"):
         waiting.refresh()
     shutil.rmtree(folder)
     with pytest.raises(DataError, match="or the store was deleted; start the run again"):
@@ -125,7 +125,7 @@ def test_a_store_that_was_replaced_meanwhile_is_left_alone(tmp_path) -> None:
         yield from run_tasks(pieces[1:], settings)
 
     one, two = (job_of(write_texts(tmp_path / name)) for name in ("one", "two"))
-    with pytest.raises(DataError, match=r"00000\.json is not that of this command; another"):
+    with pytest.raises(DataError, match=r"00000\.json has changed since this command began"):
         shards(one, folder, engine=replaced)
     assert not (folder / "shards").exists()
 

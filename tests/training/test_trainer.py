@@ -52,7 +52,8 @@ def test_a_full_disk_ends_the_run_only_after_the_last_save_failed(tmp_path):
     process = subprocess.run(["bash", "-c", command], **arguments)
     assert process.returncode == 1
     assert process.stderr == (
-        "error: the last state was not saved; the newest complete checkpoint is none\n"
+        "error: the last state was not saved, for the reason in the log; the newest checkpoint is "
+        "none; correct the cause, and run the same command again\n"
     )
     assert "checkpoint 2 was not saved: " in process.stdout
     assert "training continues, next try after step 3" in process.stdout
@@ -139,7 +140,7 @@ def test_a_non_finite_loss_never_updates_the_parameters(tmp_path, capsys):
         r"step \d+: loss .*, grad norm nan: not finite; the update was skipped", shown.out
     )
     assert re.match(r"error: 3 updates in a row were skipped, up to step \d+ with loss", shown.err)
-    assert "the newest complete checkpoint is " in shown.err and shown.err.count("\n") == 1
+    assert "the newest checkpoint is " in shown.err and shown.err.count("\n") == 1
     # Also if the last bad step is the last step of the run.
     last = re.search(r"up to step (\d+) with", shown.err)[1]
     end = [f"run.dir={tmp_path}/end", f"training.steps={last}", "training.guard.max_bad_steps=3"]

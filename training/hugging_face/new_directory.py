@@ -1,4 +1,4 @@
-"""New directories that a conversion fills; the next one replaces what a killed conversion left.
+"""Output directories of conversions: marked until they are complete, replaced after a kill.
 
 A marker file tells such a directory from one of the user's. The file that completes the directory
 is written last, so a directory without it is incomplete for every reader.

@@ -142,10 +142,6 @@ class MetricsWriters(MetricsWriter):
                 stack.callback(writer.close)
 
 
-class NullMetrics(MetricsWriter):
-    """Null metrics writer, for processes that write no metrics."""
-
-
 def check_writers(writer_names: Sequence[str]) -> None:
     """Raise ValueError if a named metrics writer is unknown or lacks its package."""
     for name in writer_names:
@@ -162,8 +158,6 @@ def check_writers(writer_names: Sequence[str]) -> None:
 def open_writers(writer_names: Sequence[str], context: WriterContext) -> MetricsWriter:
     """Return the named metrics writers of a run as one. Raises: see `check_writers`."""
     check_writers(writer_names)
-    if not writer_names:
-        return NullMetrics()
     return MetricsWriters([WRITERS[name](context) for name in writer_names])
 
 
