@@ -27,16 +27,16 @@ from training.step import Program
 class Run:
     """A run as `load_run` opens it, on a mesh of this process.
 
-    chat_template_name: as `data.chat_template`; the copy of the run, unless an override gives
-        another one. notice: a line on simulated devices, or None.
+    notice: a line on simulated devices, or None. chat_template_name: as `data.chat_template`; the
+        copy of the run, unless an override gives another one.
     """
 
     directory: Path
     config: Config
     program: Program
     tokenizer: Tokenizer
-    chat_template_name: str
     notice: str | None
+    chat_template_name: str = "auto"
 
     @property
     def bos_id(self) -> int | None:
@@ -119,4 +119,4 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
     if not any(override.startswith("data.chat_template=") for override in overrides):
         template = saved_chat_template(template, directory)
     program = build_program(config, devices)
-    return Run(directory, config, program, tokenizer, template, notice)
+    return Run(directory, config, program, tokenizer, notice, template)

@@ -24,6 +24,7 @@ def test_a_service_that_takes_long_to_answer_is_a_line_and_only_at_first(
         time.sleep(0.3)
         return answer(*arguments, **options)
 
+    monkeypatch.setattr(bucket_path.log, "handlers", [])
     monkeypatch.setattr(bucket_path, "SLOW_SECONDS", 0.1)
     monkeypatch.setattr(bucket_path, "_answered", set())
     monkeypatch.setattr(system, "cat_file", slowly)
