@@ -1,6 +1,7 @@
 """Conversion of Hugging Face model directories into run directories, and back."""
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -30,6 +31,7 @@ from safe_files import replace_file
 from training import checkpoint_tools as tools
 from training.bucket_runs import CHECKPOINTS, open_local
 from training.checkpoint import Checkpoints
+from training.checkpoint_record import holds_only_parameters
 from training.directory import locked_run, run_directory
 from training.fingerprint import leaf_name
 from training.hugging_face.adapter_export import write_adapters
@@ -232,7 +234,7 @@ def export_model(
     new.check()
     with _open_parameters(run, step, ema=ema) as stored:
         config, source = stored.config, load_source(run)
-        others: dict[str, Any] = {"max_position_embeddings": config.data.row_length}
+        others: dict[str, Any] = {"max_position_embeddings": _max_positions(run, config)}
         tokenizer = None
         saved = saved_tokenizer(run, config.data.tokenizer)
         # An imported model keeps its own, unless the run was trained with another one.
@@ -314,6 +316,26 @@ def _find_base(run: Path, config: Config) -> tuple[Path | None, Family]:
     return _find_base(origin, load_config(origin / "config.yaml"))
 
 
+def _max_positions(run: Path, config: Config) -> int:
+    """Return the longest rows of a model: its own, or those of the model that it started from.
+
+    The latter is not known if its directory does not exist any more.
+    """
+    longest, path = config.data.row_length, config.training.init_from
+    if (source := load_source(run)) is not None:
+        return max(longest, source.config.get("max_position_embeddings") or 0)
+    if path is None:
+        return longest
+    folder = open_local(path)
+    if (folder / CONFIG).is_file() and not (folder / CHECKPOINTS).is_dir():
+        known = json.loads((folder / CONFIG).read_text("utf-8"))
+        return max(longest, known.get("max_position_embeddings") or 0)
+    origin = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    if not (origin / "config.yaml").is_file():
+        return longest
+    return max(longest, _max_positions(origin, load_config(origin / "config.yaml")))
+
+
 @dataclass(frozen=True)
 class _StoredParameters:
     """The parameters of a checkpoint, as they are on disk."""
@@ -339,7 +361,9 @@ def _open_parameters(run: Path, step: int | None, *, ema: bool) -> Iterator[_Sto
     config = load_config(run / "config.yaml")
     with tools.open_checkpoints(tools.find_run(str(run))) as checkpoints:
         step = tools.choose_step(checkpoints, run, step)
-        leaves, part = checkpoints.record(step)["leaves"], "ema." if ema else "params."
+        leaves = checkpoints.record(step)["leaves"]
+        # Before the first step, the parameters are their own average.
+        part = "ema." if ema and not holds_only_parameters(leaves) else "params."
         shapes = _shapes_of(leaves, part)
         if not shapes:
             raise ValueError(

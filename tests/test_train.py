@@ -189,7 +189,7 @@ def test_an_extended_run_says_what_happens_to_the_learning_rate(tmp_path):
     assert "schedule covered" not in log.read_text()
     assert run(config, *cosine, "training.steps=6") == 0
     assert "the cosine schedule covered 2 steps and now covers 6: " in log.read_text()
-    assert "; optimizer.schedule_steps=2 keeps the old schedule, 0.001 at step " in log.read_text()
+    assert "; optimizer.schedule_steps=2 keeps the old length, 0.001 at step " in log.read_text()
     rates = [line["learning_rate"] for line in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert rates[2:4] == pytest.approx([1e-3, 1e-3]) and rates[4] > 1e-3
 

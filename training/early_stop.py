@@ -82,6 +82,11 @@ class _Progress:
     num_worse: int = 0
     """Evaluations since the best one."""
 
+    @property
+    def label(self) -> str:
+        """The metric and its direction, for log lines."""
+        return f"{self.metric} ({'higher' if self.higher_is_better else 'lower'} is better)"
+
     def is_of(self, config: EarlyStopConfig) -> bool:
         """Return whether the evaluations were compared by the metric and mode of a config."""
         wanted = config.metric, higher_is_better(config.metric, config.mode)
@@ -122,9 +127,9 @@ class EarlyStopping:
         else:
             log.info(
                 "early stopping counts from 0 again: its metric is now %s; until step %d it was %s",
-                self._config.metric,
+                self._progress.label,
                 saved.step,
-                saved.metric,
+                saved.label,
             )
 
     @property

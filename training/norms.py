@@ -1,4 +1,4 @@
-"""L2 norms of gradients, parameters and their changes by kind of layer: attention, MLP, ..."""
+"""L2 norms, in float32: of all gradients, and by kind of layer (attention, MLP, ...)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,8 +6,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from training.parameter_kinds import KINDS, kind_of_parameter
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Return the norm of all arrays of a tree together. Communication: a sum over all devices."""
+    return optax.tree.norm(_as_float32(tree))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """Return optax's clipping, computed in float32 whatever the dtype of the gradients is."""
+    clip = optax.clip_by_global_norm(max_norm)
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        clipped, state = clip.update(_as_float32(updates), state, params)
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), clipped, updates), state
+
+    return optax.GradientTransformation(clip.init, update)
+
+
+def _as_float32(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def norms_by_kind(grads: Any, before: Any, params: Any) -> dict[str, jax.Array]:

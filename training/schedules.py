@@ -34,11 +34,12 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[str]:
     """Yield a line if the schedule of a run of `steps` steps is not the one that was asked for."""
     length = config.schedule_steps or steps
+    key = "optimizer.schedule_steps" if config.schedule_steps else "training.steps"
     stable = length - config.warmup_steps
     if stable < 0:
         yield (
             f"optimizer.warmup_steps={config.warmup_steps} is more than the {length} steps of the "
-            "schedule, so the rate rises over all of them; lower it, or raise training.steps"
+            f"schedule, so the rate rises over all of them; lower it, or raise {key}"
         )
     if config.schedule in ("cosine", "linear", "inverse_sqrt", "constant") and config.decay_steps:
         yield (
@@ -48,7 +49,7 @@ def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[
     if config.schedule == "wsd" and config.decay_steps > stable:
         yield (
             f"optimizer.decay_steps={config.decay_steps} is more than the {max(0, stable)} steps "
-            "after warm-up, so that all of them decay; lower it, or raise training.steps"
+            f"after warm-up, so that all of them decay; lower it, or raise {key}"
         )
 
 
@@ -79,8 +80,10 @@ def describe_change(
     line = f"the {new.schedule} schedule {lengths}: {line}"
     if is_same:
         return line
+    as_long = new.model_copy(update={"schedule_steps": old_length})
+    rate = float(make_schedule(as_long, new_steps)(step))
     return (
-        f"{line}; optimizer.schedule_steps={old_length} keeps the old schedule, {kept:.3g} at step "
+        f"{line}; optimizer.schedule_steps={old_length} keeps the old length, {rate:.3g} at step "
         f"{step + 1}"
     )
 

@@ -32,7 +32,7 @@ from training.accumulation import sum_over_parts
 from training.guard import GuardConfig, fresh_guard, judge
 from training.moving_average import init_ema, update_ema
 from training.noise_scale import noise_terms, part_terms
-from training.norms import norms_by_kind
+from training.norms import global_norm, norms_by_kind
 from training.optimizers import GradientPoint, tree_where
 from training.state import TrainState
 
@@ -320,7 +320,7 @@ class Program:
         self, state: TrainState, loss: jax.Array, report: MoEReport | None, grads: Any
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the state after an update with these gradients, and the metrics of the step."""
-        norm = optax.tree.norm(grads)
+        norm = global_norm(grads)
         is_good, guard, verdict = judge(state.guard, loss, norm, self.guard)
         before = self.trained(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, before, is_good=is_good)

@@ -128,12 +128,14 @@ class Trainer:
 
     def _finished(self) -> str | None:
         """Return why there is nothing to train and the key that would change it; None: train."""
+        is_at_end = self.resume_point.step >= self.config.steps
         if self.early_stop.last_step is not None:
+            also = " and training.steps" if is_at_end else ""
             return (
-                f"{self.early_stop.reason}; nothing left to train, unless "
-                "training.early_stop.patience is raised"
+                f"{self.early_stop.reason}; nothing left to train; raise "
+                f"training.early_stop.patience{also} to go on"
             )
-        if self.resume_point.step >= self.config.steps:
+        if is_at_end:
             return (
                 f"step {self.config.steps} is the last: nothing left to train; raise "
                 "training.steps to go on, or give another run.dir for a new run"
@@ -157,8 +159,9 @@ class Trainer:
             self._save(step - 1, state, None)
         with self.goodput.spend("data_wait"):
             while not wait.is_over(step):
-                if self.coordinator.late_stop is not None:
-                    return self.coordinator.late_stop
+                stop = self.coordinator.late_stop
+                if stop is not None and self.group.num_processes == 1:
+                    return stop
             if not wait.has_failed:
                 runner.read_on(step)
                 return None

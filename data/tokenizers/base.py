@@ -8,6 +8,7 @@ A new tokenizer is one file: a class with the members of `Tokenizer`, and a func
 The `__init__.py` of this folder, or `plugins` of the configuration, must import the file.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from data.files import DataError
-from data.tokenizers.settings import TokenizerSettings
+from data.tokenizers.settings import SETTINGS_FILES, TokenizerSettings
 from registry import Registry
 from safe_files import replace_file
 
@@ -81,10 +82,15 @@ def open_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, run_directory: Path) -> None:
-    """Write the tokenizer of a run: tokenizer.json, and a folder if it has settings beside it."""
+    """Write the tokenizer of a run: tokenizer.json, and a folder if it has settings beside it.
+
+    Settings of another tokenizer in that folder are deleted then.
+    """
     tokenizer.save(run_directory / TOKENIZER_FILE)
     folder = run_directory / TOKENIZER_FOLDER
     if tokenizer.settings.files and Path(tokenizer.name).expanduser().resolve() != folder.resolve():
+        for name in {*SETTINGS_FILES} - tokenizer.settings.files.keys():
+            (folder / name).unlink(missing_ok=True)
         tokenizer.save(folder / TOKENIZER_FILE)
         for name, content in tokenizer.settings.files.items():
             replace_file(folder / name, content)
@@ -94,14 +100,25 @@ def saved_tokenizer(run_directory: Path, name: str) -> Path | None:
     """Return what `save_tokenizer` wrote, as `open_tokenizer` takes it, or None.
 
     name: the tokenizer of the run, `data.tokenizer`. The folder is that of a tokenizer with
-    settings, or of an imported model, whose run may have another tokenizer: a registered name or a
-    file.
+    settings, or of an imported model, whose run may have another tokenizer: a registered name, a
+    file, or a folder without settings.
     """
     folder, file = run_directory / TOKENIZER_FOLDER, run_directory / TOKENIZER_FILE
     has_settings = name.partition(":")[0] not in TOKENIZERS and Path(name).suffix != ".json"
-    if has_settings and (folder / TOKENIZER_FILE).is_file():
+    if has_settings and (folder / TOKENIZER_FILE).is_file() and _have_equal_ids(folder, file):
         return folder
     return file if file.is_file() else None
+
+
+def _have_equal_ids(folder: Path, file: Path) -> bool:
+    """Return whether the tokenizer.json of a folder gives a text the ids of another file."""
+    if not file.is_file():
+        return True
+    contents = [(folder / TOKENIZER_FILE).read_bytes(), file.read_bytes()]
+    if contents[0] == contents[1]:
+        return True
+    models = [json.loads(content)["model"] for content in contents]
+    return len({json.dumps(model | {"dropout": None}, sort_keys=True) for model in models}) == 1
 
 
 def document_bos(tokenizer: Tokenizer, add_bos: bool | Literal["auto"]) -> int | None:

@@ -14,6 +14,7 @@ from sweeps.space import Point, overrides_of
 from training.checkpoint_record import CheckpointError, read_record, saved_steps
 from training.dotted_keys import as_yaml, flatten
 from training.early_stop import EarlyStopping, check_metric, evaluation_metrics, higher_is_better
+from training.goodput import Goodput
 from training.writers.jsonl import last_goodput, read_values
 
 _MAX_NAME = 120
@@ -157,6 +158,11 @@ def make_objective(metric: str, mode: str, trials: Sequence[Trial]) -> Objective
     """
     for trial in trials:
         training, data = trial.config.training, trial.config.data
+        if "jsonl" not in training.writers:
+            raise ValueError(
+                f"training.writers={as_yaml(training.writers)}: a sweep reads its results from "
+                "metrics.jsonl; add jsonl"
+            )
         check_metric(
             "--metric ", metric, evaluation_metrics(training.objective, data.evaluated_sources)
         )
@@ -179,5 +185,5 @@ def read_result(trial: Trial, objective: Objective) -> Result:
         best_step,
         max(rates, default=0),
         statistics.median(rates.values()) if rates else None,
-        sum(last_goodput(path).values()),
+        max(sum(x.values()) for x in (last_goodput(path), Goodput.saved_in(trial.directory))),
     )

@@ -25,6 +25,7 @@ from runs import run as train
 from configs import conversion
 from configs.conversion import export_model
 from configs.runs import load_run
+from configs.schema import dump_config
 from data.chat import encode_chat
 from data.chat_jinja import find_chat_template
 from data.pipeline import Dataset
@@ -170,6 +171,42 @@ def test_an_export_names_the_tokens_of_a_run_with_a_folder_of_tokenizer_files(tm
     (tmp_path / "again").mkdir()
     export_companions(run, None, tmp_path / "again")
     assert not (tmp_path / "again/config.json").exists()
+
+
+def test_an_export_names_the_tokens_of_another_tokenizer_than_that_of_the_source(tmp_path) -> None:
+    chats = pytest.importorskip("chats")
+    config = CONFIG | {"vocab_size": 320, "eos_token_id": 4, "bos_token_id": 1}
+    source = write_model(tmp_path / "hf", config=config)
+    chats.write_model_directory(source, chats.HEADS)
+    run = tmp_path / "run"
+    assert convert("from-hf", source, run, *SMALL, "data.tokenizer=bytes") == 0
+    save_tokenizer(open_tokenizer("bytes"), run)  # as train.py does
+    assert convert("to-hf", run, tmp_path / "out") == 0
+    for name in ("config.json", "generation_config.json"):
+        found = json.loads((tmp_path / "out" / name).read_text())
+        assert found["eos_token_id"] == 256 and found["bos_token_id"] is None
+
+
+def test_an_export_has_the_positions_of_the_model_that_the_run_started_from(
+    imported, tmp_path
+) -> None:
+    source, run = imported
+    config = load_run(run).config
+    longest = json.loads((source / "config.json").read_text())["max_position_embeddings"]
+    assert longest > config.data.row_length
+    (later := tmp_path / "later").mkdir()
+    training = config.training.model_copy(update={"init_from": str(run)})
+    (later / "config.yaml").write_text(
+        dump_config(config.model_copy(update={"training": training}))
+    )
+    for start, wanted in ((run, longest), (source, longest), (tmp_path / "gone", 0)):
+        training = config.training.model_copy(update={"init_from": str(start)})
+        changed = config.model_copy(update={"training": training})
+        found = conversion._max_positions(tmp_path / "last", changed)
+        assert found == max(wanted, config.data.row_length)
+    training = config.training.model_copy(update={"init_from": f"{later}/checkpoints/3"})
+    changed = config.model_copy(update={"training": training})
+    assert conversion._max_positions(tmp_path / "last", changed) == longest
 
 
 def test_documents_of_an_imported_run_do_not_end_like_a_message(tmp_path) -> None:

@@ -197,6 +197,24 @@ def test_a_run_keeps_the_files_beside_the_tokenizer(tmp_path):
     assert saved_tokenizer(tmp_path, "folder") is None
 
 
+def test_another_tokenizer_in_the_same_run_leaves_nothing_of_the_first(tmp_path):
+    run, folders = tmp_path / "run", {}
+    for name, options in (("one", {"template": "t", "generation": {"top_p": 0.5}}), ("two", {})):
+        folders[name] = write_model_directory(tmp_path / name, **options)
+    content = json.loads((tmp_path / "two" / "tokenizer.json").read_text())
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    (tmp_path / "two" / "tokenizer.json").write_text(json.dumps(content))
+    alone = tmp_path / "alone"  # without settings
+    alone.mkdir()
+    (alone / "tokenizer.json").write_text(json.dumps(content))
+    for used in (folders["two"], str(alone)):
+        save_tokenizer(open_tokenizer(folders["one"]), run)
+        given = open_tokenizer(used)
+        save_tokenizer(given, run)
+        found = open_tokenizer(str(saved_tokenizer(run, used)))
+        assert found.digest == given.digest and found.settings == given.settings
+
+
 @pytest.mark.parametrize(("name", "content"), [("config.json", "{"), ("config.json", "[]")])
 def test_damaged_settings_are_one_line(tmp_path, name, content):
     folder = write_model_directory(tmp_path)

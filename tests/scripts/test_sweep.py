@@ -94,6 +94,7 @@ def test_trials_have_distinct_names_that_are_file_names():
         ([*RATES, "--metric", "los"], "--metric los: unknown metric; use one of eval_loss, "),
         ([*RATES, "data.eval_fraction=0"], "--metric eval_loss needs an evaluation, and there is"),
         ([*RATES, "--dir", "gs://b/x"], "--dir gs://b/x: a sweep is kept on a disk; give a direct"),
+        ([*RATES, "training.writers=[console]"], "a sweep reads its results from metrics.jsonl;"),
         ([*RATES, "checkpoint.resume=never"], "checkpoint.resume=never: a sweep continues its tri"),
     ],
 )

@@ -113,7 +113,9 @@ def test_the_evaluations_so_far_are_the_same_from_a_record(messages):
     assert resumed.record == whole.record and messages() == []
     other = EarlyStopping(EarlyStopConfig(patience=3, metric="eval/a/loss"), ProcessGroup())
     other.begin(stored)
-    assert other.record == {} and "its metric is now eval/a/loss" in messages()[0]
+    assert (
+        other.record == {} and "is now eval/a/loss (lower is better); until step" in messages()[0]
+    )
 
 
 def test_all_processes_count_the_values_of_process_0(connected):

@@ -115,8 +115,11 @@ def test_a_warm_up_longer_than_the_run_is_said():
     assert [*describe_schedule_warnings(config, 20)] == []
     (line,) = describe_schedule_warnings(config, 19)
     assert "optimizer.warmup_steps=20 is more than the 19 steps of the schedule" in line
+    assert line.endswith("raise training.steps")
     kept = config.model_copy(update={"schedule_steps": 20})
     assert [*describe_schedule_warnings(kept, 10)] == []
+    (line,) = describe_schedule_warnings(config.model_copy(update={"schedule_steps": 9}), 40)
+    assert line.endswith("raise optimizer.schedule_steps")
 
 
 def test_a_decay_longer_than_the_run_is_said():
@@ -203,8 +206,11 @@ def test_an_extended_run_says_what_happens_to_the_learning_rate():
     assert describe_change((config, 10), (config, 20), 10) == (
         "the cosine schedule covered 10 steps and now covers 20: learning rate "
         f"{last:.3g} at step 10, {rate:.3g} at step 11; optimizer.schedule_steps=10 keeps the old "
-        "schedule, 0.1 at step 11"
+        "length, 0.1 at step 11"
     )
+    faster = config.model_copy(update={"learning_rate": 2.0})
+    line = describe_change((config, 10), (faster, 20), 10)
+    assert line.endswith("optimizer.schedule_steps=10 keeps the old length, 0.2 at step 11")
     fixed = config.model_copy(update={"schedule_steps": 10})
     assert describe_change((config, 10), (fixed, 20), 10) is None
     assert describe_change((fixed, 20), (fixed, 40), 20) is None

@@ -113,11 +113,16 @@ def plan_export(
 def _keys(
     family: Family, config: ModelConfig, source: Source | None, others: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return config.json: that of the source if it describes the same model."""
+    """Return config.json: that of the source if it describes the same model.
+
+    Ids of tokens in `others` are those of another tokenizer than that of the source.
+    """
     written = family.write(config)
     if source is None:
         return {**others, **written}
-    keys = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    tokens = {name: value for name, value in others.items() if name.endswith("_token_id")}
+    known = {name: value for name, value in source.config.items() if name != "quantization_config"}
+    keys = known | tokens
     if mathematics(model_config(family.read(keys))) == mathematics(config):
         return keys
     return {name: value for name, value in keys.items() if name in IGNORED} | written

@@ -23,6 +23,7 @@ import optax
 from pydantic import PydanticUserError, TypeAdapter, ValidationError
 
 from registry import Registry
+from training.norms import clip_by_global_norm
 from training.optimizers.config import OptimizerConfig
 from training.optimizers.parameters import scale_groups, width_rates
 from training.optimizers.rounded_moments import with_rounded_moments
@@ -177,8 +178,7 @@ def make_optimizer(
     entry = OPTIMIZERS[config.name]
     optimizer = entry.factory(config, schedule, **config.options)
     # identity keeps the structure of the state the same without clipping.
-    no_clip = config.clip_norm is None
-    clip = optax.identity() if no_clip else optax.clip_by_global_norm(config.clip_norm)
+    clip = optax.identity() if config.clip_norm is None else clip_by_global_norm(config.clip_norm)
     optimizer = optimizer if entry.obeys_is_good else keep_if_bad(optimizer)
     if config.moments_dtype is not None:
         optimizer = with_rounded_moments(
