@@ -249,7 +249,7 @@ def export_model(
         with new.filling():
             write_tensors(directory, export, stored.chunks, progress)
             exported = None if saved == run / TOKENIZER_FOLDER else tokenizer
-            export_companions(run, exported, directory, config.data.chat_template)
+            export_companions(run, exported, directory)
             write_config(directory, export)
     return stored.step
 

@@ -41,7 +41,13 @@ STORE_DATE = datetime.datetime(2024, 7, 26)
 _PROBE = (("user", "Probe one?"), ("assistant", "Reply 1."), ("user", "Two?"), ("assistant", "2!"))
 
 TEMPLATE_FILE = "chat_template.jinja"
-"""Copy in a run directory of the file that `data.chat_template` names."""
+"""Chat template in a run directory, for `generate.py` and exports."""
+CHATML_JINJA = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""The registered template `chatml`, for programs that read templates in Jinja."""
 
 Span = tuple[int, int]
 
@@ -73,14 +79,17 @@ def find_chat_template(name: str, tokenizer: Tokenizer) -> ChosenTemplate:
     return ChosenTemplate(template.digest, template, name)
 
 
-def save_chat_template(name: str, run_directory: Path) -> None:
-    """Copy the file that `data.chat_template` names into a run directory.
+def save_chat_template(name: str, run_directory: Path, *, has_chatml: bool = False) -> None:
+    """Write the template of a run: a copy of the file that `data.chat_template` names, or ChatML.
 
-    An older copy is deleted if it names no file, and kept if the file is missing.
+    An older one is deleted if the run has none, and kept if the file is missing.
+    has_chatml: whether the run trains on conversations in the registered template `chatml`.
     """
     copy, file = run_directory / TEMPLATE_FILE, Path(name).expanduser()
     if name.endswith(".jinja") and file.is_file():
         replace_file(copy, file.read_bytes())
+    elif has_chatml:
+        replace_file(copy, CHATML_JINJA)
     elif not name.endswith(".jinja"):
         copy.unlink(missing_ok=True)
 

@@ -198,7 +198,9 @@ def _describe_run(
     file = directory / "config.yaml"
     if not is_finished or not file.exists():
         replace_file(file, resumer.resolved_config)
-        save_chat_template(resumer.dataset.config.chat_template, directory)
+        dataset = resumer.dataset
+        has_chatml = any(source.chat_template == "chatml" for source in dataset.sources)
+        save_chat_template(dataset.config.chat_template, directory, has_chatml=has_chatml)
     save_tokenizer(resumer.dataset.tokenizer, directory)
     return identity.run_id
 

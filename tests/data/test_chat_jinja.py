@@ -24,7 +24,7 @@ from chats import (
 )
 
 from data.chat import DEFAULT_TEMPLATE, chatml, encode_chat, encode_chat_prompt, find_answer_end
-from data.chat_jinja import ChatTemplateError, JinjaTemplate, find_chat_template
+from data.chat_jinja import CHATML_JINJA, ChatTemplateError, JinjaTemplate, find_chat_template
 from data.config import DataConfig
 from data.files import DataError
 from data.pipeline import Dataset
@@ -68,14 +68,15 @@ def test_the_mask_covers_exactly_what_the_assistant_says_and_its_end(tokenizer, 
     assert chat.num_bytes == len("two.sat") + 2 * (name == "inst")
 
 
-def test_chatml_as_a_template_equals_the_registered_one(tokenizer):
-    ours, theirs = (encode_chat(tokenizer, TALK, t) for t in (chatml, jinja(CHATML)))
+@pytest.mark.parametrize("source", [CHATML, CHATML_JINJA], ids=["theirs", "exported"])
+def test_chatml_as_a_template_equals_the_registered_one(tokenizer, source):
+    ours, theirs = (encode_chat(tokenizer, TALK, t) for t in (chatml, jinja(source)))
     assert ours.ids.tolist() == theirs.ids.tolist()
     assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
     assert ours.num_bytes == theirs.num_bytes
-    for template in (chatml, jinja(CHATML)):
+    for template in (chatml, jinja(source)):
         assert find_answer_end(tokenizer, template) == ([SPECIAL.index("<|im_end|>")], None)
-    prompts = [encode_chat_prompt(tokenizer, TALK[:1], t) for t in (chatml, jinja(CHATML))]
+    prompts = [encode_chat_prompt(tokenizer, TALK[:1], t) for t in (chatml, jinja(source))]
     assert prompts[0].tolist() == prompts[1].tolist()
     assert find_answer_end(ByteTokenizer(), chatml) == ([], "<|im_end|>")
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import re
 import shutil
 import sys
@@ -13,7 +14,9 @@ from conftest import ROOT
 
 import train
 from configs.runs import load_run
-from data.chat_jinja import save_chat_template
+from data.chat_jinja import CHATML_JINJA, save_chat_template
+from data.tokenizers.base import END, IM_END, open_tokenizer
+from data.tokenizers.training import train_tokenizer
 from model.generation.generator import Generator
 from training.hugging_face.companions import export_companions
 
@@ -237,13 +240,28 @@ def test_prompts_of_a_run_and_of_the_script_begin_with_bos_alike(tmp_path, capsy
     if importlib.util.find_spec("jinja2") is not None:
         notes = chat_with(capsys, monkeypatch, tmp_path, "the cat\n")[1]
         assert any(f"in {tmp_path}/run/chat_template.jinja; /reset" in line for line in notes)
-    export_companions(tmp_path / "run", None, tmp_path / "out", str(template))
+    export_companions(tmp_path / "run", None, tmp_path / "out")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == HEADS
     # Another one on the command line, and a resume without a file.
     given = load_run(tmp_path / "run", [f"data.chat_template={tmp_path}/other.jinja"])
     assert given.chat_template_name == f"{tmp_path}/other.jinja"
     save_chat_template("chatml", tmp_path / "run")
     assert not (tmp_path / "run" / "chat_template.jinja").exists()
+
+
+def test_an_export_of_a_run_on_chats_answers_as_the_run_does(tmp_path) -> None:
+    train_tokenizer(["the cat sat on the mat"] * 9, 272, tmp_path / "t.json")
+    chat = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"text": chat}) + "\n") * 400)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    overrides = [f"data.tokenizer={tmp_path}/t.json", f"data.files={tmp_path}/a.jsonl"]
+    overrides += ["model.vocab_size=272", "training.steps=1", "training.sample_every=null"]
+    assert train.main(["--config", str(tmp_path / "config.yaml"), *overrides]) == 0
+    tokenizer = open_tokenizer(str(tmp_path / "t.json"))
+    export_companions(tmp_path / "run", tokenizer, tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML_JINJA
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == [tokenizer.controls[end] for end in (END, IM_END)]
 
 
 def test_int8_weights_generate_and_change_no_file(folder, capsys) -> None:

@@ -5,12 +5,13 @@ is copied for the ids that end a generation; an export writes its own.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.chat_jinja import TEMPLATE_FILE, saved_chat_template
-from data.tokenizers.base import TOKENIZER_FILE, TOKENIZER_FOLDER, Tokenizer
+from data.chat_jinja import CHATML_JINJA, TEMPLATE_FILE
+from data.tokenizers.base import IM_END, TOKENIZER_FILE, TOKENIZER_FOLDER, Tokenizer
 from safe_files import replace_file
 from training.hugging_face.model_directory import CONFIG
 
@@ -73,16 +74,16 @@ def copy_companions(directory: Path, run: Path) -> bool:
     return True
 
 
-def export_companions(
-    run: Path, tokenizer: Tokenizer | None, directory: Path, chat_template: str = "auto"
-) -> None:
+def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -> None:
     """Write tokenizer and generation files of a run into a model directory.
 
     A tokenizer gets settings that name its tokens. Without one, the folder `tokenizer` of the run
-    is copied, except its config.json. A file that chat_template (`data.chat_template` of the run)
-    names replaces the template of the tokenizer.
+    is copied, except its config.json. The chat template of the run replaces that of the tokenizer.
     """
-    folder = run / TOKENIZER_FOLDER
+    folder, template = run / TOKENIZER_FOLDER, run / TEMPLATE_FILE
+    content = template.read_text("utf-8") if template.is_file() else None
+    if content is not None:
+        replace_file(directory / TEMPLATE_FILE, content)
     if tokenizer is None:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.name != CONFIG:
@@ -91,19 +92,18 @@ def export_companions(
         tokenizer.save(directory / TOKENIZER_FILE)
         ends = [token for token, number in tokenizer.controls.items() if number == tokenizer.eos_id]
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0]}
-        for name, content in (
+        answer_end = [IM_END] if content == CHATML_JINJA else []
+        for name, values in (
             ("tokenizer_config.json", settings),
-            ("generation_config.json", token_ids(tokenizer)),
+            ("generation_config.json", token_ids(tokenizer, answer_end)),
         ):
-            replace_file(directory / name, json.dumps(content, indent=2))
-    template = Path(saved_chat_template(chat_template, run))
-    if template.suffix == ".jinja" and template.is_file():
-        replace_file(directory / TEMPLATE_FILE, template.read_bytes())
+            replace_file(directory / name, json.dumps(values, indent=2))
 
 
-def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+def token_ids(tokenizer: Tokenizer, ends_of_answers: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys of config.json that name tokens: BOS, and all ends of a generation."""
-    ends = list(tokenizer.eos_ids)
+    controls = [tokenizer.controls[end] for end in ends_of_answers if end in tokenizer.controls]
+    ends = list(dict.fromkeys([*tokenizer.eos_ids, *controls]))
     return {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": ends if len(ends) > 1 else tokenizer.eos_id,
