@@ -108,7 +108,7 @@ def test_a_run_notices_that_a_preparation_was_begun_anew(tmp_path) -> None:
     with pytest.raises(DataError, match="has changed since the start of this run: the store was"):
         waiting.refresh()
     shutil.rmtree(folder)
-    with pytest.raises(DataError, match="or the store was deleted; start the run again"):
+    with pytest.raises(DataError, match="or deleted; start the run again"):
         waiting.refresh()
 
 

@@ -57,7 +57,7 @@ def test_only_adapters_have_changed_and_the_log_counts_them(run_directories):
     trained = sum(x.size for x in jax.tree.leaves(adapters_of(last)))
     log = " ".join((run_directories[0] / "log.txt").read_text().split())  # without the columns
     assert f"LoRA {trained:,} trainable of " in log
-    assert "warning: lora.rank=2 trains adapters of a random model, because there is no " in log
+    assert "lora.rank=2 trains adapters of a random model, because there is no " in log
     assert "LoRA of rank 2, scale 2, on qkv, o, mlp; other parameters are frozen" in log
 
 

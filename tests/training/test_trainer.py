@@ -140,7 +140,7 @@ def test_a_non_finite_loss_never_updates_the_parameters(tmp_path, capsys):
         r"step \d+: loss .*, grad norm nan: not finite; the update was skipped", shown.out
     )
     assert re.match(r"error: 3 updates in a row were skipped, up to step \d+ with loss", shown.err)
-    assert "the newest checkpoint is " in shown.err and shown.err.count("\n") == 1
+    assert "the newest complete checkpoint is " in shown.err and shown.err.count("\n") == 1
     # Also if the last bad step is the last step of the run.
     last = re.search(r"up to step (\d+) with", shown.err)[1]
     end = [f"run.dir={tmp_path}/end", f"training.steps={last}", "training.guard.max_bad_steps=3"]
