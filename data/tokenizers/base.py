@@ -115,10 +115,15 @@ def _have_equal_ids(folder: Path, file: Path) -> bool:
     if not file.is_file():
         return True
     contents = [(folder / TOKENIZER_FILE).read_bytes(), file.read_bytes()]
-    if contents[0] == contents[1]:
-        return True
-    models = [json.loads(content)["model"] for content in contents]
-    return len({json.dumps(model | {"dropout": None}, sort_keys=True) for model in models}) == 1
+    return contents[0] == contents[1] or len({*map(_decisive, contents)}) == 1
+
+
+def _decisive(content: bytes) -> str:
+    """Return the parts of a tokenizer.json that decide ids and that `Tokenizer.save` keeps."""
+    value = json.loads(content)
+    parts = [value.get(key) for key in ("normalizer", "pre_tokenizer", "post_processor")]
+    added = [(token["id"], token["content"]) for token in value.get("added_tokens") or []]
+    return json.dumps([value["model"] | {"dropout": None}, *parts, added], sort_keys=True)
 
 
 def document_bos(tokenizer: Tokenizer, add_bos: bool | Literal["auto"]) -> int | None:
