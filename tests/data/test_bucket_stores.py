@@ -137,7 +137,7 @@ def test_damage_is_found_and_named_and_a_damaged_cache_is_read_again(place, tmp_
 
 @pytest.mark.parametrize("place", [STORES[0]], indirect=True)
 def test_a_busy_service_is_asked_again_and_a_refusal_is_one_line(
-    place, bucket: Bucket, tmp_path
+    place, google_bucket: Bucket, tmp_path
 ) -> None:
     asked: dict[str, int] = {}
 
@@ -147,14 +147,14 @@ def test_a_busy_service_is_asked_again_and_a_refusal_is_one_line(
 
     job = job_of(write_texts(tmp_path / "input"))
     wanted = content(make(job, tmp_path / "store", tmp_path).folder)
-    bucket.fault = busy
+    google_bucket.fault = busy
     folder = make(job, f"{place.url}/store", tmp_path).folder
     data = dataset(folder, tmp_path)
     assert batches(data, 10) == batches(dataset(tmp_path / "store", tmp_path), 10)
     assert any(count > 3 for count in asked.values())
-    bucket.fault = lambda method, path: None
+    google_bucket.fault = lambda method, path: None
     assert objects(str(folder)) == wanted
-    bucket.fault = lambda method, path: 401
+    google_bucket.fault = lambda method, path: 401
     with pytest.raises(OSError, match=r"gs://bucket/texts/store/.*401"):
         dataset(folder, tmp_path)
 
