@@ -131,7 +131,7 @@ def _describe_start(
         *program.plan.describe(),
         *program.describe_objective(),
         config.optimizer.describe(config.model.param_dtype),
-        *(source.summary for source in dataset.sources),
+        *dataset.summaries(),
         dataset.describe_epochs(config.training.steps),
         *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
         *describe_parameters(program, table),

@@ -4,8 +4,10 @@ A value that may change during a run is one number, or a mapping from the step a
 effect: `{0: 1024, 5000: 4096}`.
 """
 
+import math
 from collections.abc import Mapping
 from fractions import Fraction
+from itertools import pairwise
 from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
@@ -46,13 +48,23 @@ def _check_ascending(value: T | dict[int, T]) -> T | dict[int, T]:
 
 
 def _tuple_of_globs(value: object) -> object:
-    """Return a list as a tuple, because YAML has no tuples."""
     if isinstance(value, list | tuple) and not value:
         raise ValueError(
             "an empty list names no file; give a glob such as 'texts/*.txt', or null for the "
             "standard library's source"
         )
+    return _as_tuple(value)
+
+
+def _as_tuple(value: object) -> object:
+    """Return a list as a tuple, because YAML has no tuples."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _tuple_of_steps(value: object) -> object:
+    if not isinstance(value, list | tuple):
+        raise ValueError("write a list of steps, such as [5000]")
+    return _as_tuple(value)
 
 
 def _check_chat_template(name: str) -> str:
@@ -128,8 +140,12 @@ class DataConfig(
     """raise: stop at an unreadable document and report its place; skip: leave it out and count it.
     Empty documents are always skipped."""
     sequence_length: Scheduled[PositiveInt] = 256
-    """Tokens per row (L). May change at steps, to divisors of the largest value; the largest must
-    be given from the start of the run."""
+    """Tokens per row (L). May change at steps, to divisors of the largest value; a new largest
+    value must begin at a step of repack_at."""
+    repack_at: Annotated[tuple[PositiveInt, ...], BeforeValidator(_tuple_of_steps)] = ()
+    """Steps at which every source begins a new epoch, of rows of the largest sequence_length
+    between this step and the next one here. [5000] with sequence_length: {0: 4096, 5000: 32768}
+    lengthens the rows of a run that began with 4096."""
     global_batch_size: Scheduled[PositiveInt] = 16
     """Rows per optimizer step, over all devices and accumulation steps; may change at steps."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1)
@@ -158,6 +174,7 @@ class DataConfig(
                 "data.sources.NAME.field"
             )
         self._check_pairs()
+        self._check_repacking()
         for step, shares in self.shares.items():
             if not shares:
                 raise ValueError(
@@ -193,6 +210,19 @@ class DataConfig(
                     f"{field_key(name)}={source.field} has no effect with data.packing=pairs, "
                     "which reads the fields prompt, chosen and rejected; remove it"
                 )
+
+    def _check_repacking(self) -> None:
+        """Raise ValueError for steps of repack_at out of order, or without another row length."""
+        steps, before = self.repack_at, 0
+        if any(step >= later for step, later in pairwise(steps)):
+            raise ValueError(f"data.repack_at={[*steps]} is not in ascending order")
+        for step, length in self.row_lengths.items():
+            if length == before:
+                raise ValueError(
+                    f"data.repack_at={step} has no effect: the largest data.sequence_length is "
+                    f"{length} before and after that step; remove it, or change the length there"
+                )
+            before = length
 
     def field_of(self, source: SourceConfig) -> str | None:
         """Return the field to read of a source; None: it holds preference pairs."""
@@ -235,6 +265,15 @@ class DataConfig(
     def eval_fraction_of(self, source: SourceConfig) -> float:
         """Return the share of the tokens of a source that is held out."""
         return 0.0 if source.eval_files is not None else self.eval_fraction
+
+    @property
+    def row_lengths(self) -> dict[int, int]:
+        """Tokens of the rows into which documents are packed, by the first step that reads them."""
+        lengths, found = values_by_step(self.sequence_length), dict[int, int]()
+        for first, end in pairwise([0, *self.repack_at, math.inf]):
+            begin = max(step for step in lengths if step <= first)
+            found[int(first)] = max(x for step, x in lengths.items() if begin <= step < end)
+        return found
 
     @property
     def row_length(self) -> int:

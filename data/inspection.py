@@ -45,9 +45,10 @@ def choose_rows(
                 title = f"held-out row {index} of {one.num_eval:,} · source {one.name}"
                 yield title + _member(index, rows_per_item), one.eval_row(index)
         return
-    before = dataset.mixture.counts(dataset.schedule.first_row(step))
+    mixture, sources = dataset.rows_of(step)
     if source is not None:
-        one, first = chosen[0], before[dataset.sources.index(chosen[0])]
+        number = dataset.sources.index(chosen[0])
+        one, first = sources[number], mixture.counts(dataset.schedule.first_row(step))[number]
         for row in range(first * rows_per_item, first * rows_per_item + num_rows):
             index, n = divmod(row, rows_per_item)
             part = slice(n * one.row_length, (n + 1) * one.row_length)
@@ -59,11 +60,11 @@ def choose_rows(
     shown = range(min(num_rows, batch_size))
     fields = dataset.read_train(step, shown)
     for number, (long_row, first_token) in enumerate(dataset.schedule.locate_rows(step, shown)):
-        index, of_source = dataset.mixture.locate(long_row)
+        index, of_source = mixture.locate(long_row)
         title = f"row {number} of {batch_size} of step {step} · "
-        title += _row_title(dataset.sources[index], of_source)
+        title += _row_title(sources[index], of_source)
         title += _member(number, rows_per_item)
-        if phase.length < dataset.config.row_length:
+        if phase.length < phase.packed_length // rows_per_item:
             title += f", from its token {first_token}"
         yield title, {name: values[number] for name, values in fields.items()}
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from data.config import DataConfig, values_by_step
 
+_OF_LENGTHS = {"row_length", "sequence_length"}
 # Parts of an order that name sources.
 _OF_SOURCES = {"sources", "eval_files", "undivided", "weight", "parts"}
 
@@ -63,14 +64,12 @@ def remedy_of_change(
     before, now: orders of these batches. config: that of the resume.
     """
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    if "row_length" in changed:
-        return "restore the former value (other rows need a new run, with training.init_from)"
     settings = _settings(before, now, number, config)
-    if settings is None or not changed <= {"global_batch_size", *_OF_SOURCES}:
+    if settings is None or not changed <= {"global_batch_size", *_OF_LENGTHS, *_OF_SOURCES}:
         return "restore that data" if "sources" in changed else "restore the former values"
     gone = ", ".join(sorted(before.get("sources", {}).keys() - config.named_sources.keys()))
     kept = f"keep the sections of {gone} and " if gone else ""
-    keys = " ".join(f"{key}='{_written(schedule)}'" for key, schedule in settings.items())
+    keys = " ".join(f"{key}='{_written(value)}'" for key, value in settings.items())
     return (
         f"restore the former values, or, to change them only from step {number} on, {kept}set "
         f"{keys}"
@@ -79,12 +78,17 @@ def remedy_of_change(
 
 def _settings(
     before: Mapping[str, Any], now: Mapping[str, Any], number: int, config: DataConfig
-) -> dict[str, dict[int, float]] | None:
-    """Return the schedules by key that continue `before` as configured; None if there are none."""
-    found: dict[str, dict[int, float]] = {}
+) -> dict[str, dict[int, float] | list[int]] | None:
+    """Return the values by key that continue `before` as configured; None if there are none."""
+    found: dict[str, dict[int, float] | list[int]] = {}
     sizes, wanted = before.get("global_batch_size"), config.global_batch_size
     if sizes != now.get("global_batch_size"):
         found["data.global_batch_size"] = _continued(dict(sizes or ()), wanted, number)
+    if any(before.get(key) != now.get(key) for key in _OF_LENGTHS):
+        lengths = _continued_lengths(before, number, config)
+        if lengths is None:
+            return None
+        found |= lengths
     if any(before.get(key) != now.get(key) for key in _OF_SOURCES):
         if not (config.sources and _have_equal_text(before, now)):
             return None
@@ -111,6 +115,33 @@ def _continued(before: Mapping[int, Any], value: Any, number: int) -> dict[int, 
     wanted = values_by_step(value)
     later = {step: x for step, x in wanted.items() if step > number}
     return _changes({**before, number: _at(wanted, number), **later})
+
+
+def _continued_lengths(
+    before: Mapping[str, Any], number: int, config: DataConfig
+) -> dict[str, dict[int, float] | list[int]] | None:
+    """Return the row lengths that continue `before`; None if its rows have none of the new lengths.
+
+    New rows begin at the steps of `config.repack_at`. If these do not do, the first ones begin at
+    `number`, or at one of the steps at which the length changes.
+    """
+    lengths = _continued(dict(before["sequence_length"]), config.sequence_length, number)
+    packed = before["row_length"]
+    packed = dict(packed) if isinstance(packed, list) else {0: packed}
+    later = [step for step in config.repack_at if step > number]
+    firsts = [*later[:1], number, *(step for step in lengths if step > number), math.inf]
+    for first in firsts:
+        steps = {*packed, first, *(step for step in later if step > first)} - {0, math.inf}
+        keys = {"sequence_length": lengths, "repack_at": tuple(sorted(steps))}
+        row_lengths = _changes(config.model_copy(update=keys).row_lengths)
+        if {step: length for step, length in row_lengths.items() if step < number} == packed:
+            found: dict[str, dict[int, float] | list[int]] = {}
+            if lengths != values_by_step(config.sequence_length):
+                found["data.sequence_length"] = lengths
+            if (repack_at := [*row_lengths][1:]) != [*config.repack_at]:
+                found["data.repack_at"] = repack_at
+            return found
+    return None
 
 
 def _continued_weights(
@@ -157,8 +188,10 @@ def _changes(schedule: Mapping[int, Any]) -> dict[int, Any]:
     }
 
 
-def _written(schedule: Mapping[int, float]) -> str:
-    """Return a schedule as YAML."""
+def _written(schedule: Mapping[int, float] | list[int]) -> str:
+    """Return a schedule, or a list of steps, as YAML."""
+    if isinstance(schedule, list):
+        return str(schedule)
     values = {step: int(x) if x == int(x) else x for step, x in schedule.items()}
     return str(values)
 

@@ -10,11 +10,11 @@ import json
 import math
 import os
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -24,27 +24,19 @@ from absl import flags
 
 from data.batch import FIELDS, Fields, cut_row, empty_fields
 from data.batch_schedule import BatchSchedule, batch_number
-from data.block_cache import BlockCache
 from data.bucket_path import BucketPath
-from data.chat_jinja import find_chat_template
 from data.checked_array import FILES_PER_SOURCE, allow_open_files
 from data.config import DataConfig, values_by_step
 from data.engine import bind_to_parent
 from data.files import DataError
 from data.mixture import Mixture
-from data.packed_store import PackedStore, PackSettings, open_packed_store
 from data.packing import PACK_VERSION
-from data.prepare import prepare
-from data.sharded_store import ShardedRows, ShardedStore, wait_for_first_rows
-from data.source import SHUFFLE_PASSES, Source
-from data.store import Store, count_of
-from data.store_job import describe_unread_files, store_job
-from data.tokenization_progress import TokenizationProgress
+from data.sharded_store import ShardedStore
+from data.source import SHUFFLE_PASSES, AnyStore, Source
+from data.source_opener import EVAL_SUFFIX, SourceOpener
+from data.store import count_of
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer
 
-EVAL_SUFFIX = " eval_files"
-# Larger inputs must be tokenized before the run, by scripts/prepare_data.py.
-MAX_UNPREPARED_BYTES = 2**30
 # Part of `Dataset.order`, by the number of shuffles; runs of the first version had one. Add another
 # when mixing, shuffling or cutting changes.
 _ORDER_VERSIONS = {1: 1, SHUFFLE_PASSES: 2}
@@ -88,41 +80,62 @@ class Dataset:
         pins: of an earlier dataset, see `Dataset.pins`; None: all that is there. report: called
             with a line while the first rows of a source are being prepared; None: print.
         """
-        self.config, self._report = config, report
+        self.config, self._report = config, report or print
         self.schedule = BatchSchedule(config)
         self.tokenizer = tokenizer or open_tokenizer(config.tokenizer, config.eos_token)
         self.bos_id = document_bos(self.tokenizer, config.add_bos)
-        cache = Path(os.path.expanduser(config.cache_dir))
         names = sorted(config.named_sources)
         num_stores = sum(1 + (s.eval_files is not None) for s in config.named_sources.values())
         allow_open_files(FILES_PER_SOURCE * num_stores)
-        self._cache = cache
-        self._blocks = BlockCache(cache / "blocks", int(config.bucket_cache_gb * 1e9))
         self.pin(pins or Pins())
-        self.mixture = Mixture(
-            names,
-            [
-                (first, {name: shares.get(name, Fraction(0)) for name in names})
-                for first, shares in self._shares().items()
-            ],
-        )
+        self._mixtures = {
+            length: Mixture(
+                names,
+                [
+                    (first, {name: shares.get(name, Fraction(0)) for name in names})
+                    for first, shares in by_row.items()
+                ],
+            )
+            for length, by_row in self._shares().items()
+        }
 
     def pin(self, pins: "Pins") -> None:
         """Open the sources again, unless they are as another dataset found them.
 
         Raises: ValueError when a part of a store is gone.
         """
-        if hasattr(self, "sources") and pins == self.pins:
+        if hasattr(self, "_sources") and pins == self.pins:
             return
         self._pins = pins
-        self._unread_files: list[str] = []
+        self._opener = SourceOpener(
+            self.config,
+            self.tokenizer,
+            parts=pins.parts,
+            shuffle_passes=pins.shuffle_passes,
+            report=self._report,
+        )
         # Sorted, so that the order in the configuration has no influence.
-        self.sources = [self._open(name, self._cache) for name in sorted(self.config.named_sources)]
+        opened = [self._opener.open(name) for name in sorted(self.config.named_sources)]
+        per_item = self.config.rows_per_item
+        self._sources = {
+            of_length[0].row_length * per_item: [*of_length]
+            for of_length in zip(*opened, strict=True)
+        }
+
+    @property
+    def sources(self) -> list[Source]:
+        """All sources, with rows of the largest length."""
+        return self._sources[max(self._sources)]
+
+    def rows_of(self, step: int) -> tuple[Mixture, list[Source]]:
+        """Return the mixture of the packed rows that a zero-based step reads, and its sources."""
+        length = self.schedule.at(step).packed_length
+        return self._mixtures[length], self._sources[length]
 
     @property
     def pins(self) -> "Pins":
         """The parts of its stores when it was opened, and its shuffle."""
-        stores: dict[str, Store | ShardedStore] = {}
+        stores: dict[str, AnyStore] = {}
         for source in self.sources:
             stores[source.name] = source.store
             if source.evaluation is not None:
@@ -131,62 +144,17 @@ class Dataset:
         parts = {name: len(store.parts) for name, store in sharded.items()}
         return Pins(parts, self._pins.shuffle_passes)
 
-    def _open(self, name: str, cache: Path) -> Source:
-        config = self.config
-        source = config.named_sources[name]
-        store, packed = self._open_store(name, cache)
-        evaluation = None
-        if source.eval_files is not None:
-            evaluation = self._open_store(name, cache, is_evaluation=True)
-        has_chats = store.is_masked
-        template = find_chat_template(config.chat_template, self.tokenizer) if has_chats else None
-        # A seed per source, so that other sources do not change its order.
-        seed = hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4]
-        return Source(
-            name,
-            store,
-            packed,
-            int.from_bytes(seed, "little"),
-            self.tokenizer,
-            config.row_length,
-            config.rows_per_item,
-            evaluation,
-            None if template is None else template.label,
-            self._pins.shuffle_passes,
-        )
+    def _shares(self) -> dict[int, dict[int, dict[str, Fraction]]]:
+        """Return, for every packed length, the shares by the first row at which they hold.
 
-    def _open_store(
-        self, name: str, cache: Path, *, is_evaluation: bool = False
-    ) -> tuple[Store | ShardedStore, PackedStore | ShardedRows]:
-        config = self.config
-        key = f"data.sources.{name}" if config.sources else "data"
-        title = name + EVAL_SUFFIX if is_evaluation else name
-        job = store_job(name, config, self.tokenizer, is_evaluation=is_evaluation)
-        eval_fraction = config.eval_fraction_of(config.named_sources[name])
-        settings = PackSettings(config.row_length, config.packing, eval_fraction)
-        with TokenizationProgress(name) as progress:
-            store = prepare(
-                job,
-                cache=cache,
-                limit=MAX_UNPREPARED_BYTES,
-                report=progress.update,
-                blocks=self._blocks,
-                num_parts=self._pins.parts.get(title),
-            )
-        if isinstance(store, ShardedStore):
-            rows = ShardedRows(store, settings)
-            wait_for_first_rows(rows, self._report or print)
-            return store, rows
-        store.load_index()
-        self._unread_files.extend(describe_unread_files(job))
-        try:
-            return store, open_packed_store(store, settings, cache)
-        except ValueError as error:
-            raise DataError(f"{job.files_key if is_evaluation else key}: {error}") from error
-
-    def _shares(self) -> dict[int, dict[str, Fraction]]:
-        """Return the shares by the first row at which they hold; the last change in a row wins."""
-        return {self.schedule.first_row(step): now for step, now in self.config.shares.items()}
+        The last change in a row wins.
+        """
+        shares, found = self.config.shares, dict[int, dict[int, dict[str, Fraction]]]()
+        for step in sorted({*shares, *self.config.row_lengths}):
+            by_row = found.setdefault(self.schedule.at(step).packed_length, {})
+            now = shares[max(first for first in shares if first <= step)]
+            by_row[self.schedule.first_row(step)] = now
+        return found
 
     @property
     def num_eval(self) -> int:
@@ -195,18 +163,18 @@ class Dataset:
 
     def read_train(self, step: int, rows: Sequence[int]) -> Fields:
         """Read some rows of the batch of a zero-based step, each field `(len(rows), L)`."""
-        length = self.schedule.at(step).length
-        out = empty_fields(len(rows), length)
+        phase, (mixture, sources) = self.schedule.at(step), self.rows_of(step)
+        out = empty_fields(len(rows), phase.length)
         last, row = -1, Fields()
         for n, (long_row, first) in enumerate(self.schedule.locate_rows(step, rows)):
             out_row = {field: values[n] for field, values in out.items()}
-            if length == self.schedule.row_length:
-                source, index = self.mixture.locate(long_row)
-                self.sources[source].train_row(index, out_row)
+            if phase.length == phase.packed_length:
+                source, index = mixture.locate(long_row)
+                sources[source].train_row(index, out_row)
                 continue
             if long_row != last:
-                source, index = self.mixture.locate(long_row)
-                last, row = long_row, self.sources[source].train_row(index)
+                source, index = mixture.locate(long_row)
+                last, row = long_row, sources[source].train_row(index)
             cut_row(row, first, out_row)
         return out
 
@@ -221,24 +189,26 @@ class Dataset:
             )
             if line is not None
         ]
-        return [*self._unread_files, *self.unchecked_stores(), *found, *self.repetitions()]
+        return [*self._opener.unread_files, *self.unchecked_stores(), *found, *self.repetitions()]
 
     def repetitions(self) -> list[str]:
         """Return a line for every source with fewer rows than one batch takes from it."""
         firsts = {phase.first_step for phase in self.schedule.phases} | {*self.config.shares}
-        most = dict.fromkeys(range(len(self.sources)), 0)
-        for step in firsts:
-            first, end = (self.schedule.first_row(s) for s in (step, step + 1))
-            before, after = self.mixture.counts(first), self.mixture.counts(end)
-            for source, taken in most.items():
-                most[source] = max(taken, after[source] - before[source])
+        most: dict[tuple[str, int], tuple[int, Source]] = {}
+        for step in sorted(firsts):
+            mixture, sources = self.rows_of(step)
+            before = mixture.counts(self.schedule.first_row(step))
+            after = mixture.counts(self.schedule.end_row(step))
+            for source, first, end in zip(sources, before, after, strict=True):
+                key = source.name, source.row_length
+                if end - first > max(source.expected_items, most.get(key, (0, source))[0]):
+                    most[key] = end - first, source
         item = "training row" if self.config.rows_per_item == 1 else "training pair"
         return [
             f"data {source.name}: a batch takes {taken:,} of its "
             f"{count_of(source.num_items, item)}, so rows repeat within a step; give more data, or "
             "lower data.global_batch_size"
-            for source, taken in zip(self.sources, most.values(), strict=True)
-            if taken > source.expected_items
+            for taken, source in most.values()
         ]
 
     def unchecked_stores(self) -> list[str]:
@@ -269,17 +239,19 @@ class Dataset:
     def is_ready(self, number: int) -> bool:
         """Return whether the rows of a batch can be read; else `refresh` may find them later."""
         taken: tuple[int, ...] = ()
-        for index, source in enumerate(self.sources):
+        mixture, sources = self.rows_of(number)
+        for index, source in enumerate(sources):
             if source.is_growing:
-                taken = taken or self.mixture.counts(self.schedule.first_row(number + 1))
+                taken = taken or mixture.counts(self.schedule.end_row(number))
                 if taken[index] > source.num_items:
                     return False
         return True
 
     def refresh(self) -> None:
         """Look for shards that were prepared since. Raises: DataError."""
-        for source in self.sources:
-            source.refresh()
+        for sources in self._sources.values():
+            for source in sources:
+                source.refresh()
 
     @property
     def read_options(self) -> grain.ReadOptions:
@@ -295,15 +267,26 @@ class Dataset:
 
     def progress(self, step: int) -> dict[str, float]:
         """Return tokens and epochs of every source in the first `step` steps, by metric name."""
-        counts = self.mixture.counts(self.schedule.tokens_before(step) // self.schedule.row_length)
-        numbers: dict[str, float] = {}
-        for source, count in zip(self.sources, counts, strict=True):
-            epochs = count / source.expected_items
-            # Without padding, of which every row has about the same amount.
-            tokens = count / source.num_items * source.packed.info.train_tokens
-            numbers[f"data/{source.name}/tokens"] = round(tokens)
-            numbers[f"data/{source.name}/epoch"] = epochs
-        return numbers
+        tokens, epochs = defaultdict[str, float](float), defaultdict[str, float](float)
+        for length, sources in self._sources.items():
+            rows = self.schedule.tokens_read(length, step) // length
+            for source, count in zip(sources, self._mixtures[length].counts(rows), strict=True):
+                epochs[source.name] += count / source.expected_items
+                # Without padding, of which every row has about the same amount.
+                tokens[source.name] += count / source.num_items * source.packed.info.train_tokens
+        return {
+            f"data/{name}/{key}": value
+            for name in tokens
+            for key, value in (("tokens", round(tokens[name])), ("epoch", epochs[name]))
+        }
+
+    def summaries(self) -> list[str]:
+        """Return a line about every source, and one about its rows of every other length."""
+        return [
+            source.summary if source.row_length == self.config.row_length else source.summary_rows
+            for of_source in zip(*self._sources.values(), strict=True)
+            for source in of_source
+        ]
 
     def describe_epochs(self, steps: int) -> str:
         """Return a line about how often the first `steps` steps read the rows of every source."""
@@ -322,7 +305,7 @@ class Dataset:
         def before_step(scheduled: Mapping[int, Any]) -> list[list[Any]]:
             return [[s, value] for s, value in scheduled.items() if s < max(1, step)]
 
-        shares = before_step(config.shares)
+        shares, row_lengths = before_step(config.shares), before_step(config.row_lengths)
         used = {name for _, now in shares for name in now}
         shuffle = grain.MapDataset.range(1000).seed(0).shuffle().repeat()
         # Runs without BOS are older than this key.
@@ -343,7 +326,7 @@ class Dataset:
             "tokenizer": self.tokenizer.digest,
             "packing": config.packing,
             "eval_fraction": config.eval_fraction,
-            "row_length": config.row_length,
+            "row_length": row_lengths if len(row_lengths) > 1 else row_lengths[0][1],
             "sequence_length": before_step(values_by_step(config.sequence_length)),
             "global_batch_size": before_step(values_by_step(config.global_batch_size)),
             "shuffle": [int(shuffle[index]) for index in (*range(4), *range(1000, 1004))],

@@ -14,12 +14,10 @@ from data.shard_list import (
     SHARDS,
     RowsRecord,
     ShardRecord,
-    delete_file,
     in_parallel,
     part_file,
     read_list,
     rows_key,
-    rows_lists,
     upload_folder,
     write_list,
     write_tree,
@@ -35,6 +33,8 @@ class ShardRows:
     def __init__(self, folder: AnyPath, part: PlannedPart, settings: PackSettings):
         self._folder, self._part, self._settings = folder, part, settings
         self._key = rows_key(settings)
+        self.list_file = part_file(folder, part.number, self._key)
+        """File of the list of the rows of all shards."""
 
     def pack(self, store: Store, shard: int, folder: Path) -> None:
         """Pack the rows of a shard into a folder. Raises: OSError."""
@@ -68,7 +68,7 @@ class ShardRows:
         listed: the records of the shards. work: folder for the rows of a store in a bucket.
         Raises: DataError without rows to train on, or to hold out; OSError.
         """
-        file = part_file(self._folder, self._part.number, self._key)
+        file = self.list_file
         records = read_list(file, RowsRecord)
         if records is None:
 
@@ -94,13 +94,6 @@ class ShardRows:
                 f"data.eval_fraction=0 or a larger fraction, or delete {self._folder} and prepare "
                 "it with a larger --shard-gb"
             )
-
-    def delete_other_lists(self) -> None:
-        """Delete lists of rows with other settings: a shard that is made again lacks such rows."""
-        kept = part_file(self._folder, self._part.number, self._key).name
-        for path in rows_lists(self._folder, self._part.number):
-            if path.name != kept:
-                delete_file(path)
 
     def _rows_of(self, shard: int, work: Path) -> RowsRecord:
         """Return the record of the rows of a shard, which are packed unless they are there."""

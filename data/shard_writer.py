@@ -22,11 +22,13 @@ from data.shard_list import (
     RECORD,
     SHARDS,
     ShardRecord,
+    delete_file,
     in_parallel,
     is_sharded,
     part_file,
     read_list,
     read_model,
+    rows_lists,
     shard_names,
     upload_folder,
     write_list,
@@ -52,7 +54,7 @@ def prepare_shards(
     job: StoreJob,
     folder: AnyPath,
     sharding: Sharding,
-    settings: PackSettings,
+    settings: Sequence[PackSettings],
     *,
     cache: Path,
     engine: Engine = run_tasks,
@@ -60,6 +62,7 @@ def prepare_shards(
 ) -> ShardedStore:
     """Make the shards of a source that are missing, pack their rows, and return the store.
 
+    settings: of rows; each shard is packed with every one of them.
     cache: folder for the work on a store in a bucket.
     Raises: DataError for what the user can correct; OSError. After either, or a kill, the next call
         continues.
@@ -91,7 +94,7 @@ class _Preparation:
         job: StoreJob,
         folder: AnyPath,
         sharding: Sharding,
-        settings: PackSettings,
+        settings: Sequence[PackSettings],
         engine: Engine,
         report: ReportProgress,
         root: Path,
@@ -103,7 +106,7 @@ class _Preparation:
     def run(self) -> None:
         """Make what is missing. Raises: DataError, OSError."""
         self._part = part = self._open_part()
-        self._rows = ShardRows(self._folder, part, self._settings)
+        self._rows = [ShardRows(self._folder, part, settings) for settings in self._settings]
         file = part_file(self._folder, part.number, "shards")
         listed = read_list(file, ShardRecord)
         there = self._there()
@@ -117,7 +120,8 @@ class _Preparation:
             part.check(self._folder)
             write_list(file, listed)
         self._check_records(listed)
-        self._rows.write_list(listed, self._work)
+        for rows in self._rows:
+            rows.write_list(listed, self._work)
         shutil.rmtree(self._work)
 
     def _open_part(self) -> PlannedPart:
@@ -299,7 +303,8 @@ class _Preparation:
             record = read_model(made / RECORD, ShardRecord, f"delete {made} and run this again")
         else:
             store = Store(made)
-            self._rows.pack(store, shard, made)
+            for rows in self._rows:
+                rows.pack(store, shard, made)
             record = ShardRecord(
                 digest=store.digest,
                 num_tokens=store.num_tokens,
@@ -320,7 +325,10 @@ class _Preparation:
             )
         self._part.check(self._folder)
         if listed is not None:
-            self._rows.delete_other_lists()
+            kept = {rows.list_file.name for rows in self._rows}
+            for path in rows_lists(self._folder, self._part.number):
+                if path.name not in kept:  # a shard that is made again lacks such rows
+                    delete_file(path)
         move_folder(made, target)
 
 

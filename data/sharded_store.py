@@ -372,8 +372,8 @@ class ShardedRows:
             raise DataError(
                 f"{store.folder} has no rows for these settings ({given}) of what was prepared "
                 f"from {files}; run scripts/prepare_data.py with --out={store.folder}, those "
-                f"files, {fraction}, and data.sequence_length and data.packing as here, which "
-                "packs them"
+                f"files, {fraction}, and data.sequence_length, data.repack_at and data.packing as "
+                "here, which packs them"
             )
         return found
 

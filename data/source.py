@@ -16,6 +16,9 @@ from data.sharded_store import ShardedRows, ShardedSplit, ShardedStore
 from data.store import Store, count_of
 from data.tokenizers.base import Tokenizer
 
+AnyStore = Store | ShardedStore
+AnyRows = PackedStore | ShardedRows
+
 # One pass of grain's shuffle is not uniform for many items: with 244 million, the means of 32
 # neighbours vary twice as much as by chance. After three passes they vary as by chance.
 SHUFFLE_PASSES = 3
@@ -35,9 +38,7 @@ def _shard_order(seed: int, epoch: int, shard: int, count: int) -> grain.MapData
     return shuffled(count, int.from_bytes(digest, "little"), SHUFFLE_PASSES)
 
 
-def _in_shard(
-    store: Store | ShardedStore, rows: Rows | ShardedSplit, row: int
-) -> tuple[Store, Rows, int]:
+def _in_shard(store: AnyStore, rows: Rows | ShardedSplit, row: int) -> tuple[Store, Rows, int]:
     """Return the store of a row, its rows, and the number of the row among them."""
     if isinstance(rows, ShardedSplit):
         return rows.locate(row)
@@ -50,14 +51,14 @@ class Source:
     """One source of a run: its tokens, its packed rows, and their order."""
 
     name: str
-    store: Store | ShardedStore
-    packed: PackedStore | ShardedRows
+    store: AnyStore
+    packed: AnyRows
     seed: int
     tokenizer: Tokenizer
     row_length: int
     rows_per_item: int = 1
     """Rows that are shuffled as one: two of a preference pair."""
-    evaluation: tuple[Store | ShardedStore, PackedStore | ShardedRows] | None = None
+    evaluation: tuple[AnyStore, AnyRows] | None = None
     """Store of `eval_files`, of which every row is held out; None: the held-out rows of `packed`.
     """
     chat_template: str | None = None
@@ -133,7 +134,7 @@ class Source:
         return self.num_items
 
     @property
-    def held_out(self) -> tuple[Store | ShardedStore, Rows | ShardedSplit]:
+    def held_out(self) -> tuple[AnyStore, Rows | ShardedSplit]:
         """The held-out rows, and the store that has their tokens."""
         if self.evaluation is None:
             return self.store, self.packed.held_out
@@ -156,12 +157,8 @@ class Source:
     def summary(self) -> str:
         """One line: size of the store, skipped documents, and rows."""
         info = self.packed.info
-        train = count_of(info.train_rows, "training row")
         held_out = count_of(self.num_eval, "held-out row")
-        line = (
-            f"data {self.name}: {self.store.summary()}; {train} ({info.efficiency:.1%} full), "
-            f"{held_out}"
-        )
+        line = f"data {self.name}: {self.store.summary()}; {self._train_rows}, {held_out}"
         if info.held_out_conversations:
             line += (
                 f" ({info.held_out_conversations:,} of {self.store.num_documents:,} conversations)"
@@ -175,6 +172,16 @@ class Source:
         if self.evaluation is not None:
             line += f"; eval_files: {self.evaluation[0].summary()}"
         return line
+
+    @property
+    def summary_rows(self) -> str:
+        """One line about the training rows, if there are rows of other lengths too."""
+        return f"data {self.name}: {self._train_rows} of {self.row_length:,} tokens"
+
+    @property
+    def _train_rows(self) -> str:
+        info = self.packed.info
+        return f"{count_of(info.train_rows, 'training row')} ({info.efficiency:.1%} full)"
 
     def cut_conversations(self, packing: Packing) -> str | None:
         """Return a line about conversations of which a row has only a part; None: all are whole."""
@@ -226,7 +233,7 @@ class Source:
 
     def _read(
         self,
-        store: Store | ShardedStore,
+        store: AnyStore,
         rows: Rows | ShardedSplit,
         row: int,
         out: Fields | None = None,

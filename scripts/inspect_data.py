@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> None:
     ):
         console.print(f"\n{title}\n{count_row(fields)}", style="bold")
         console.print(row_text(fields, dataset.tokenizer, by_token=args.tokens))
-    chosen = [source for source in dataset.sources if args.source in (None, source.name)]
+    sources = dataset.sources if args.held_out else dataset.rows_of(step)[1]
+    chosen = [source for source in sources if args.source in (None, source.name)]
     for source in chosen:
         console.print(f"\nsource {source.name}", style="bold")
         for name, value in describe(source, config, step):

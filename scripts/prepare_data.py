@@ -95,9 +95,10 @@ def make_shards(
     return store, progress.speed()
 
 
-def pack_settings(job: StoreJob, data: DataConfig) -> PackSettings:
-    """Return the settings that decide the rows of a store."""
-    return PackSettings(data.row_length, data.packing, data.eval_fraction_of(job.source))
+def pack_settings(job: StoreJob, data: DataConfig) -> list[PackSettings]:
+    """Return the settings that decide the rows of a store, one for every length of rows."""
+    lengths = dict.fromkeys(data.row_lengths.values())
+    return [PackSettings(n, data.packing, data.eval_fraction_of(job.source)) for n in lengths]
 
 
 def count_rows(store: Store | ShardedStore, settings: PackSettings, cache: Path) -> int:
@@ -208,8 +209,11 @@ def prepare_store(
     else:
         assert isinstance(folder, Path)
         store, speed = make(job, folder, engine)
-    count = count_rows(store, settings, Path(data.cache_dir).expanduser())
-    rows = f"{count:,} {'held-out' if job.is_evaluation else 'training'} rows of {data.row_length}"
+    cache, kind = Path(data.cache_dir).expanduser(), "held-out" if job.is_evaluation else "training"
+    rows = ", ".join(
+        f"{count_rows(store, of_length, cache):,} {kind} rows of {of_length.row_length}"
+        for of_length in settings
+    )
     print(f"{title(job)}: {store.summary()}; {rows}; {speed}; {folder}", flush=True)
     for line in describe_unread_files(job):
         print(f"warning: {line}", flush=True)

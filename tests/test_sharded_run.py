@@ -48,7 +48,7 @@ def prepare(source: SourceConfig, folder: Path, **options) -> ShardedStore:
     sharding = Sharding(700, **{k: options.pop(k) for k in ("in_order", "append") if k in options})
     job = StoreJob("text", source, ByteTokenizer(), "raise")
     rows = PackSettings(32, "split", 0.05)
-    return prepare_shards(job, folder, sharding, rows, cache=folder.parent / "cache", **options)
+    return prepare_shards(job, folder, sharding, [rows], cache=folder.parent / "cache", **options)
 
 
 class Growing:

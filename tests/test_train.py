@@ -39,7 +39,8 @@ pytestmark = pytest.mark.usefixtures("signals")
         ("data.files=FOLDER/short", "data: 2 tokens in 1 document(s) are too few for training"),
         ("data.files=FOLDER/broken", "FOLDER/broken: invalid UTF-8"),
         ("data.tokenizer=FOLDER/empty", "FOLDER/empty"),
-        ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide the lar"),
+        ("data.sequence_length={0: 24, 1: 32}", "data.sequence_length=24 does not divide 32, the"),
+        ("data.repack_at=5", "data.repack_at=5: write a list of steps, such as [5000]"),
         ("run.dir=FOLDER/a.txt/run", "cannot be written: Not a directory; give a directory"),
         ("data.cache_dir=FOLDER/a.txt/cache", "Not a directory"),
         ("run.dir=FOLDER/lr=[1]/run", "orbax reads [ ] * ? as a pattern; give a path"),
@@ -263,6 +264,24 @@ def test_sources_join_and_leave_as_refusals_say(tmp_path, capsys):
     seen = [x.get("data/lines/tokens") for x in read_lines(tmp_path / "run" / "metrics.jsonl")]
     assert seen[:2] == [None, None]
     assert seen[2] < seen[3] == seen[4] == seen[5] == pytest.approx(8 * 32, rel=0.1)
+
+
+@pytest.mark.costly
+def test_rows_become_longer_as_the_refusal_says_and_a_resume_is_bit_equal(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert run(config, "training.steps=2") == 0
+    message = refusal(capsys, config, "data.sequence_length=64", "training.steps=5")
+    longer = shlex.split(re.search(r" set (.*), or give", message)[1])
+    assert longer == ["data.sequence_length={0: 32, 2: 64}", "data.repack_at=[2]"]
+    assert run(config, *longer, "training.steps=3") == 0
+    assert run(config, *longer, "training.steps=5") == 0
+    whole = ("run.dir=" + str(tmp_path / "whole"), "training.steps=5")
+    assert run(config, *longer, *whole) == 0
+    lines, wanted = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    assert [x["loss"] for x in lines] == [x["loss"] for x in wanted]
+    seen = [x["data/text/tokens"] for x in lines]
+    assert seen[1] == pytest.approx(2 * 8 * 32, rel=0.1)
+    assert seen[4] - seen[1] == pytest.approx(3 * 8 * 64, rel=0.1)
 
 
 @pytest.mark.parametrize(

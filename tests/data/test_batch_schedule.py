@@ -12,8 +12,10 @@ from data.config import DataConfig
 ROW = 12
 
 
-def schedule_of(lengths, sizes) -> BatchSchedule:
-    return BatchSchedule(DataConfig(sequence_length=lengths, global_batch_size=sizes))
+def schedule_of(lengths, sizes, repack_at=()) -> BatchSchedule:
+    return BatchSchedule(
+        DataConfig(sequence_length=lengths, global_batch_size=sizes, repack_at=repack_at)
+    )
 
 
 def places_of(schedule: BatchSchedule, step: int) -> list[tuple[int, int]]:
@@ -21,7 +23,8 @@ def places_of(schedule: BatchSchedule, step: int) -> list[tuple[int, int]]:
 
 
 def first_tokens(schedule: BatchSchedule, step: int) -> list[int]:
-    return [row * schedule.row_length + first for row, first in places_of(schedule, step)]
+    packed = schedule.at(step).packed_length
+    return [row * packed + first for row, first in places_of(schedule, step)]
 
 
 @given(
@@ -39,11 +42,12 @@ def test_steps_take_consecutive_tokens_through_any_changes(lengths, sizes, gaps)
         phase = schedule.at(step)
         assert phase.length == lengths[max(s for s in lengths if s <= step)]
         assert phase.batch_size == sizes[max(s for s in sizes if s <= step)]
-        assert schedule.tokens_before(step) == token
-        assert schedule.first_row(step) == -(-token // schedule.row_length)
+        assert schedule.tokens_read(ROW, step) == token
+        assert schedule.first_row(step) == -(-token // ROW)
         wanted = [token + b * phase.length for b in range(phase.batch_size)]
         assert first_tokens(schedule, step) == wanted
         token += phase.batch_size * phase.length
+        assert schedule.end_row(step) == -(-token // ROW)
 
 
 def test_a_row_never_reaches_over_the_end_of_a_long_one():
@@ -63,7 +67,8 @@ def test_without_changes_a_batch_is_whole_rows_one_after_another():
         (
             {0: 8, 10: 12},
             12,
-            r"data.sequence_length=8 does not divide the largest value, 12; use a divisor",
+            r"data.sequence_length=8 does not divide 12, the length of the rows from which it is "
+            r"cut: the largest data.sequence_length of these steps; use a divisor",
         ),
         (
             {0: 4, 1: 12},
@@ -101,4 +106,42 @@ def test_only_the_document_that_is_cut_restarts():
 
 
 def test_the_step_that_a_refusal_names_is_accepted():
-    assert schedule_of({0: 4, 3: 12}, 5).tokens_before(4) == 3 * 20 + 60
+    assert schedule_of({0: 4, 3: 12}, 5).first_token(4) == 3 * 20 + 60
+
+
+def test_each_length_of_packed_rows_is_read_in_an_order_of_its_own():
+    """Rows of 12 tokens are taken up again where steps 0 to 2 left them, with a whole row."""
+    lengths = {0: 12, 1: 4, 3: 24, 5: 12, 7: 4, 8: 24}
+    schedule = schedule_of(lengths, {0: 1, 4: 2}, repack_at=[3, 5, 8])
+    packed = {0: 12, 3: 24, 5: 12, 8: 24}
+    found: dict[int, list[int]] = {12: [], 24: []}
+    for step in range(8):
+        phase = schedule.at(step)
+        assert phase.packed_length == packed[max(s for s in packed if s <= step)]
+        assert phase.length == lengths[max(s for s in lengths if s <= step)]
+        found[phase.packed_length].append(schedule.first_token(step))
+    assert found == {12: [0, 12, 16, 24, 48, 72], 24: [0, 24]}
+    assert schedule.first_token(8) == 72 == schedule.tokens_read(24, 8)
+    # The two rows of 4 tokens of steps 1 and 2 leave 4 tokens of their packed row unread.
+    assert schedule.tokens_read(12, 5) == 20 and schedule.first_row(5) == 2
+    assert schedule.end_row(2) == 2 and schedule.end_row(4) == 3
+    assert schedule.tokens_read(24, 3) == 0 and schedule.tokens_read(12, 3) == 20
+
+
+@pytest.mark.parametrize(
+    ("lengths", "repack_at", "law"),
+    [
+        ({0: 8, 4: 16}, [4, 2], r"data.repack_at=\[4, 2\] is not in ascending order"),
+        ({0: 8, 4: 16}, [4, 4], r"not in ascending order"),
+        (
+            {0: 8, 4: 16, 6: 8},
+            [4, 5],
+            r"data.repack_at=5 has no effect: the largest data.sequence_length is 16 before and "
+            r"after that step; remove it, or change the length there",
+        ),
+        ({0: 8, 4: 6}, [2], r"has no effect: the largest data.sequence_length is 8"),
+    ],
+)
+def test_steps_that_repack_nothing_are_refused(lengths, repack_at, law):
+    with pytest.raises(ValueError, match=law):
+        schedule_of(lengths, 8, repack_at)

@@ -31,7 +31,9 @@ def small_pieces(monkeypatch) -> None:
 
 def make(job, folder, tmp_path: Path, size: int = 120, **options) -> ShardedStore:
     sharding = Sharding(size, in_order=options.pop("in_order", False))
-    return prepare_shards(job, to_path(folder), sharding, ROWS, cache=tmp_path / "work", **options)
+    return prepare_shards(
+        job, to_path(folder), sharding, [ROWS], cache=tmp_path / "work", **options
+    )
 
 
 def objects(url: str) -> dict[str, bytes]:

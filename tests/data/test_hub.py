@@ -140,7 +140,7 @@ def test_shards_of_a_split_that_changed_are_continued_at_their_revision(
         source = SourceConfig(files=str(HubSplit("a/b", "train", revision)))
         job = StoreJob("text", source, ByteTokenizer(), on_error)
         rows = PackSettings(16, "split", 0.05)
-        return prepare_shards(job, tmp_path / "store", Sharding(300), rows, cache=tmp_path)
+        return prepare_shards(job, tmp_path / "store", Sharding(300), [rows], cache=tmp_path)
 
     with pytest.raises(DataError, match="invalid JSON"):
         make("old")

@@ -1,5 +1,6 @@
 """A resume with other data says which keys let the run go on, and these keys do."""
 
+import itertools
 import re
 from fractions import Fraction
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from data.config import DataConfig
+from data.config import DataConfig, values_by_step
 from data.order_changes import explain_change, remedy_of_change
 
 NAMES = "books", "chat", "code"
@@ -127,10 +128,81 @@ def test_another_batch_size_may_begin_at_the_resume(sizes, advised):
     assert remedy_of_change(before, other, 5, config) == "restore the former values"
 
 
-def test_longer_rows_need_another_run() -> None:
-    short, config = ({"row_length": length} for length in (128, 256)), DataConfig(files="x")
-    remedy = remedy_of_change(*short, 5, config)
-    assert remedy == "restore the former value (other rows need a new run, with training.init_from)"
+LENGTHS = st.lists(st.sampled_from([8, 16, 32]), min_size=1, max_size=3)
+
+
+@st.composite
+def row_lengths(draw) -> DataConfig:
+    """Draw a configuration of row lengths that may change, some of them with new rows."""
+    lengths = draw(LENGTHS)
+    steps = sorted(draw(st.sets(st.integers(1, 9), min_size=2, max_size=2)))
+    repack_at = draw(st.sets(st.sampled_from(steps)))
+    scheduled = dict(zip([0, *steps], lengths, strict=False))
+    try:
+        return DataConfig(files="x", sequence_length=scheduled, repack_at=tuple(sorted(repack_at)))
+    except ValueError:  # steps without new rows
+        return DataConfig(files="x", sequence_length=scheduled)
+
+
+def order_of_lengths(config: DataConfig, number: int) -> dict:
+    """Return the parts of the order of a run that name row lengths."""
+    packed = [[s, n] for s, n in config.row_lengths.items() if s < number]
+    lengths = values_by_step(config.sequence_length).items()
+    return {
+        "row_length": packed if len(packed) > 1 else packed[0][1],
+        "sequence_length": [[s, n] for s, n in lengths if s < number],
+    }
+
+
+@given(before=row_lengths(), now=row_lengths(), number=st.integers(1, 8))
+def test_advised_row_lengths_keep_the_past_and_change_the_rest(before, now, number) -> None:
+    past, other = (order_of_lengths(config, number) for config in (before, now))
+    if past == other:
+        return
+    remedy = remedy_of_change(past, other, number, now)
+    found = dict(re.findall(r"data\.(sequence_length|repack_at)='([^']+)'", remedy))
+    read = YAML(typ="safe", pure=True)
+    if not found:
+        assert remedy == "restore the former values"
+        assert not has_continuation(past, now, number)
+        return
+    keys = {key: read.load(text) for key, text in found.items()}
+    settled = DataConfig.model_validate(now.model_dump() | keys)
+    kept = order_of_lengths(settled, number)
+    assert kept["row_length"] == past["row_length"]
+    for step in range(12):
+        config = before if step < number else now
+        assert length_at(settled, step) == length_at(config, step)
+
+
+def has_continuation(past: dict, now: DataConfig, number: int) -> bool:
+    """Return whether any steps of repack_at keep the rows of the past, by trying all of them."""
+    later = {s: n for s, n in values_by_step(now.sequence_length).items() if s > number}
+    lengths = {**dict(past["sequence_length"]), number: length_at(now, number), **later}
+    packed = past["row_length"]
+    packed = dict(packed) if isinstance(packed, list) else {0: packed}
+    for count in range(len(later) + 2):
+        for steps in itertools.combinations([number, *later], count):
+            repack_at = tuple(sorted({*packed, *steps} - {0}))
+            keys = {"sequence_length": lengths, "repack_at": repack_at}
+            rows = now.model_copy(update=keys).row_lengths
+            if {s: n for s, n in rows.items() if s < number} == packed:
+                return True
+    return False
+
+
+def length_at(config: DataConfig, step: int) -> int:
+    lengths = values_by_step(config.sequence_length)
+    return lengths[max(s for s in lengths if s <= step)]
+
+
+def test_longer_rows_may_begin_at_the_resume() -> None:
+    short, config = DataConfig(files="x", sequence_length=128), DataConfig(files="x")
+    orders = order_of_lengths(short, 5), order_of_lengths(config, 5)
+    assert remedy_of_change(*orders, 5, config) == (
+        "restore the former values, or, to change them only from step 5 on, set "
+        "data.sequence_length='{0: 128, 5: 256}' data.repack_at='[5]'"
+    )
 
 
 def test_a_batch_size_and_a_source_may_change_together() -> None:

@@ -138,7 +138,7 @@ class TestOnRay:
             store = build(job, tmp_path / name, engine=used)
             sharding, rows = Sharding(random.Random(seed).choice([200, 2000])), ROWS
             folder = tmp_path / f"{name}-shards"
-            prepare_shards(job, folder, sharding, rows, cache=tmp_path / name, engine=used)
+            prepare_shards(job, folder, sharding, [rows], cache=tmp_path / name, engine=used)
             found[name] = content(store.folder), content(folder)
         assert found["there"] == found["here"] and len(found["here"][1]) > 8
 

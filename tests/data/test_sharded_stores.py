@@ -56,6 +56,7 @@ def small_pieces(monkeypatch) -> None:
 def shards(job: StoreJob, folder: Path, size: int = 150, **options) -> ShardedStore:
     sharding = {key: options.pop(key) for key in ("in_order", "append") if key in options}
     rows = options.pop("rows", ROWS)
+    rows = [rows] if isinstance(rows, PackSettings) else rows
     return prepare_shards(
         job, folder, Sharding(size, **sharding), rows, cache=folder.parent / "cache", **options
     )
@@ -278,6 +279,36 @@ def test_other_rows_are_packed_without_tokenizing(tmp_path) -> None:
 
     shards(job_of(source), folder, rows=PackSettings(32, "split", 0.01), engine=engine)
     assert Dataset(config).sources[0].num_items > 5
+
+
+def test_rows_of_two_lengths_are_packed_at_once(tmp_path) -> None:
+    """A run whose rows become longer begins while the store is being prepared."""
+    job, options = job_of(write_texts(tmp_path / "input")), {"in_order": True}
+    two = PackSettings(32, "split", 0.05), ROWS
+    left = dict.fromkeys(range(2))
+    folder = tmp_path / "cut"
+    lengths = {"sequence_length": {0: 16, 2: 32}, "repack_at": (2,), "global_batch_size": 2}
+    config = DataConfig(files=str(folder), eval_fraction=0.05, cache_dir=str(tmp_path), **lengths)
+    found: list[Dataset] = []
+
+    def engine(pieces, settings):
+        for number, piece in enumerate(run_tasks(pieces, settings)):
+            if number == len(pieces) // 2:
+                found.append(Dataset(config))
+                assert found[0].is_growing
+                left[0], left[1] = (s[0].num_items for s in found[0]._sources.values())
+            yield piece
+
+    shards(job, folder, rows=two, engine=engine, **options)
+    (dataset,) = found
+    dataset.refresh()
+    assert not dataset.is_growing
+    for count, sources in zip(left.values(), dataset._sources.values(), strict=True):
+        assert 0 < count < sources[0].num_items
+    once = tmp_path / "again"
+    for rows in two:
+        shards(job, once, rows=rows, **options)
+    assert content(once) == content(folder)
 
 
 def test_mistakes_are_one_line(tmp_path) -> None:

@@ -1,5 +1,6 @@
 """scripts/prepare_data.py writes sharded stores, adds to them, verifies and mends them."""
 
+import re
 import shutil
 import sys
 from functools import partial
@@ -12,7 +13,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import inspect_data
 import prepare_data
 
+from data.config import DataConfig
 from data.formats.shards import plan_shards
+from data.pipeline import Dataset
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +33,25 @@ def write_texts(folder: Path, count: int) -> str:
 
 def prepare(tmp_path: Path, *arguments: str) -> int:
     return prepare_data.main(
-        [*arguments, f"data.cache_dir={tmp_path}/cache", "data.sequence_length=32", "--workers=0"]
+        ["data.sequence_length=32", *arguments, f"data.cache_dir={tmp_path}/cache", "--workers=0"]
     )
+
+
+def test_rows_of_every_length_of_a_run_are_packed(tmp_path, capsys) -> None:
+    text, lengths = write_texts(tmp_path / "texts", 6), "data.sequence_length={0: 32, 5: 64}"
+    shown = r"\d+ training rows of 32, \d+ training rows of 64; "
+    assert prepare(tmp_path, text, lengths, "data.repack_at=[5]") == 0
+    assert re.search(shown, capsys.readouterr().out)
+    out = f"--out={tmp_path}/store"
+    assert prepare(tmp_path, out, "--shard-gb=0.0000003", text) == 0
+    data = {"files": f"{tmp_path}/store", "cache_dir": f"{tmp_path}/cache", "repack_at": (5,)}
+    config = DataConfig(sequence_length={0: 32, 5: 64}, **data)
+    with pytest.raises(ValueError, match=r"no rows for these settings \(row_length 64.*repack_at"):
+        Dataset(config)
+    capsys.readouterr()
+    assert prepare(tmp_path, out, text, lengths, "data.repack_at=[5]") == 0
+    assert re.search(shown, capsys.readouterr().out)
+    assert Dataset(config).progress(9)["data/text/epoch"] > 0
 
 
 def test_a_store_is_made_extended_verified_and_mended(tmp_path, capsys) -> None:
