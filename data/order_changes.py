@@ -22,6 +22,28 @@ _KEYS = {
 }
 
 
+def without_repetitions(schedule: Mapping[int, Any]) -> dict[int, Any]:
+    """Return a schedule without the steps at which nothing changes."""
+    steps = sorted(schedule)
+    return {
+        step: schedule[step]
+        for last, step in zip([None, *steps], steps, strict=False)
+        if last is None or schedule[step] != schedule[last]
+    }
+
+
+def recorded_order(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the order in the record of a checkpoint as this version writes it.
+
+    Earlier versions kept steps at which nothing changes.
+    """
+    order = dict(record["order"])
+    for key in ("sequence_length", "global_batch_size"):
+        if key in order:
+            order[key] = [*map(list, without_repetitions(dict(order[key])).items())]
+    return order
+
+
 def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Return the differences between two orders, with the names of sources and keys."""
     changes = []
@@ -114,7 +136,7 @@ def _continued(before: Mapping[int, Any], value: Any, number: int) -> dict[int, 
     """Return the schedule that is `before` up to step `number`, and then as configured."""
     wanted = values_by_step(value)
     later = {step: x for step, x in wanted.items() if step > number}
-    return _changes({**before, number: _at(wanted, number), **later})
+    return without_repetitions({**before, number: _at(wanted, number), **later})
 
 
 def _continued_lengths(
@@ -133,7 +155,7 @@ def _continued_lengths(
     for first in firsts:
         steps = {*packed, first, *(step for step in later if step > first)} - {0, math.inf}
         keys = {"sequence_length": lengths, "repack_at": tuple(sorted(steps))}
-        row_lengths = _changes(config.model_copy(update=keys).row_lengths)
+        row_lengths = without_repetitions(config.model_copy(update=keys).row_lengths)
         if {step: length for step, length in row_lengths.items() if step < number} == packed:
             found: dict[str, dict[int, float] | list[int]] = {}
             if lengths != values_by_step(config.sequence_length):
@@ -171,21 +193,11 @@ def _continued_weights(
         for name in names:
             found[name][step] = weights.get(name, 0.0)
     found = {name: _continued(found[name], configured[name], number) for name in names}
-    return {name: x for name, x in found.items() if x != _changes(configured[name])}
+    return {name: x for name, x in found.items() if x != without_repetitions(configured[name])}
 
 
 def _at(schedule: Mapping[int, Any], step: int) -> Any:
     return schedule[max(first for first in schedule if first <= step)]
-
-
-def _changes(schedule: Mapping[int, Any]) -> dict[int, Any]:
-    """Return a schedule without the steps at which nothing changes."""
-    steps = sorted(schedule)
-    return {
-        step: schedule[step]
-        for last, step in zip([None, *steps], steps, strict=False)
-        if last is None or schedule[step] != schedule[last]
-    }
 
 
 def _written(schedule: Mapping[int, float] | list[int]) -> str:

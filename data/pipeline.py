@@ -30,6 +30,7 @@ from data.config import DataConfig, values_by_step
 from data.engine import bind_to_parent
 from data.files import DataError
 from data.mixture import Mixture
+from data.order_changes import without_repetitions
 from data.packing import PACK_VERSION
 from data.sharded_store import ShardedStore
 from data.source import SHUFFLE_PASSES, AnyStore, Source
@@ -303,7 +304,8 @@ class Dataset:
         config = self.config
 
         def before_step(scheduled: Mapping[int, Any]) -> list[list[Any]]:
-            return [[s, value] for s, value in scheduled.items() if s < max(1, step)]
+            steps = [s for s in scheduled if s < max(1, step)]
+            return [*map(list, without_repetitions({s: scheduled[s] for s in steps}).items())]
 
         shares, row_lengths = before_step(config.shares), before_step(config.row_lengths)
         used = {name for _, now in shares for name in now}

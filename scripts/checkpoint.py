@@ -24,7 +24,7 @@ from rich.table import Table
 
 from configs.command_line import CommandLine, at_least_one, run_script
 from data.bucket_path import AnyPath
-from data.order_changes import explain_change
+from data.order_changes import explain_change, recorded_order
 from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
 from training.bucket_runs import bucket_of, checkpoint_folder, kept_in_bucket
@@ -198,8 +198,9 @@ def diff_steps(args: argparse.Namespace) -> int:
         _print_changes("config", *map(tools.recorded_config, (before, after)))
         _print_changes("versions", before["versions"], after["versions"])
         _print_changes("mesh", before["mesh"], after["mesh"])
-        change = explain_change(before["order"], after["order"]) or "differs"
-        print("order:", "the same" if before["order"] == after["order"] else change)
+        orders = recorded_order(before), recorded_order(after)
+        change = explain_change(*orders) or "differs"
+        print("order:", "the same" if orders[0] == orders[1] else change)
         every = sorted(before["leaves"].keys() | after["leaves"].keys())
         names = [name for name in every if args.all or name.startswith("params.")]
         found = tools.compare_arrays((a, step_a), (b, step_b), names)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
-from data.order_changes import explain_change, remedy_of_change
+from data.order_changes import explain_change, recorded_order, remedy_of_change
 from data.pipeline import Dataset, Pins
 from model.families.base import NOT_MATHEMATICS
 from parallel.cluster.config import ProcessGroupError
@@ -197,9 +197,9 @@ class Resumer:
                 )
         number = batch_number(step, record["skipped"])
         order = self.dataset.order(number)
-        if record["order"] != order:
-            change = explain_change(record["order"], order)
-            remedy = remedy_of_change(record["order"], order, number, self.dataset.config)
+        if (recorded := recorded_order(record)) != order:
+            change = explain_change(recorded, order)
+            remedy = remedy_of_change(recorded, order, number, self.dataset.config)
             raise ValueError(
                 f"checkpoint {step} was trained on other data: {change}; {remedy}, or give another "
                 "run.dir"

@@ -159,7 +159,8 @@ REFUSALS = {
         "data.sequence_length=100 is not divisible by mesh.sp * mesh.tp=8"
     ),
     "data.sequence_length={0: 96, 5: 128}": (
-        "data.sequence_length=96 does not divide the largest value, 128; use a divisor"
+        "data.sequence_length=96 does not divide 128, the length of the rows from which it is cut: "
+        "the largest data.sequence_length of these steps; use a divisor"
     ),
     "data.global_batch_size={0: 16, 5: 9} training.gradient_accumulation=2": (
         "data.global_batch_size=9 is not divisible by training.gradient_accumulation=2"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from data.config import DataConfig, values_by_step
-from data.order_changes import explain_change, remedy_of_change
+from data.order_changes import explain_change, remedy_of_change, without_repetitions
 
 NAMES = "books", "chat", "code"
 WEIGHTS = st.sampled_from([0, 0, 0.1, 0.3, 0.7, 1, 2.5])
@@ -147,7 +147,7 @@ def row_lengths(draw) -> DataConfig:
 def order_of_lengths(config: DataConfig, number: int) -> dict:
     """Return the parts of the order of a run that name row lengths."""
     packed = [[s, n] for s, n in config.row_lengths.items() if s < number]
-    lengths = values_by_step(config.sequence_length).items()
+    lengths = without_repetitions(values_by_step(config.sequence_length)).items()
     return {
         "row_length": packed if len(packed) > 1 else packed[0][1],
         "sequence_length": [[s, n] for s, n in lengths if s < number],

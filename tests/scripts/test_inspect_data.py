@@ -146,7 +146,7 @@ def test_held_out_rows_of_validation_files_are_shown(folder, capsys, tmp_path) -
 def test_rows_of_a_source_are_those_it_gives_from_the_step_on(folder, capsys) -> None:
     out = show(capsys, folder, "--source", "chat", "--step", "5", "--rows", "3")
     rows = Dataset(script.load_data_config(str(folder / "config.yaml"), []))
-    (first, _) = rows.mixture.counts(rows.schedule.first_row(5))
+    (first, _) = rows.rows_of(5)[0].counts(rows.schedule.first_row(5))
     epochs = [divmod(first + n, rows.sources[0].packed.train.num_rows) for n in range(3)]
     titles = re.findall(r"^source chat, row (\d+) of epoch (\d+)$", out, re.MULTILINE)
     assert [(int(epoch), int(row)) for row, epoch in titles] == epochs
