@@ -139,7 +139,8 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
 def abstract_batch(config: Config, program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the fields of the largest batch of a run, without arrays."""
     parts = config.training.gradient_accumulation
-    shape = (parts, max(config.data.batch_sizes) // parts, config.data.row_length)
+    rows, length = config.data.largest_batch
+    shape = (parts, rows // parts, length)
     return {
         name: jax.ShapeDtypeStruct(shape, field.dtype, sharding=program.batch_sharding)
         for name, field in FIELDS.items()
@@ -153,11 +154,12 @@ def _choose_overlaps(config: Config, manager: PartitionManager) -> dict[LinearKi
         ValueError: A method that sends halves was asked for, but the blocks have an odd size.
     """
     n = manager.axis_size(TP)
+    rows, length = config.data.largest_batch
     shapes = ring_shapes(
         config.model,
         manager,
-        batch=max(config.data.batch_sizes) // config.training.gradient_accumulation,
-        length=config.data.row_length,
+        batch=rows // config.training.gradient_accumulation,
+        length=length,
         shorter=values_by_step(config.data.sequence_length).values(),
     )
     chip = CHIPS.get(manager.mesh.devices.flat[0].device_kind)
@@ -273,11 +275,12 @@ def build_sharding_table(config: Config, program: Program) -> dict[str, list[Row
         state = program.abstract_state
         parameters = tensors_of_model(nnx.merge(program.definition, state.params))
     others = tensors_of_state(dataclasses.replace(state, params=None), parameters)
+    rows, length = config.data.largest_batch
     activations = activation_tensors(
         config.model,
         manager,
-        batch=max(config.data.batch_sizes) // config.training.gradient_accumulation,
-        length=config.data.row_length,
+        batch=rows // config.training.gradient_accumulation,
+        length=length,
     )
     return {
         "parameters": sharding_table(parameters, manager),

@@ -83,7 +83,8 @@ class StepShape:
         """Return the sizes of a configuration."""
         model, mesh = config.model, config.mesh
         parts = config.training.gradient_accumulation
-        rows = max(config.data.batch_sizes) / parts / (mesh.dp * mesh.fsdp * mesh.ep)
+        rows, length = config.data.largest_batch
+        rows_on_device = rows / parts / (mesh.dp * mesh.fsdp * mesh.ep)
         dense, experts = layer_kernels(config)
         over = expert_parts(config)[0]
         kernels = sum(k.parameters for k in dense) + over * sum(k.parameters for k in experts)
@@ -97,7 +98,7 @@ class StepShape:
         embedding_split = split if model.hidden_size % (split * mesh.ep) else split * mesh.ep
         return cls(
             microbatches=parts,
-            tokens=rows * config.data.row_length / mesh.sp,
+            tokens=rows_on_device * length / mesh.sp,
             layer=sum(k.on_device for k in dense),
             experts=sum(k.on_device for k in experts),
             others=model.num_parameters - kernels - embedding - head - biases + biases / over,

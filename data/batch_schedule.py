@@ -1,16 +1,17 @@
 """Batch size, row length and tokens of every step, when both may change during a run.
 
-Documents are packed into rows of the largest length of the run, or of its steps up to the next one
-of `data.repack_at`. A step with shorter rows takes consecutive parts of packed rows, so that a
-change neither skips nor repeats a token. The rows of every packed length have an order of their
-own.
+Documents are packed into rows of the largest length of the run. A step with shorter rows takes
+consecutive parts of packed rows, so that a change neither skips nor repeats a token. The steps of
+`data.repack_at` divide a run into parts, each with packed rows of its own largest length. The
+packed rows of every length have an order of their own, in which a later part with the same length
+goes on.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from data.config import DataConfig, values_by_step
+from data.config import DataConfig, value_at, values_by_step
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class BatchPhase:
     packed_length: int
     """Tokens of the packed rows from which rows are cut; of both rows of a preference pair."""
     first_token: int
-    """First token among those of all rows of this packed length."""
+    """Index of its first token, counted over all packed rows of this length in their order."""
 
 
 class BatchSchedule:
@@ -41,11 +42,12 @@ class BatchSchedule:
         self.phases: list[BatchPhase] = []
         for step in sorted({*sizes, *lengths, *config.row_lengths}):
             # The two rows of a preference pair count as one long row, and are cut from it.
-            packed = _at(config.row_lengths, step) * config.rows_per_item
+            packed = value_at(config.row_lengths, step) * config.rows_per_item
             first = self.tokens_read(packed, step)
             if step in config.row_lengths:  # the rest of a row that was read in part is left out
                 first += -first % packed
-            phase = BatchPhase(step, _at(sizes, step), _at(lengths, step), packed, first)
+            size, length = value_at(sizes, step), value_at(lengths, step)
+            phase = BatchPhase(step, size, length, packed, first)
             self._check(phase)
             self.phases.append(phase)
 
@@ -54,7 +56,8 @@ class BatchSchedule:
             raise ValueError(
                 f"data.sequence_length={phase.length} does not divide {phase.packed_length}, the "
                 "length of the rows from which it is cut: the largest data.sequence_length of "
-                "these steps; use a divisor"
+                "these steps; use a divisor, or, to pack rows anew at the step at which they "
+                "become longer, set data.repack_at to it"
             )
         if phase.first_token % phase.length:
             before = self.phases[-1]
@@ -64,10 +67,14 @@ class BatchSchedule:
                 for n in range(1, phase.length)
                 if (phase.first_token + n * per_step) % phase.length == 0
             )
+            remedy = f"change it {next(later, 'with')} another data.global_batch_size before that "
+            if phase.length > before.length:
+                remedy += f"step, or pack rows anew from it on: data.repack_at=[{phase.first_step}]"
+            else:
+                remedy += "step"
             raise ValueError(
                 f"data.sequence_length becomes {phase.length} at step {phase.first_step}, after "
-                f"{phase.first_token:,} tokens, not a multiple of that length; change it "
-                f"{next(later, 'with')} another data.global_batch_size before that step"
+                f"{phase.first_token:,} tokens, not a multiple of that length; {remedy}"
             )
 
     def at(self, step: int) -> BatchPhase:
@@ -75,12 +82,12 @@ class BatchSchedule:
         return self.phases[bisect_right(self.phases, step, key=lambda p: p.first_step) - 1]
 
     def first_token(self, step: int) -> int:
-        """Return the first token of a step among those of rows of the length that it reads."""
+        """Return the index of the first token of a step, over all packed rows of its length."""
         phase = self.at(step)
         return phase.first_token + (step - phase.first_step) * phase.batch_size * phase.length
 
     def tokens_read(self, packed_length: int, step: int) -> int:
-        """Return the number of tokens of rows of a packed length that earlier steps have read."""
+        """Return the index after the last token of packed rows of a length in earlier steps."""
         for phase in reversed(self.phases):
             if phase.first_step < step and phase.packed_length == packed_length:
                 steps = step - phase.first_step
@@ -94,17 +101,19 @@ class BatchSchedule:
         return [divmod(first + b * phase.length, phase.packed_length) for b in rows]
 
     def first_row(self, step: int) -> int:
-        """Return the first packed row, of the length that a step reads, that it begins."""
+        """Return the index of the first packed row that begins at this step or later.
+
+        It counts the packed rows of the length that the step reads.
+        """
         return -(-self.first_token(step) // self.at(step).packed_length)
 
     def end_row(self, step: int) -> int:
-        """Return the first packed row, of the length that a step reads, that it leaves unread."""
+        """Return the index after the last packed row from which this step or an earlier one reads.
+
+        It counts the packed rows of the length that the step reads.
+        """
         packed_length = self.at(step).packed_length
         return -(-self.tokens_read(packed_length, step + 1) // packed_length)
-
-
-def _at(values: Mapping[int, int], step: int) -> int:
-    return values[max(first for first in values if first <= step)]
 
 
 def batch_number(step: int, skipped: Iterable[Sequence[int]]) -> int:

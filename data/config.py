@@ -23,6 +23,7 @@ from pydantic import (
 from data.chat import CHAT_TEMPLATES
 
 T = TypeVar("T", int, float)
+V = TypeVar("V")
 Packing = Literal["split", "best_fit", "pairs"]
 OnError = Literal["raise", "skip"]
 
@@ -80,6 +81,11 @@ Scheduled = Annotated[T | dict[int, T], AfterValidator(_check_ascending)]
 def values_by_step(value: T | Mapping[int, T]) -> dict[int, T]:
     """Return a scheduled value as {first step: value}, ascending from step 0."""
     return dict(value) if isinstance(value, Mapping) else {0: value}
+
+
+def value_at(schedule: Mapping[int, V], step: int) -> V:
+    """Return the value of {first step: value} that holds at a step."""
+    return schedule[max(first for first in schedule if first <= step)]
 
 
 class SourceConfig(
@@ -140,12 +146,13 @@ class DataConfig(
     """raise: stop at an unreadable document and report its place; skip: leave it out and count it.
     Empty documents are always skipped."""
     sequence_length: Scheduled[PositiveInt] = 256
-    """Tokens per row (L). May change at steps, to divisors of the largest value; a new largest
-    value must begin at a step of repack_at."""
+    """Tokens per row (L). May change at steps, to divisors of the largest value. A run that has
+    begun can be given a larger value than all earlier ones only at a step of repack_at."""
     repack_at: Annotated[tuple[PositiveInt, ...], BeforeValidator(_tuple_of_steps)] = ()
-    """Steps at which every source begins a new epoch, of rows of the largest sequence_length
-    between this step and the next one here. [5000] with sequence_length: {0: 4096, 5000: 32768}
-    lengthens the rows of a run that began with 4096."""
+    """Steps from which documents are packed into rows of another length, the largest
+    sequence_length up to the next of these steps; every source begins a new epoch of these rows.
+    [5000] with sequence_length: {0: 4096, 5000: 32768} lengthens the rows of a run that began with
+    4096."""
     global_batch_size: Scheduled[PositiveInt] = 16
     """Rows per optimizer step, over all devices and accumulation steps; may change at steps."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1)
@@ -243,7 +250,7 @@ class DataConfig(
         found: dict[int, dict[str, Fraction]] = {}
         for step in sorted({step for of_source in weights.values() for step in of_source}):
             # As written, not as stored: 0.7 is 7/10.
-            now = {n: Fraction(str(w[max(s for s in w if s <= step)])) for n, w in weights.items()}
+            now = {name: Fraction(str(value_at(w, step))) for name, w in weights.items()}
             total = sum(now.values())
             shares = {name: weight / total for name, weight in sorted(now.items()) if weight}
             if shares != next(reversed(found.values()), None):
@@ -271,8 +278,8 @@ class DataConfig(
         """Tokens of the rows into which documents are packed, by the first step that reads them."""
         lengths, found = values_by_step(self.sequence_length), dict[int, int]()
         for first, end in pairwise([0, *self.repack_at, math.inf]):
-            begin = max(step for step in lengths if step <= first)
-            found[int(first)] = max(x for step, x in lengths.items() if begin <= step < end)
+            later = [x for step, x in lengths.items() if first < step < end]
+            found[int(first)] = max([value_at(lengths, int(first)), *later])
         return found
 
     @property
@@ -284,3 +291,20 @@ class DataConfig(
     def batch_sizes(self) -> list[int]:
         """Distinct global batch sizes of the run."""
         return list(dict.fromkeys(values_by_step(self.global_batch_size).values()))
+
+    @property
+    def batch_shapes(self) -> list[tuple[int, int]]:
+        """Shapes (B, L) of the global batches of the run."""
+        sizes, lengths = map(values_by_step, (self.global_batch_size, self.sequence_length))
+        steps = sorted({*sizes, *lengths})
+        return [(value_at(sizes, step), value_at(lengths, step)) for step in steps]
+
+    @property
+    def largest_batch(self) -> tuple[int, int]:
+        """Shape (B, L) of the batch with the most tokens; of equal ones that with longer rows."""
+        return max(self.batch_shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+    @property
+    def longest_batch(self) -> tuple[int, int]:
+        """Shape (B, L) of the largest batch of the longest rows; held-out rows are as long."""
+        return max(self.batch_shapes, key=lambda shape: (shape[1], shape[0]))

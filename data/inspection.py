@@ -146,8 +146,13 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
     return np.bincount(np.frexp(lengths)[1])[1:]
 
 
-def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, str]]:
-    """Return (name, value) of the statistics of a source, with its weight at `step`."""
+def describe(
+    source: Source, held_out: Source, config: DataConfig, step: int
+) -> list[tuple[str, str]]:
+    """Return (name, value) of the statistics of a source, with its weight at `step`.
+
+    held_out: the same source with rows of the largest length, which are held-out rows.
+    """
     store, packed = source.store, source.packed.info
     num_bytes, num_learned = store.text_bytes(), store.loss_tokens()
     weights = {
@@ -164,7 +169,7 @@ def describe(source: Source, config: DataConfig, step: int) -> list[tuple[str, s
         ("tokens in the loss", f"{num_learned:,} ({num_learned / store.num_tokens:.1%})"),
         ("bytes per token in loss", f"{num_bytes / max(1, num_learned):.3f}"),
         ("training rows", f"{packed.train_rows:,} of {source.row_length} tokens"),
-        ("held-out rows", f"{source.num_eval:,}"),
+        ("held-out rows", f"{held_out.num_eval:,} of {held_out.row_length} tokens"),
         ("packing efficiency", f"{packed.efficiency:.2%} ({config.packing})"),
         ("cut documents", f"{packed.cut_documents:,}"),
         *([("pairs left out", f"{left_out:,}")] if left_out else []),

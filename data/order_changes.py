@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from data.config import DataConfig, values_by_step
+from data.batch_schedule import BatchSchedule
+from data.config import DataConfig, value_at, values_by_step
 
 _OF_LENGTHS = {"row_length", "sequence_length"}
 # Parts of an order that name sources.
@@ -86,6 +87,8 @@ def remedy_of_change(
     before, now: orders of these batches. config: that of the resume.
     """
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    if changed & _OF_LENGTHS and config.packing == "pairs":
+        return "restore the former value (other rows need a new run, with training.init_from)"
     settings = _settings(before, now, number, config)
     if settings is None or not changed <= {"global_batch_size", *_OF_LENGTHS, *_OF_SOURCES}:
         return "restore that data" if "sources" in changed else "restore the former values"
@@ -136,26 +139,33 @@ def _continued(before: Mapping[int, Any], value: Any, number: int) -> dict[int, 
     """Return the schedule that is `before` up to step `number`, and then as configured."""
     wanted = values_by_step(value)
     later = {step: x for step, x in wanted.items() if step > number}
-    return without_repetitions({**before, number: _at(wanted, number), **later})
+    return without_repetitions({**before, number: value_at(wanted, number), **later})
 
 
 def _continued_lengths(
     before: Mapping[str, Any], number: int, config: DataConfig
 ) -> dict[str, dict[int, float] | list[int]] | None:
-    """Return the row lengths that continue `before`; None if its rows have none of the new lengths.
+    """Return the row lengths that continue `before`; None if no steps of repack_at do.
 
-    New rows begin at the steps of `config.repack_at`. If these do not do, the first ones begin at
-    `number`, or at one of the steps at which the length changes.
+    Rows are packed anew at the steps of `config.repack_at`. If rows of earlier steps would be
+    others then, they are packed anew for the first time at a later step, as late as possible.
     """
     lengths = _continued(dict(before["sequence_length"]), config.sequence_length, number)
     packed = before["row_length"]
     packed = dict(packed) if isinstance(packed, list) else {0: packed}
     later = [step for step in config.repack_at if step > number]
-    firsts = [*later[:1], number, *(step for step in lengths if step > number), math.inf]
+    sizes = before.get("global_batch_size")
+    batches = config.global_batch_size
+    if sizes is not None:
+        batches = _continued(dict(sizes), config.global_batch_size, number)
+    firsts = [*later[:1], math.inf, *sorted({s for s in lengths if s > number} | {number})[::-1]]
     for first in firsts:
         steps = {*packed, first, *(step for step in later if step > first)} - {0, math.inf}
         keys = {"sequence_length": lengths, "repack_at": tuple(sorted(steps))}
-        row_lengths = without_repetitions(config.model_copy(update=keys).row_lengths)
+        continued = config.model_copy(update=keys | {"global_batch_size": batches})
+        row_lengths = without_repetitions(continued.row_lengths)
+        if not _is_possible(continued):
+            continue
         if {step: length for step, length in row_lengths.items() if step < number} == packed:
             found: dict[str, dict[int, float] | list[int]] = {}
             if lengths != values_by_step(config.sequence_length):
@@ -182,7 +192,7 @@ def _continued_weights(
     for step, texts in before:
         shares = {name: Fraction(share) for name, share in texts.items()}
         # Weights are relative: those of the configuration are as good if their ratios are right.
-        weights = {name: _at(configured[name], step) for name in shares}
+        weights = {name: value_at(configured[name], step) for name in shares}
         exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
         total = sum(exact.values())
         if not total or any(exact[name] != x * total for name, x in shares.items()):
@@ -196,8 +206,12 @@ def _continued_weights(
     return {name: x for name, x in found.items() if x != without_repetitions(configured[name])}
 
 
-def _at(schedule: Mapping[int, Any], step: int) -> Any:
-    return schedule[max(first for first in schedule if first <= step)]
+def _is_possible(config: DataConfig) -> bool:
+    try:
+        BatchSchedule(config)
+    except ValueError:
+        return False
+    return True
 
 
 def _written(schedule: Mapping[int, float] | list[int]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import grain
@@ -26,7 +27,7 @@ from data.batch import FIELDS, Fields, cut_row, empty_fields
 from data.batch_schedule import BatchSchedule, batch_number
 from data.bucket_path import BucketPath
 from data.checked_array import FILES_PER_SOURCE, allow_open_files
-from data.config import DataConfig, values_by_step
+from data.config import DataConfig, value_at, values_by_step
 from data.engine import bind_to_parent
 from data.files import DataError
 from data.mixture import Mixture
@@ -128,6 +129,11 @@ class Dataset:
         """All sources, with rows of the largest length."""
         return self._sources[max(self._sources)]
 
+    @property
+    def _all_sources(self) -> list[Source]:
+        """All sources, with rows of every length."""
+        return [source for sources in self._sources.values() for source in sources]
+
     def rows_of(self, step: int) -> tuple[Mixture, list[Source]]:
         """Return the mixture of the packed rows that a zero-based step reads, and its sources."""
         length = self.schedule.at(step).packed_length
@@ -153,8 +159,7 @@ class Dataset:
         shares, found = self.config.shares, dict[int, dict[int, dict[str, Fraction]]]()
         for step in sorted({*shares, *self.config.row_lengths}):
             by_row = found.setdefault(self.schedule.at(step).packed_length, {})
-            now = shares[max(first for first in shares if first <= step)]
-            by_row[self.schedule.first_row(step)] = now
+            by_row[self.schedule.first_row(step)] = value_at(shares, step)
         return found
 
     @property
@@ -182,15 +187,15 @@ class Dataset:
     def warnings(self) -> list[str]:
         """Return a line for everything about the data that a user should know before training."""
         found = [
-            line
-            for source in self.sources
-            for line in (
-                source.unanswered_conversations(),
-                source.cut_conversations(self.config.packing),
-            )
-            if line is not None
+            *(source.unanswered_conversations() for source in self.sources),
+            *(source.cut_conversations(self.config.packing) for source in self._all_sources),
         ]
-        return [*self._opener.unread_files, *self.unchecked_stores(), *found, *self.repetitions()]
+        return [
+            *self._opener.unread_files,
+            *self.unchecked_stores(),
+            *(line for line in found if line is not None),
+            *self.repetitions(),
+        ]
 
     def repetitions(self) -> list[str]:
         """Return a line for every source with fewer rows than one batch takes from it."""
@@ -207,8 +212,8 @@ class Dataset:
         item = "training row" if self.config.rows_per_item == 1 else "training pair"
         return [
             f"data {source.name}: a batch takes {taken:,} of its "
-            f"{count_of(source.num_items, item)}, so rows repeat within a step; give more data, or "
-            "lower data.global_batch_size"
+            f"{count_of(source.num_items, item)} of {source.row_length:,} tokens, so rows "
+            "repeat within a step; give more data, or lower data.global_batch_size"
             for taken, source in most.values()
         ]
 
@@ -232,10 +237,20 @@ class Dataset:
 
         skipped: ranges [first, last) of batches that no step takes.
         """
+
+        def number(step: int) -> int:
+            return batch_number(step, skipped)
+
         steps = range(start, stop)
-        return start + bisect_left(
-            steps, True, key=lambda step: not self.is_ready(batch_number(step, skipped))
-        )
+        firsts = [start + bisect_left(steps, n, key=number) for n in self.config.row_lengths]
+        # Packed rows of one length are read in order, but another length begins anew.
+        for first, end in pairwise(sorted({start, *firsts, stop})):
+            found = bisect_left(
+                range(first, end), True, key=lambda step: not self.is_ready(number(step))
+            )
+            if first + found < end:
+                return first + found
+        return stop
 
     def is_ready(self, number: int) -> bool:
         """Return whether the rows of a batch can be read; else `refresh` may find them later."""
@@ -250,9 +265,10 @@ class Dataset:
 
     def refresh(self) -> None:
         """Look for shards that were prepared since. Raises: DataError."""
-        for sources in self._sources.values():
-            for source in sources:
-                source.refresh()
+        for source in self.sources:  # those of all lengths share their stores
+            source.refresh_store()
+        for source in self._all_sources:
+            source.refresh_rows()
 
     @property
     def read_options(self) -> grain.ReadOptions:

@@ -73,7 +73,7 @@ class ShardRows:
         if records is None:
 
             def rows_of(shard: int) -> RowsRecord:
-                return self._rows_of(shard, work)
+                return self.record_of(shard, work)
 
             numbers = [n for n, record in enumerate(listed) if record.num_tokens]
             if self._part.recorded.in_order:  # each looks at those before it
@@ -95,7 +95,7 @@ class ShardRows:
                 "it with a larger --shard-gb"
             )
 
-    def _rows_of(self, shard: int, work: Path) -> RowsRecord:
+    def record_of(self, shard: int, work: Path) -> RowsRecord:
         """Return the record of the rows of a shard, which are packed unless they are there."""
         name = self._part.names[shard]
         folder = self._folder / SHARDS / name

@@ -111,6 +111,8 @@ class _Preparation:
         listed = read_list(file, ShardRecord)
         there = self._there()
         missing = [n for n, name in enumerate(part.names) if name not in there]
+        if missing and part.recorded.in_order:
+            self._pack_those_there(there)
         if missing:
             self._make(missing, listed)
         if listed is None:
@@ -171,6 +173,18 @@ class _Preparation:
         return read_model(
             path, ShardRecord, f"delete {self._folder / SHARDS / name} and run this again"
         )
+
+    def _pack_those_there(self, there: set[str]) -> None:
+        """Pack complete shards with settings that they lack.
+
+        Whether a later shard of a store that is read in order is held out depends on them.
+        """
+        names = [name for name in self._part.names if name in there]
+        records = dict(zip(names, in_parallel(self._read_record, names), strict=True))
+        for number, name in enumerate(self._part.names):
+            if (record := records.get(name)) is not None and record.num_tokens:
+                for rows in self._rows:
+                    rows.record_of(number, self._work)
 
     def _make(self, missing: list[int], listed: Sequence[ShardRecord] | None) -> None:
         """Make the missing shards; listed: what they must hold, if the part was complete."""

@@ -316,22 +316,24 @@ class ShardedSplit:
 class ShardedRows:
     """Packed rows of a sharded store."""
 
-    def __init__(self, store: ShardedStore, settings: PackSettings):
+    def __init__(self, store: ShardedStore, settings: PackSettings, num_settings: int = 1):
         """Read the counts of all rows.
 
+        num_settings: of all rows of the store in this process, which share its open files.
         Raises: DataError when they were not packed with these settings.
         """
-        self.store, self.settings = store, settings
+        self.store, self.settings, self._num_settings = store, settings, num_settings
         num_shards = sum(len(part.pieces) for part in store.parts)
         limit = allow_open_files(FILES_PER_SOURCE * min(KEPT_OPEN, num_shards))
-        self._kept_open = max(1, min(KEPT_OPEN, limit // (_SOURCES * FILES_PER_SOURCE)))
+        most = limit // (_SOURCES * FILES_PER_SOURCE * num_settings)
+        self._kept_open = max(1, min(KEPT_OPEN, most))
         self._lock = threading.Lock()
         self._open: OrderedDict[int, tuple[Store, PackedStore]] = OrderedDict()
         self._records: list[RowsRecord] = []
         self.refresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedRows, (self.store, self.settings)
+        return ShardedRows, (self.store, self.settings, self._num_settings)
 
     def refresh(self) -> None:
         """Read the counts of rows of shards that were added since. Raises: DataError."""
@@ -404,17 +406,22 @@ def read_rows_record(folder: AnyPath, key: str) -> RowsRecord | None:
 
 
 def wait_for_first_rows(
-    rows: ShardedRows, report: Callable[[str], None], limit: float = WAIT_SECONDS
+    store: ShardedStore,
+    rows: Sequence[ShardedRows],
+    report: Callable[[str], None],
+    limit: float = WAIT_SECONDS,
 ) -> None:
-    """Wait until the first shard is prepared. report: called with a line now and then.
+    """Wait until the first shard is prepared.
 
+    rows: of the store, with different settings. report: called with a line now and then.
     Raises: DataError when there is still none after `limit` seconds, or never will be.
     """
-    store, begin, last = rows.store, time.monotonic(), -math.inf
-    is_split = bool(rows.settings.eval_fraction)
-    while not (rows.train.num_rows and (rows.held_out.num_rows or not is_split)):
+    begin, last = time.monotonic(), -math.inf
+    for one in rows:  # the store may have found shards since they were opened
+        one.refresh()
+    while not all(map(_has_first_rows, rows)):
         if store.is_complete:
-            if rows.train.num_rows:  # of a part that was added, for example
+            if all(one.train.num_rows for one in rows):  # of a part that was added, for example
                 return
             raise DataError(f"{store.folder} has no row for training; prepare other texts")
         now = time.monotonic()
@@ -431,7 +438,12 @@ def wait_for_first_rows(
             last = now
         time.sleep(LOOK_SECONDS)
         store.refresh()
-        rows.refresh()
+        for one in rows:
+            one.refresh()
+
+
+def _has_first_rows(rows: ShardedRows) -> bool:
+    return bool(rows.train.num_rows and (rows.held_out.num_rows or not rows.settings.eval_fraction))
 
 
 def wait_until(is_there: Callable[[], bool], refresh: Callable[[], None]) -> None:

@@ -120,10 +120,14 @@ class Source:
         """Whether shards are still being prepared, so that some rows cannot be read yet."""
         return isinstance(self.store, ShardedStore) and not self.store.is_complete
 
-    def refresh(self) -> None:
-        """Look for shards that were prepared since. Raises: DataError."""
-        if isinstance(self.store, ShardedStore) and isinstance(self.packed, ShardedRows):
+    def refresh_store(self) -> None:
+        """Look for shards that were prepared since; then `refresh_rows`. Raises: DataError."""
+        if isinstance(self.store, ShardedStore):
             self.store.refresh()
+
+    def refresh_rows(self) -> None:
+        """Look for rows of the shards that the store has found. Raises: DataError."""
+        if isinstance(self.packed, ShardedRows):
             self.packed.refresh()
 
     @property
@@ -175,13 +179,14 @@ class Source:
 
     @property
     def summary_rows(self) -> str:
-        """One line about the training rows, if there are rows of other lengths too."""
-        return f"data {self.name}: {self._train_rows} of {self.row_length:,} tokens"
+        """One line about the training rows alone, if there are rows of other lengths too."""
+        return f"data {self.name}: {self._train_rows}"
 
     @property
     def _train_rows(self) -> str:
         info = self.packed.info
-        return f"{count_of(info.train_rows, 'training row')} ({info.efficiency:.1%} full)"
+        rows = f"{count_of(info.train_rows, 'training row')} of {self.row_length:,} tokens"
+        return f"{rows} ({info.efficiency:.1%} full)"
 
     def cut_conversations(self, packing: Packing) -> str | None:
         """Return a line about conversations of which a row has only a part; None: all are whole."""
@@ -191,10 +196,11 @@ class Source:
         total = self.store.num_documents - (info.held_out_conversations or 0)
         found = f"data {self.name}: {info.cut_documents:,} of {total:,} conversations"
         if packing == "best_fit":
-            return f"{found} longer than a row, and cut; raise data.sequence_length"
+            row = f"a row of {self.row_length:,} tokens"
+            return f"{found} longer than {row}, and cut; raise data.sequence_length"
         return (
-            f"{found} cut at the end of a row; use data.packing=best_fit, or raise "
-            "data.sequence_length"
+            f"{found} cut at the end of a row of {self.row_length:,} tokens; use "
+            "data.packing=best_fit, or raise data.sequence_length"
         )
 
     def unanswered_conversations(self) -> str | None:

@@ -56,8 +56,8 @@ class SourceOpener:
         store, packed = self._open_store(name)
         evaluation: list[tuple[AnyStore, AnyRows] | None] = [None] * len(self._lengths)
         if config.named_sources[name].eval_files is not None:
-            held_out, held_out_rows = self._open_store(name, is_evaluation=True)
-            evaluation = [(held_out, rows) for rows in held_out_rows]
+            held_out, (rows,) = self._open_store(name, is_evaluation=True)
+            evaluation[0] = held_out, rows
         template = None
         if store.is_masked:  # it has chats
             template = find_chat_template(config.chat_template, self._tokenizer)
@@ -82,13 +82,14 @@ class SourceOpener:
     def _open_store(
         self, name: str, *, is_evaluation: bool = False
     ) -> tuple[AnyStore, Sequence[AnyRows]]:
-        """Return a store and its rows of every length."""
+        """Return a store and its rows of every length; of eval_files, those of the largest."""
         config = self._config
         key = f"data.sources.{name}" if config.sources else "data"
         title = name + EVAL_SUFFIX if is_evaluation else name
         job = store_job(name, config, self._tokenizer, is_evaluation=is_evaluation)
         eval_fraction = config.eval_fraction_of(config.named_sources[name])
-        settings = [PackSettings(length, config.packing, eval_fraction) for length in self._lengths]
+        lengths = self._lengths[:1] if is_evaluation else self._lengths
+        settings = [PackSettings(length, config.packing, eval_fraction) for length in lengths]
         with TokenizationProgress(name) as progress:
             store = prepare(
                 job,
@@ -99,9 +100,8 @@ class SourceOpener:
                 num_parts=self._parts.get(title),
             )
         if isinstance(store, ShardedStore):
-            rows = [ShardedRows(store, of_length) for of_length in settings]
-            for of_length in rows:
-                wait_for_first_rows(of_length, self._report)
+            rows = [ShardedRows(store, of_length, len(settings)) for of_length in settings]
+            wait_for_first_rows(store, rows, self._report)
             return store, rows
         store.load_index()
         self.unread_files.extend(describe_unread_files(job))

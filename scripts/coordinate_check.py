@@ -62,7 +62,7 @@ def changes(config: Config, steps: int) -> np.ndarray:
     """Return the root mean square of the change of each of QUANTITIES, `steps 2`."""
     devices, _ = open_devices(config)
     program = build_program(config, devices)
-    length, rows = config.data.row_length, max(config.data.batch_sizes)
+    rows, length = config.data.largest_batch
     shape, rng = (1, rows, length), np.random.default_rng(0)
     tokens = rng.integers(0, config.model.vocab_size, (*shape[:2], length + 1), np.int32)
     fields: dict[str, Any] = {"tokens": tokens[..., :-1], "targets": tokens[..., 1:]}

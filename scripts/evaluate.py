@@ -77,7 +77,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     for line in filter(None, (run.notice, f"{run.directory} step {step}")):
         print(line, file=sys.stderr)
     data, parts = run.config.data, run.config.training.gradient_accumulation
-    size = args.batch_size or max(data.batch_sizes) // parts
+    size = args.batch_size or data.longest_batch[0] // parts
     model = adapter.TorusLM(run, program, params, batch_size=size, seed=args.seed)
     found = load_library("lm_eval.evaluator").simple_evaluate(
         model=model,

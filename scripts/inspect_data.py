@@ -67,11 +67,11 @@ def run(args: argparse.Namespace) -> None:
     ):
         console.print(f"\n{title}\n{count_row(fields)}", style="bold")
         console.print(row_text(fields, dataset.tokenizer, by_token=args.tokens))
-    sources = dataset.sources if args.held_out else dataset.rows_of(step)[1]
-    chosen = [source for source in sources if args.source in (None, source.name)]
-    for source in chosen:
+    pairs = zip(dataset.rows_of(step)[1], dataset.sources, strict=True)
+    shown = [pair for pair in pairs if args.source in (None, pair[0].name)]
+    for source, held_out in shown:
         console.print(f"\nsource {source.name}", style="bold")
-        for name, value in describe(source, config, step):
+        for name, value in describe(source, held_out, config, step):
             console.print(f"{name:>26} {value}")
         if args.sample:
             texts = [
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     for line in dataset.warnings():
         console.print(f"\nwarning: {line}")
     if args.plot is not None:
-        plot_lengths(chosen, args.plot)
+        plot_lengths([source for source, _ in shown], args.plot)
         console.print(f"\n{args.plot} written")
 
 

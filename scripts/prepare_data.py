@@ -96,8 +96,11 @@ def make_shards(
 
 
 def pack_settings(job: StoreJob, data: DataConfig) -> list[PackSettings]:
-    """Return the settings that decide the rows of a store, one for every length of rows."""
-    lengths = dict.fromkeys(data.row_lengths.values())
+    """Return the settings that decide the rows of a store, one for every length of rows.
+
+    Of eval_files, only rows of the largest length are read.
+    """
+    lengths = [data.row_length] if job.is_evaluation else dict.fromkeys(data.row_lengths.values())
     return [PackSettings(n, data.packing, data.eval_fraction_of(job.source)) for n in lengths]
 
 

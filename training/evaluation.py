@@ -50,8 +50,8 @@ class Evaluation:
 
     @property
     def _batch_size(self) -> int:
-        """Rows of a batch: as many as of a training microbatch."""
-        return max(self.dataset.config.batch_sizes) // self.config.gradient_accumulation
+        """Rows of a batch: as many as of a training microbatch of the longest rows."""
+        return self.dataset.config.longest_batch[0] // self.config.gradient_accumulation
 
     def _batches(self, source: Source) -> Iterator[Batch]:
         return eval_batches(

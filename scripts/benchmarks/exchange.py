@@ -33,8 +33,8 @@ def bench_exchange(
     if config.mesh.tp > 1 or config.model.moe.expert_rule == "unified":
         raise ValueError("bench exchange counts what crosses ep: use mesh.tp=1 and another rule")
     program = build_program(config, absent_devices(topology))
-    batch = max(config.data.batch_sizes) // config.training.gradient_accumulation
-    shape = (batch, config.data.row_length, config.model.hidden_size)
+    size, length = config.data.largest_batch
+    shape = (size // config.training.gradient_accumulation, length, config.model.hidden_size)
     print(*program.plan.describe(), sep="\n")
     function, arguments = _sparse_layer(program, shape)
     counted = _counted_bytes(program, shape)

@@ -171,9 +171,9 @@ def plan_gpus(config: Config, nodes: GpuNodes) -> GpuPlan:
         program, memory = _exact_state(config)
         memory, sent = {**guess.memory, **memory}, None
     guess = replace(guess, memory=MappingProxyType(memory))
-    num_tokens = max(config.data.batch_sizes) * config.data.row_length
-    flops = program.flops_per_token(config.data.row_length) * num_tokens
-    return GpuPlan(config, nodes, guess, sent, num_tokens, flops)
+    rows, length = config.data.largest_batch
+    flops = program.flops_per_token(length) * rows * length
+    return GpuPlan(config, nodes, guess, sent, rows * length, flops)
 
 
 def _compile(config: Config, nodes: GpuNodes) -> tuple[Program, dict[str, float], tuple[Sent, ...]]:

@@ -71,7 +71,7 @@ def scale(plan: StepPlan, first: int, last: int) -> Iterator[Point]:
             f"--scale {first}..{last}: the compiled step has {base} chips, and no doubling of it "
             f"is in this range; start at {base}"
         )
-    rows = max(plan.config.data.batch_sizes) // plan.config.training.gradient_accumulation
+    rows = plan.config.data.largest_batch[0] // plan.config.training.gradient_accumulation
     mesh = plan.config.mesh
     for factor in factors:
         yield _point(plan, factor, "weak")
@@ -116,7 +116,7 @@ def _point(plan: StepPlan, factor: int, mode: Mode) -> Point:
     tokens = plan.num_tokens * (factor if mode == "weak" else 1)
     flops = plan.flops * tokens / plan.num_tokens
     mfu = flops / chips / seconds / plan.chip.peak_flops
-    rows = max(config.data.batch_sizes) * (factor if mode == "weak" else 1)
+    rows = config.data.largest_batch[0] * (factor if mode == "weak" else 1)
     return Point(chips, rows, mode, seconds, exposed, tokens / seconds, mfu)
 
 

@@ -192,6 +192,6 @@ def plan_step(config: Config, topology: str, cache: ResultCache | None = None) -
         chip_of(topology),
         (*program.plan.describe(), *program.describe_objective()),
         num_tokens,
-        program.flops_per_token(config.data.row_length) * num_tokens,
+        program.flops_per_token(batch["tokens"].shape[-1]) * num_tokens,
         answer,
     )

@@ -53,6 +53,7 @@ def scale_down(config: Config) -> Config:
             "data": data.model_copy(
                 update={
                     "sequence_length": shrink(data.row_length, TOKENS),
+                    "repack_at": (),
                     "global_batch_size": ROWS * parts,
                     "tokenizer": "bytes",
                     "eos_token": None,

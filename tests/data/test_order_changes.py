@@ -196,13 +196,44 @@ def length_at(config: DataConfig, step: int) -> int:
     return lengths[max(s for s in lengths if s <= step)]
 
 
-def test_longer_rows_may_begin_at_the_resume() -> None:
-    short, config = DataConfig(files="x", sequence_length=128), DataConfig(files="x")
-    orders = order_of_lengths(short, 5), order_of_lengths(config, 5)
-    assert remedy_of_change(*orders, 5, config) == (
-        "restore the former values, or, to change them only from step 5 on, set "
-        "data.sequence_length='{0: 128, 5: 256}' data.repack_at='[5]'"
-    )
+@pytest.mark.parametrize(
+    ("before", "now", "keys"),
+    [
+        (
+            {},
+            {"sequence_length": 256},
+            "data.sequence_length='{0: 128, 5: 256}' data.repack_at='[5]'",
+        ),
+        # Rows are packed anew where they become longer, not at the resume.
+        ({}, {"sequence_length": {0: 128, 9: 256}}, "data.repack_at='[9]'"),
+        ({}, {"sequence_length": 64}, "data.sequence_length='{0: 128, 5: 64}'"),
+        (
+            {},
+            {"sequence_length": 192},
+            "data.sequence_length='{0: 128, 5: 192}' data.repack_at='[5]'",
+        ),
+        # Five batches of three rows are no multiple of 256, so planned longer rows begin anew.
+        (
+            {"sequence_length": {0: 128, 8: 256}, "global_batch_size": 3},
+            {"sequence_length": 256, "global_batch_size": 3},
+            None,
+        ),
+    ],
+)
+def test_other_rows_may_begin_at_the_resume(before, now, keys) -> None:
+    shared = {"files": "x", "sequence_length": 128, "global_batch_size": 8}
+    old, new = (DataConfig(**{**shared, **changes}) for changes in (before, now))
+    remedy = remedy_of_change(order_of_lengths(old, 5), order_of_lengths(new, 5), 5, new)
+    rest = ", or, to change them only from step 5 on, set "
+    assert remedy == "restore the former values" + (rest + keys if keys else "")
+
+
+def test_longer_rows_of_pairs_need_another_run() -> None:
+    pairs = {"files": "x", "packing": "pairs"}
+    short, long = (DataConfig(sequence_length=length, **pairs) for length in (128, 256))
+    orders = order_of_lengths(short, 5), order_of_lengths(long, 5)
+    remedy = "restore the former value (other rows need a new run, with training.init_from)"
+    assert remedy_of_change(*orders, 5, long) == remedy
 
 
 def test_a_batch_size_and_a_source_may_change_together() -> None:

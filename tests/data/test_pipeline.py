@@ -456,8 +456,8 @@ def test_sources_with_fewer_rows_than_a_batch_takes_are_named(folder):
     parts = digits // 3
     assert rows_in(folder, global_batch_size={0: 4 * parts, 5: 4}).repetitions() == []
     assert rows_in(folder, global_batch_size={0: 4 * parts + 4, 5: 4}).repetitions() == [
-        f"data digits: a batch takes {3 * parts + 3} of its {digits} training rows, so rows repeat "
-        "within a step; give more data, or lower data.global_batch_size"
+        f"data digits: a batch takes {3 * parts + 3} of its {digits} training rows of 8 tokens, "
+        "so rows repeat within a step; give more data, or lower data.global_batch_size"
     ]
 
 

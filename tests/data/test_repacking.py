@@ -2,9 +2,19 @@
 
 import numpy as np
 import pytest
-from test_pipeline import assert_equal, letters_of, rows_in, single, steps, write_sources
+from test_pipeline import (
+    assert_equal,
+    letters_of,
+    one_device,
+    rows_in,
+    single,
+    steps,
+    write_sources,
+)
 
+from data.config import DataConfig
 from data.order_changes import explain_change, recorded_order
+from data.pipeline import eval_batches
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +59,8 @@ def test_longer_rows_begin_a_new_epoch_and_shorter_ones_go_on_where_they_stopped
         assert progress[name] == pytest.approx(at_4[name] + longer[name])
     train = [source.num_items for source in (long.sources[0], single(folder).sources[0])]
     (first, second) = rows.summaries()
-    assert f"; {train[0]} training rows (" in first and " held-out row" in first
-    assert second.startswith(f"data text: {train[1]} training rows (")
-    assert second.endswith(" of 8 tokens")
+    assert f"; {train[0]} training rows of 16 tokens (" in first and " held-out row" in first
+    assert second.startswith(f"data text: {train[1]} training rows of 8 tokens (")
 
 
 def test_longer_rows_are_mixed_by_the_weights_of_their_steps(folder):
@@ -75,7 +84,7 @@ def test_a_short_source_of_longer_rows_is_named_too(folder):
         folder, sequence_length={0: 8, 4: 16}, repack_at=(4,), global_batch_size=at_16 + 1
     )
     (line,) = rows.repetitions()
-    assert f"a batch takes {at_16 + 1} of its {at_16} training rows" in line
+    assert f"a batch takes {at_16 + 1} of its {at_16} training rows of 16 tokens" in line
 
 
 def test_a_step_at_which_nothing_changes_is_no_part_of_the_order(folder):
@@ -86,3 +95,29 @@ def test_a_step_at_which_nothing_changes_is_no_part_of_the_order(folder):
     assert recorded_order({"order": once | as_recorded}) == once
     other = {"sequence_length": [[0, 8], [3, 4], [5, 4]]}
     assert recorded_order({"order": once | other})["sequence_length"] == [[0, 8], [3, 4]]
+
+
+def test_evaluation_files_are_packed_at_the_largest_length_alone(folder, tmp_path):
+    (tmp_path / "held.txt").write_text("held out text of its own " * 9)
+    lengths = {"sequence_length": {0: 8, 4: 16}, "repack_at": (4,)}
+    given = {"eval_files": str(tmp_path / "held.txt"), "cache_dir": str(tmp_path / "cache")}
+    rows = single(folder, **lengths, **given)
+    assert len([*(tmp_path / "cache" / "packs").iterdir()]) == 3
+    assert_equal(evaluated(rows), evaluated(single(folder, sequence_length=16, **given)))
+
+
+def evaluated(rows) -> list[dict]:
+    (source,) = rows.sources
+    batches = eval_batches(source, one_device(), batch_size=4, limit=3)
+    return [{name: np.asarray(field) for name, field in batch.items()} for batch in batches]
+
+
+def test_the_largest_batch_is_one_that_a_step_has():
+    """Not the most rows times the longest ones; an evaluation has those of the longest rows."""
+    lengths = {"sequence_length": {0: 4096, 4000: 32768}, "repack_at": (4000,)}
+    config = DataConfig(global_batch_size={0: 64, 4000: 4, 5000: 2}, **lengths)
+    assert config.batch_shapes == [(64, 4096), (4, 32768), (2, 32768)]
+    assert config.largest_batch == (64, 4096) and config.longest_batch == (4, 32768)
+    assert DataConfig(global_batch_size=8, sequence_length=16).largest_batch == (8, 16)
+    equal = DataConfig(global_batch_size={0: 64, 4000: 8}, **lengths)
+    assert equal.largest_batch == equal.longest_batch == (8, 32768)

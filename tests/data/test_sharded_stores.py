@@ -1,5 +1,6 @@
 """A sharded store holds the documents of one store, whatever its shards, kills and repairs."""
 
+import itertools
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from data.prepare import build
 from data.shard_list import read_parts
 from data.shard_plan import Sharding
 from data.shard_writer import prepare_shards
-from data.sharded_store import ShardedRows, ShardedStore
+from data.sharded_store import ShardedRows, ShardedStore, wait_for_first_rows
 from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
 
@@ -281,34 +282,80 @@ def test_other_rows_are_packed_without_tokenizing(tmp_path) -> None:
     assert Dataset(config).sources[0].num_items > 5
 
 
+TWO_LENGTHS = PackSettings(32, "split", 0.05), ROWS
+
+
+def data_of_two_lengths(folder: Path) -> Dataset:
+    """Rows of 16 tokens, and of 32 from step 6 on."""
+    lengths = {"sequence_length": {0: 16, 6: 32}, "repack_at": (6,), "global_batch_size": 2}
+    return Dataset(
+        DataConfig(files=f"{folder}/cut", eval_fraction=0.05, cache_dir=str(folder), **lengths)
+    )
+
+
 def test_rows_of_two_lengths_are_packed_at_once(tmp_path) -> None:
     """A run whose rows become longer begins while the store is being prepared."""
-    job, options = job_of(write_texts(tmp_path / "input")), {"in_order": True}
-    two = PackSettings(32, "split", 0.05), ROWS
-    left = dict.fromkeys(range(2))
-    folder = tmp_path / "cut"
-    lengths = {"sequence_length": {0: 16, 2: 32}, "repack_at": (2,), "global_batch_size": 2}
-    config = DataConfig(files=str(folder), eval_fraction=0.05, cache_dir=str(tmp_path), **lengths)
-    found: list[Dataset] = []
+    job, found = job_of(write_texts(tmp_path / "input")), list[tuple[Dataset, list[int]]]()
+
+    def counts(dataset: Dataset) -> list[int]:
+        return [sources[0].num_items for sources in dataset._sources.values()]
 
     def engine(pieces, settings):
         for number, piece in enumerate(run_tasks(pieces, settings)):
-            if number == len(pieces) // 2:
-                found.append(Dataset(config))
-                assert found[0].is_growing
-                left[0], left[1] = (s[0].num_items for s in found[0]._sources.values())
+            if number == len(pieces) // 3:
+                dataset = data_of_two_lengths(tmp_path)
+                assert dataset.is_growing
+                ready = [dataset.is_ready(step) for step in range(20)]
+                # The longer rows begin anew, so that they are there before the last short ones.
+                first = ready.index(False)
+                assert first < 6 and any(ready[first:])
+                assert dataset.prepared_until(0, 20, ()) == first
+                assert dataset.prepared_until(6, 20, ()) == 6 + ready[6:].index(False)
+                found.append((dataset, counts(dataset)))
             yield piece
 
-    shards(job, folder, rows=two, engine=engine, **options)
-    (dataset,) = found
+    shards(job, tmp_path / "cut", rows=TWO_LENGTHS, engine=engine, in_order=True)
+    ((dataset, before),) = found
     dataset.refresh()
-    assert not dataset.is_growing
-    for count, sources in zip(left.values(), dataset._sources.values(), strict=True):
-        assert 0 < count < sources[0].num_items
-    once = tmp_path / "again"
-    for rows in two:
-        shards(job, once, rows=rows, **options)
-    assert content(once) == content(folder)
+    assert not dataset.is_growing and dataset.prepared_until(0, 9, ()) == 9
+    assert counts(dataset) == counts(data_of_two_lengths(tmp_path))
+    assert all(0 < n < m for n, m in zip(before, counts(dataset), strict=True))
+    for rows in TWO_LENGTHS:
+        shards(job, tmp_path / "again", rows=rows, in_order=True)
+    assert content(tmp_path / "again") == content(tmp_path / "cut")
+
+
+def test_a_continued_preparation_holds_out_the_same_rows_of_every_length(tmp_path) -> None:
+    """Else what is held out of long rows would be trained on in short ones."""
+    job = job_of(write_texts(tmp_path / "input"))
+
+    def killed(pieces, settings):
+        yield from itertools.islice(run_tasks(pieces, settings), len(pieces) // 2)
+        raise Killed
+
+    with pytest.raises(Killed):
+        shards(job, tmp_path / "cut", engine=killed, in_order=True)
+    shards(job, tmp_path / "cut", rows=TWO_LENGTHS, in_order=True)
+    shards(job, tmp_path / "once", rows=TWO_LENGTHS, in_order=True)
+    assert content(tmp_path / "cut") == content(tmp_path / "once")
+
+
+def test_rows_that_were_opened_before_the_first_shard_are_found(tmp_path) -> None:
+    job, opened = job_of(write_texts(tmp_path / "input")), list[ShardedRows]()
+
+    def engine(pieces, settings):
+        store = ShardedStore(tmp_path / "cut")
+        opened.extend(ShardedRows(store, of_length) for of_length in TWO_LENGTHS)
+        assert not any(rows.train.num_rows for rows in opened)
+        yield from run_tasks(pieces, settings)
+
+    shards(job, tmp_path / "cut", rows=TWO_LENGTHS, engine=engine, in_order=True)
+    store = opened[0].store
+    store.refresh()  # as the wait for the rows of one length does
+    assert store.is_complete
+    wait_for_first_rows(store, opened, print)
+    for rows, of_length in zip(opened, TWO_LENGTHS, strict=True):
+        assert rows.train.ends == ShardedRows(ShardedStore(store.folder), of_length).train.ends
 
 
 def test_mistakes_are_one_line(tmp_path) -> None:

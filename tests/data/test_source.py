@@ -202,14 +202,17 @@ def test_conversations_that_are_cut_are_counted_in_a_warning(tmp_path, packing):
     assert (
         line
         == {
-            "best_fit": "data text: 2 of 4 conversations longer than a row, and cut; raise "
-            "data.sequence_length",
-            "split": "data text: 3 of 4 conversations cut at the end of a row; use "
-            "data.packing=best_fit, or raise data.sequence_length",
+            "best_fit": "data text: 2 of 4 conversations longer than a row of 128 tokens, and cut; "
+            "raise data.sequence_length",
+            "split": "data text: 3 of 4 conversations cut at the end of a row of 128 tokens; "
+            "use data.packing=best_fit, or raise data.sequence_length",
         }[packing]
     )
     long_rows = open_data(tmp_path, sequence_length=512, global_batch_size=1, **given)
     assert len(long_rows.warnings()) == (packing == "split")
+    lengths = {"sequence_length": {0: 128, 2: 512}, "repack_at": (2,), "global_batch_size": 1}
+    found = open_data(tmp_path, **lengths, **given).warnings()
+    assert found == [*long_rows.warnings(), line]
 
 
 def test_the_remedy_for_an_invalid_message_is_not_another_field(tmp_path) -> None:

@@ -140,7 +140,7 @@ def test_held_out_rows_of_validation_files_are_shown(folder, capsys, tmp_path) -
     held = f"data.sources.words.eval_files={tmp_path}/held.jsonl"
     out = show(capsys, folder, "--held-out", "--source", "words", "data.eval_fraction=0", held)
     assert "held-out row 0 of 1 · source words" in out and "\nvvvvv⏎" in out
-    assert re.search(r"held-out rows +1$", out, re.MULTILINE)
+    assert re.search(r"held-out rows +1 of \d+ tokens$", out, re.MULTILINE)
 
 
 def test_rows_of_a_source_are_those_it_gives_from_the_step_on(folder, capsys) -> None:

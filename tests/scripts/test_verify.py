@@ -96,6 +96,12 @@ def test_every_configuration_of_the_repository_scales_down(path) -> None:
     assert make_config(as_tree(small)) == small
 
 
+def test_a_configuration_with_changing_rows_scales_down() -> None:
+    lengths = "data.sequence_length={0: 64, 4: 128}", "data.repack_at=[4]"
+    small = scale_down(load_config("configs/tp8.yaml", lengths))
+    assert small == scale_down(load_config("configs/tp8.yaml"))
+
+
 @pytest.mark.parametrize("scores_per_group", [1, 2])
 @pytest.mark.parametrize(("experts", "groups"), [(16, 4), (16, 1), (8, 4), (4, 4)])
 def test_no_two_experts_or_groups_are_nearly_equal(experts, groups, scores_per_group) -> None:
