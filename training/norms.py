@@ -11,21 +11,9 @@ import optax
 from training.parameter_kinds import KINDS, kind_of_parameter
 
 
-def squares_by_kind(tree: Any) -> dict[str, jax.Array]:
-    """Return the sum of the squares of every kind of layer, () float32.
-
-    Communication: the sums over all devices, scalars.
-    """
-    squares: dict[str, jax.Array] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        kind = kind_of_parameter(path)
-        squares[kind] = squares.get(kind, 0.0) + jnp.sum(jnp.square(x.astype(jnp.float32)))
-    return squares
-
-
-def norm_of(squares: Mapping[str, jax.Array]) -> jax.Array:
-    """Return the norm of all arrays together, from their `squares_by_kind`."""
-    return jnp.sqrt(sum(squares.values(), jnp.float32(0)))
+def global_norm(tree: Any) -> jax.Array:
+    """Return the norm of all arrays of a tree together. Communication: a sum over all devices."""
+    return optax.tree.norm(_as_float32(tree))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -43,20 +31,25 @@ def _as_float32(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def norms_by_kind(
-    grad_squares: Mapping[str, jax.Array], before: Any, params: Any
-) -> dict[str, jax.Array]:
+def norms_by_kind(grads: Any, before: Any, params: Any) -> dict[str, jax.Array]:
     """Return [norm of gradients, of parameters, of their changes] of every kind, (3,) float32.
 
-    grad_squares: `squares_by_kind` of the gradients, so that these need not be kept for it. before,
-    params: parameters before and after an update, of one structure. Communication: the sums of
-    squares over all devices, scalars.
+    grads, before, params: gradients, and parameters before and after an update; trees of one
+    structure. Communication: the sums of squares over all devices, scalars.
     """
     changes = jax.tree.map(
         lambda new, old: new.astype(jnp.float32) - old.astype(jnp.float32), params, before
     )
-    squares = [grad_squares, squares_by_kind(params), squares_by_kind(changes)]
-    return {kind: jnp.sqrt(jnp.stack([of[kind] for of in squares])) for kind in grad_squares}
+    norms = [_norms(tree) for tree in (grads, params, changes)]
+    return {kind: jnp.stack([found[kind] for found in norms]) for kind in norms[0]}
+
+
+def _norms(tree: Any) -> dict[str, jax.Array]:
+    squares: dict[str, jax.Array] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        kind = kind_of_parameter(path)
+        squares[kind] = squares.get(kind, 0.0) + jnp.sum(jnp.square(x.astype(jnp.float32)))
+    return {kind: jnp.sqrt(total) for kind, total in squares.items()}
 
 
 def norm_metrics(norms: Mapping[str, np.ndarray]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from training.accumulation import sum_over_parts
 from training.guard import GuardConfig, fresh_guard, judge
 from training.moving_average import init_ema, update_ema
 from training.noise_scale import noise_terms, part_terms
-from training.norms import norm_of, norms_by_kind, squares_by_kind
+from training.norms import global_norm, norms_by_kind
 from training.optimizers import GradientPoint, tree_where
 from training.state import TrainState
 
@@ -320,7 +320,7 @@ class Program:
         self, state: TrainState, loss: jax.Array, report: MoEReport | None, grads: Any
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the state after an update with these gradients, and the metrics of the step."""
-        norm = norm_of(squares := squares_by_kind(grads))
+        norm = global_norm(grads)
         is_good, guard, verdict = judge(state.guard, loss, norm, self.guard)
         before = self.trained(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, before, is_good=is_good)
@@ -340,7 +340,7 @@ class Program:
         if self.ema_decay is not None:
             ema = tree_where(is_good, update_ema(ema, params, self.ema_decay), ema)
         # The sums of the new parameters are a part of the loop that updates them.
-        metrics["norms"] = norms_by_kind(squares, before, params)
+        metrics["norms"] = norms_by_kind(grads, before, params)
         params = self.with_trained(state.params, params)
         step, reference = state.step + 1, state.reference
         return TrainState(step, params, opt_state, guard, ema, reference), metrics
