@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data.bucket_path import AnyPath, BucketPath
+from data.bucket_path import AnyPath, BucketPath, write_file
 from model.lora import is_adapter
 from model.multi_token import MODULES
 
@@ -25,6 +25,7 @@ _NOT_DAMAGE_ERRNO = {errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.E
 _NOT_DAMAGE_ERRNO |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
+_METADATA = "_CHECKPOINT_METADATA"
 COMMIT_FILE = "commit_success.txt"
 """The last file of a finished checkpoint in a bucket."""
 
@@ -96,7 +97,7 @@ def read_record(folder: AnyPath, step: int) -> dict[str, Any]:
     """
     try:
         # orbax's own reader opens every array and prints the ones that it cannot open.
-        metadata = json.loads((folder / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"]
+        metadata = json.loads((folder / _METADATA).read_bytes())["custom_metadata"]
         record, expected = metadata["record"], metadata["sha256"]
     except Exception as error:
         is_remote = isinstance(folder, BucketPath)
@@ -105,6 +106,20 @@ def read_record(folder: AnyPath, step: int) -> dict[str, Any]:
     if checksum(record) != expected or record["step"] != step:
         raise DamageError(f"checkpoint {step} is damaged: checksum mismatch of its record")
     return record
+
+
+def amend_record(folder: AnyPath, step: int, changes: Mapping[str, Any]) -> None:
+    """Change values of the record in the folder of a checkpoint, all of them or none.
+
+    Raises:
+        CheckpointError: the record is missing, unreadable or damaged.
+        OSError: it cannot be written, and is as before.
+    """
+    record = {**read_record(folder, step), **changes}
+    file = folder / _METADATA
+    metadata = json.loads(file.read_bytes())
+    metadata["custom_metadata"] |= {"record": record, "sha256": checksum(record)}
+    write_file(file, json.dumps(metadata))
 
 
 def checksum(record: Mapping[str, Any]) -> str:

@@ -1,14 +1,17 @@
 """Checkpointing of a training run: when to save, what the record says, how a run ends."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from data.pipeline import Dataset
+from training.bucket_runs import checkpoint_folder
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import SaveSchedule
+from training.checkpoint_record import CheckpointError, amend_record
 from training.goodput import Goodput
+from training.logs import log
 from training.resume import ResumePoint, make_record
 from training.spikes import TrainingError
 from training.state import TrainState
@@ -67,6 +70,35 @@ class Checkpointing:
         with self.goodput.spend("checkpoint"):
             record["goodput"] = self.goodput.seconds
             return {"save_blocked": self.checkpoints.save(state, step, record, eval_loss)}
+
+    def add_evaluation(
+        self,
+        step: int,
+        eval_loss: float | None,
+        early_stop: Mapping[str, Any],
+        pending: Sequence[str],
+    ) -> None:
+        """Add to a checkpoint the evaluation from which a signal kept the process that saved it.
+
+        Then no later start repeats it. Process 0 writes. The arguments are those of `save`.
+        """
+        self.checkpoints.set_eval_loss(step, eval_loss)
+        if not self.checkpoints.group.is_primary:
+            return
+        changes: dict[str, Any] = {"pending": [*pending]}
+        if early_stop:
+            changes["early_stop"] = dict(early_stop)
+        if eval_loss is not None:
+            changes["metrics"] = {"eval_loss": eval_loss}
+        try:
+            amend_record(checkpoint_folder(self.directory) / str(step), step, changes)
+        except (OSError, CheckpointError) as error:
+            log.warning(
+                "checkpoint %d: its evaluation could not be added, so the next start repeats it: "
+                "%s",
+                step,
+                error,
+            )
 
     def finish(self) -> None:
         """Wait for the last save. Raises: CheckpointError if it failed."""

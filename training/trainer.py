@@ -250,9 +250,11 @@ class Trainer:
         if "evaluation" in pending:
             self.group.set_phase(f"evaluation after step {step}")
             evaluated = self.evaluation.run(step, state)
-            self.checkpointing.checkpoints.set_eval_loss(step, evaluated.get("eval_loss"))
             self.writers.amend(step, evaluated)
             self.early_stop.add(step, evaluated)
+            left = [part for part in pending if part != "evaluation"]
+            loss, record = evaluated.get("eval_loss"), self.early_stop.record
+            self.checkpointing.add_evaluation(step, loss, record, left)
         is_last = step in (self.config.steps, self.early_stop.last_step)
         if "sample" in pending and not is_last:
             self._sample(step, state)

@@ -300,6 +300,14 @@ def test_an_interrupted_evaluation_is_finished_by_the_next_process(
     assert run(config) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line.get("eval_loss") for line in lines] == [line.get("eval_loss") for line in whole]
+    # A process that resumes from the same checkpoint does not repeat it.
+    steps, evaluate = list[int](), Evaluation.run
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    monkeypatch.setattr(
+        Evaluation, "run", lambda it, step, state: steps.append(step) or evaluate(it, step, state)
+    )
+    assert run(config) == 0 and steps == [6]
+    assert read_lines(tmp_path / "run" / "metrics.jsonl")[-1]["loss"] == whole[-1]["loss"]
 
 
 def test_a_run_with_one_process_ends_when_it_makes_no_progress(tmp_path, monkeypatch):
