@@ -48,16 +48,25 @@ class BatchSchedule:
                 first += -first % packed
             size, length = value_at(sizes, step), value_at(lengths, step)
             phase = BatchPhase(step, size, length, packed, first)
-            self._check(phase)
+            self._check(phase, config)
             self.phases.append(phase)
 
-    def _check(self, phase: BatchPhase) -> None:
+    def _check(self, phase: BatchPhase, config: DataConfig) -> None:
+        longest = phase.packed_length // config.rows_per_item
+        longer = [
+            step
+            for step, length in values_by_step(config.sequence_length).items()
+            if step >= max(1, phase.first_step) and length == longest
+        ]
+        anew = ""
+        if longer and longer[0] not in config.repack_at and config.rows_per_item == 1:
+            repack_at = sorted({*config.repack_at, longer[0]})
+            anew = f", or pack rows anew at step {longer[0]}: data.repack_at='{repack_at}'"
         if phase.packed_length % phase.length:
             raise ValueError(
                 f"data.sequence_length={phase.length} does not divide {phase.packed_length}, the "
                 "length of the rows from which it is cut: the largest data.sequence_length of "
-                "these steps; use a divisor, or, to pack rows anew at the step at which they "
-                "become longer, set data.repack_at to it"
+                f"these steps; use a divisor{anew}"
             )
         if phase.first_token % phase.length:
             before = self.phases[-1]
@@ -67,14 +76,10 @@ class BatchSchedule:
                 for n in range(1, phase.length)
                 if (phase.first_token + n * per_step) % phase.length == 0
             )
-            remedy = f"change it {next(later, 'with')} another data.global_batch_size before that "
-            if phase.length > before.length:
-                remedy += f"step, or pack rows anew from it on: data.repack_at=[{phase.first_step}]"
-            else:
-                remedy += "step"
             raise ValueError(
                 f"data.sequence_length becomes {phase.length} at step {phase.first_step}, after "
-                f"{phase.first_token:,} tokens, not a multiple of that length; {remedy}"
+                f"{phase.first_token:,} tokens, not a multiple of that length; change it "
+                f"{next(later, 'with')} another data.global_batch_size before that step{anew}"
             )
 
     def at(self, step: int) -> BatchPhase:

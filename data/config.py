@@ -225,9 +225,12 @@ class DataConfig(
             raise ValueError(f"data.repack_at={[*steps]} is not in ascending order")
         for step, length in self.row_lengths.items():
             if length == before:
+                remedy = "remove it, or change the length there"
+                if isinstance(self.sequence_length, int):
+                    remedy = f"write data.sequence_length='{{0: OLD, {step}: {length}}}'"
                 raise ValueError(
                     f"data.repack_at={step} has no effect: the largest data.sequence_length is "
-                    f"{length} before and after that step; remove it, or change the length there"
+                    f"{length} before and after that step; {remedy}"
                 )
             before = length
 

@@ -53,7 +53,7 @@ def choose_rows(
             index, n = divmod(row, rows_per_item)
             part = slice(n * one.row_length, (n + 1) * one.row_length)
             fields = {name: values[part] for name, values in one.train_row(index).items()}
-            yield _row_title(one, index) + _member(row, rows_per_item), fields
+            yield _row_title(dataset, one, index) + _member(row, rows_per_item), fields
         return
     phase = dataset.schedule.at(step)
     batch_size = phase.batch_size
@@ -62,17 +62,20 @@ def choose_rows(
     for number, (long_row, first_token) in enumerate(dataset.schedule.locate_rows(step, shown)):
         index, of_source = mixture.locate(long_row)
         title = f"row {number} of {batch_size} of step {step} · "
-        title += _row_title(sources[index], of_source)
+        title += _row_title(dataset, sources[index], of_source)
         title += _member(number, rows_per_item)
         if phase.length < phase.packed_length // rows_per_item:
             title += f", from its token {first_token}"
         yield title, {name: values[number] for name, values in fields.items()}
 
 
-def _row_title(source: Source, index: int) -> str:
+def _row_title(dataset: Dataset, source: Source, index: int) -> str:
     epoch, item = divmod(index, source.num_items)
     kind = "row" if source.rows_per_item == 1 else "pair"
-    return f"source {source.name}, {kind} {item:,} of epoch {epoch}"
+    title = f"source {source.name}, {kind} {item:,} of epoch {epoch}"
+    if len(dataset.config.row_lengths) > 1:
+        title += f" of the rows of {source.row_length:,} tokens"
+    return title
 
 
 def _member(row: int, rows_per_item: int) -> str:

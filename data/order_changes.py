@@ -11,7 +11,7 @@ from typing import Any
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig, value_at, values_by_step
 
-_OF_LENGTHS = {"row_length", "sequence_length"}
+_OF_LENGTHS = "row_length", "sequence_length"
 # Parts of an order that name sources.
 _OF_SOURCES = {"sources", "eval_files", "undivided", "weight", "parts"}
 
@@ -71,6 +71,9 @@ def explain_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     said = {"sources", "undivided", "eval_files", "parts"} | (
         set() if old.keys() == new.keys() else {"weight"}
     )
+    lengths = [[_by_step(order.get(key)) for key in _OF_LENGTHS] for order in (before, now)]
+    if all(packed == read for packed, read in lengths):
+        said |= {"row_length"}
     for key in sorted((now.keys() | before.keys()) - said):
         if before.get(key) != now.get(key):
             name = _KEYS.get(key, f"data.{key}")
@@ -87,7 +90,7 @@ def remedy_of_change(
     before, now: orders of these batches. config: that of the resume.
     """
     changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    if changed & _OF_LENGTHS and config.packing == "pairs":
+    if changed & {*_OF_LENGTHS} and config.packing == "pairs":
         return "restore the former value (other rows need a new run, with training.init_from)"
     settings = _settings(before, now, number, config)
     if settings is None or not changed <= {"global_batch_size", *_OF_LENGTHS, *_OF_SOURCES}:

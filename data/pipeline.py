@@ -298,12 +298,15 @@ class Dataset:
         }
 
     def summaries(self) -> list[str]:
-        """Return a line about every source, and one about its rows of every other length."""
-        return [
-            source.summary if source.row_length == self.config.row_length else source.summary_rows
-            for of_source in zip(*self._sources.values(), strict=True)
-            for source in of_source
-        ]
+        """Return a line about every source, and, if rows change, one about those from each step."""
+        found = [source.summary for source in self.sources]
+        if len(steps := self.config.row_lengths) > 1:
+            found += [
+                f"data {source.name}: from step {step} on {source.train_rows}"
+                for step in steps
+                for source in self.rows_of(step)[1]
+            ]
+        return found
 
     def describe_epochs(self, steps: int) -> str:
         """Return a line about how often the first `steps` steps read the rows of every source."""

@@ -162,7 +162,7 @@ class Source:
         """One line: size of the store, skipped documents, and rows."""
         info = self.packed.info
         held_out = count_of(self.num_eval, "held-out row")
-        line = f"data {self.name}: {self.store.summary()}; {self._train_rows}, {held_out}"
+        line = f"data {self.name}: {self.store.summary()}; {self.train_rows}, {held_out}"
         if info.held_out_conversations:
             line += (
                 f" ({info.held_out_conversations:,} of {self.store.num_documents:,} conversations)"
@@ -178,12 +178,8 @@ class Source:
         return line
 
     @property
-    def summary_rows(self) -> str:
-        """One line about the training rows alone, if there are rows of other lengths too."""
-        return f"data {self.name}: {self._train_rows}"
-
-    @property
-    def _train_rows(self) -> str:
+    def train_rows(self) -> str:
+        """Number and length of the training rows, and how full they are."""
         info = self.packed.info
         rows = f"{count_of(info.train_rows, 'training row')} of {self.row_length:,} tokens"
         return f"{rows} ({info.efficiency:.1%} full)"

@@ -62,7 +62,9 @@ class TokenizationProgress:
         """Return the megabytes of input per second, or that the store existed."""
         seconds, num_bytes, _ = self._since_begin()
         return (
-            f"{num_bytes / 1e6 / seconds:.1f} MB/s" if num_bytes and seconds else "already prepared"
+            f"{num_bytes / 1e6 / seconds:.1f} MB/s"
+            if num_bytes and seconds
+            else "already tokenized"
         )
 
     def _since_begin(self) -> tuple[float, int, int]:

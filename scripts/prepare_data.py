@@ -194,7 +194,8 @@ def folder_of(job: StoreJob, data: DataConfig, out: AnyPath | None) -> AnyPath:
         return out or job.folder(Path(data.cache_dir))
     if out is not None:
         raise ValueError(
-            f"--out {out}: {job.files_key}={prepared} is a store already; leave it out"
+            f"--out {out}: {job.files_key}={prepared} is a store already; give {job.files_key} the "
+            "texts of which it was made, or leave --out out"
         )
     return prepared
 
@@ -206,7 +207,7 @@ def prepare_store(
     settings = pack_settings(job, data)
     store: Store | ShardedStore
     if prepared_folder(job.files) is not None:
-        store, speed = open_prepared(folder, job), "already prepared"
+        store, speed = open_prepared(folder, job), "already tokenized"
     elif sharding is not None:
         store, speed = make_shards(job, folder, engine, sharding, data)
     else:

@@ -68,7 +68,8 @@ def test_without_changes_a_batch_is_whole_rows_one_after_another():
             {0: 8, 10: 12},
             12,
             r"data.sequence_length=8 does not divide 12, the length of the rows from which it is "
-            r"cut: the largest data.sequence_length of these steps; use a divisor",
+            r"cut: the largest data.sequence_length of these steps; use a divisor, or pack rows "
+            r"anew at step 10: data.repack_at='\[10\]'",
         ),
         (
             {0: 4, 1: 12},
@@ -140,6 +141,7 @@ def test_each_length_of_packed_rows_is_read_in_an_order_of_its_own():
             r"after that step; remove it, or change the length there",
         ),
         ({0: 8, 4: 6}, [2], r"has no effect: the largest data.sequence_length is 8"),
+        (8, [2], r"8 before and after that step; write data.sequence_length='{0: OLD, 2: 8}'"),
     ],
 )
 def test_steps_that_repack_nothing_are_refused(lengths, repack_at, law):

@@ -105,14 +105,14 @@ def test_a_split_is_prepared_at_a_pinned_revision(hub, tmp_path) -> None:
     )
     assert said.startswith("0\n") and "text: 90 documents" in said, said
     assert "text eval_files: 12 documents" in said
-    assert "already prepared" in run(hub, tmp_path, f"data.files={DATASET}:train")
+    assert "already tokenized" in run(hub, tmp_path, f"data.files={DATASET}:train")
     small = run(hub, tmp_path, f"data.files=hf://datasets/{DATASET}:small:train")
     assert "text: 30 documents" in small
     old = hub.commit
     hub.files["data/train-3.jsonl"] = lines("more", 10)
     assert "text: 100 documents" in run(hub, tmp_path, f"data.files={DATASET}:train")
     again = run(hub, tmp_path, f"data.files={DATASET}@{old}:train")
-    assert "text: 90 documents" in again and "already prepared" in again
+    assert "text: 90 documents" in again and "already tokenized" in again
     assert "text: 90 documents" in run(
         hub, tmp_path, f"data.files=hf://datasets/{DATASET}@{old}/data/train-*.jsonl"
     )

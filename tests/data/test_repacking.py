@@ -57,10 +57,14 @@ def test_longer_rows_begin_a_new_epoch_and_shorter_ones_go_on_where_they_stopped
     longer = long.progress(3)
     for name in progress:
         assert progress[name] == pytest.approx(at_4[name] + longer[name])
-    train = [source.num_items for source in (long.sources[0], single(folder).sources[0])]
-    (first, second) = rows.summaries()
-    assert f"; {train[0]} training rows of 16 tokens (" in first and " held-out row" in first
-    assert second.startswith(f"data text: {train[1]} training rows of 8 tokens (")
+    counts = {n: single(folder, sequence_length=n).sources[0].num_items for n in (8, 16)}
+    whole, *later = rows.summaries()
+    assert f"; {counts[16]} training rows of 16 tokens (" in whole and " held-out row" in whole
+    starts = [(0, 8), (4, 16), (7, 8)]
+    for line, (step, length) in zip(later, starts, strict=True):
+        assert line.startswith(
+            f"data text: from step {step} on {counts[length]} training rows of {length} tokens ("
+        )
 
 
 def test_longer_rows_are_mixed_by_the_weights_of_their_steps(folder):
@@ -75,7 +79,7 @@ def test_longer_rows_from_a_step_on_leave_the_order_before_it(folder):
     before, now = single(folder), single(folder, sequence_length={0: 8, 4: 16}, repack_at=(4,))
     assert before.order(4) == now.order(4)
     changed = explain_change(before.order(5), now.order(5))
-    assert "the largest data.sequence_length was 8, is now {0: 8, 4: 16}" in changed
+    assert changed == "data.sequence_length was 8, is now {0: 8, 4: 16}"
 
 
 def test_a_short_source_of_longer_rows_is_named_too(folder):

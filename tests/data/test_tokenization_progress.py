@@ -16,5 +16,5 @@ def test_progress_is_lines_without_a_terminal(capsys, monkeypatch):
 
 def test_nothing_to_do_is_silent(capsys):
     with TokenizationProgress("code") as display:
-        assert display.speed() == "already prepared"
+        assert display.speed() == "already tokenized"
     assert capsys.readouterr() == ("", "")

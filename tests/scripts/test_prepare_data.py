@@ -96,7 +96,7 @@ def test_the_script_trains_a_tokenizer_and_prepares_what_training_opens(folder) 
     # Again: nothing is made.
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "exists with 300 tokens: kept, not trained again" in again.stdout
-    assert again.stdout.count("; already prepared; ") == 2
+    assert again.stdout.count("; already tokenized; ") == 2
 
 
 def test_a_tokenizer_of_another_size_is_not_overwritten(folder, capsys) -> None:
@@ -161,7 +161,7 @@ def test_out_names_the_folder_of_the_only_source(folder, capsys) -> None:
     store = Store(folder / "store")
     assert not list((folder / "cache").glob("*/tokens.bin"))
     assert script.main(one(folder, "--out", f"{folder}/store")) == 0
-    assert "; already prepared; " in capsys.readouterr().out
+    assert "; already tokenized; " in capsys.readouterr().out
     # The store is a source of its own.
     cache = f"data.cache_dir={folder}/cache"
     prepared = [f"data.files={folder}/store", cache, "--workers=0"]

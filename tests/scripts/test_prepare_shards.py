@@ -61,7 +61,7 @@ def test_a_store_is_made_extended_verified_and_mended(tmp_path, capsys) -> None:
     text = capsys.readouterr().out
     assert "text: 2 shards; 6 documents" in text and "training rows of 32" in text
     assert f"to train on it, set data.files={tmp_path}/store" in text
-    assert prepare(tmp_path, out, one) == 0 and "already prepared" in capsys.readouterr().out
+    assert prepare(tmp_path, out, one) == 0 and "already tokenized" in capsys.readouterr().out
     assert prepare(tmp_path, out, two) == 2
     assert "add --append to add these files to it" in capsys.readouterr().err
     assert prepare(tmp_path, out, "--append", "--shard-gb=0.0000003", two) == 0
@@ -79,7 +79,7 @@ def test_a_store_is_made_extended_verified_and_mended(tmp_path, capsys) -> None:
     assert (shard / "tokens.bin").read_bytes() == tokens
     capsys.readouterr()
     files = f"data.files={tmp_path}/store"
-    assert prepare(tmp_path, files) == 0 and "already prepared" in capsys.readouterr().out
+    assert prepare(tmp_path, files) == 0 and "already tokenized" in capsys.readouterr().out
     assert inspect_data.main([files, "data.sequence_length=32", f"data.cache_dir={tmp_path}"]) == 0
     assert "documents 9" in capsys.readouterr().out
 
