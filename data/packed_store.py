@@ -24,7 +24,7 @@ import numpy as np
 from data.block_cache import BlockCache
 from data.bucket_path import AnyPath
 from data.checked_array import CheckedArray, ChecksumWriter, checksum_path, make_seed
-from data.config import Packing
+from data.config import DataConfig, Packing, SourceConfig
 from data.files import DataError
 from data.packing import (
     CONVERSATION_PACK_VERSION,
@@ -163,6 +163,21 @@ class PackSettings:
                 f"more text, or change data.eval_fraction={eval_fraction:g}"
             )
         return train, held_out, info
+
+
+def settings_of(
+    config: DataConfig, source: SourceConfig, *, is_evaluation: bool
+) -> list[PackSettings]:
+    """Return the settings for every length of rows of a run, the largest first.
+
+    Of eval_files, only rows of the largest length are read.
+    """
+    lengths = sorted({*config.row_lengths.values()}, reverse=True)
+    fraction = config.eval_fraction_of(source)
+    return [
+        PackSettings(length, config.packing, fraction)
+        for length in (lengths[:1] if is_evaluation else lengths)
+    ]
 
 
 def open_packed_store(store: Store, settings: PackSettings, cache: Path) -> PackedStore:

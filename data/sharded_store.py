@@ -375,8 +375,8 @@ class ShardedRows:
                 f"{store.folder} has no rows for these settings ({given}) of what was prepared "
                 f"from {files}; run scripts/prepare_data.py with --out={store.folder}, those "
                 f"files, {fraction}, and data.sequence_length, data.repack_at and data.packing as "
-                "here, which packs them. To lengthen the rows of a run that has begun, set "
-                "data.repack_at before"
+                "here, which packs them; for longer rows of a run that has begun, add "
+                "data.repack_at first"
             )
         return found
 

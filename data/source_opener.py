@@ -9,7 +9,7 @@ from data.block_cache import BlockCache
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig
 from data.files import DataError
-from data.packed_store import PackSettings, open_packed_store
+from data.packed_store import open_packed_store, settings_of
 from data.prepare import prepare
 from data.sharded_store import ShardedRows, ShardedStore, wait_for_first_rows
 from data.source import AnyRows, AnyStore, Source
@@ -42,7 +42,6 @@ class SourceOpener:
         self._parts, self._shuffle_passes, self._report = parts, shuffle_passes, report
         self._cache = Path(os.path.expanduser(config.cache_dir))
         self._blocks = BlockCache(self._cache / "blocks", int(config.bucket_cache_gb * 1e9))
-        # The largest first: it is that of the held-out rows, and the one of most runs.
         self._lengths = sorted({*config.row_lengths.values()}, reverse=True)
         self.unread_files: list[str] = []
         """Lines about files that the opened sources do not read."""
@@ -87,9 +86,7 @@ class SourceOpener:
         key = f"data.sources.{name}" if config.sources else "data"
         title = name + EVAL_SUFFIX if is_evaluation else name
         job = store_job(name, config, self._tokenizer, is_evaluation=is_evaluation)
-        eval_fraction = config.eval_fraction_of(config.named_sources[name])
-        lengths = self._lengths[:1] if is_evaluation else self._lengths
-        settings = [PackSettings(length, config.packing, eval_fraction) for length in lengths]
+        settings = settings_of(config, config.named_sources[name], is_evaluation=is_evaluation)
         with TokenizationProgress(name) as progress:
             store = prepare(
                 job,

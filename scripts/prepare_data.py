@@ -25,7 +25,7 @@ from data.bucket_path import AnyPath, BucketPath, to_path
 from data.config import DataConfig
 from data.engine import Engine, run_tasks
 from data.filters import Filters, parse_filters
-from data.packed_store import PackSettings, open_packed_store
+from data.packed_store import PackSettings, open_packed_store, settings_of
 from data.prepare import build, open_prepared
 from data.prepared_store import prepared_folder
 from data.ray_engine import ray_engine
@@ -96,12 +96,8 @@ def make_shards(
 
 
 def pack_settings(job: StoreJob, data: DataConfig) -> list[PackSettings]:
-    """Return the settings that decide the rows of a store, one for every length of rows.
-
-    Of eval_files, only rows of the largest length are read.
-    """
-    lengths = [data.row_length] if job.is_evaluation else dict.fromkeys(data.row_lengths.values())
-    return [PackSettings(n, data.packing, data.eval_fraction_of(job.source)) for n in lengths]
+    """Return the settings that decide the rows of a store, one for every length of rows."""
+    return settings_of(data, job.source, is_evaluation=job.is_evaluation)
 
 
 def count_rows(store: Store | ShardedStore, settings: PackSettings, cache: Path) -> int:

@@ -39,7 +39,7 @@ def prepare(tmp_path: Path, *arguments: str) -> int:
 
 def test_rows_of_every_length_of_a_run_are_packed(tmp_path, capsys) -> None:
     text, lengths = write_texts(tmp_path / "texts", 6), "data.sequence_length={0: 32, 5: 64}"
-    shown = r"\d+ training rows of 32, \d+ training rows of 64; "
+    shown = r"\d+ training rows of 64, \d+ training rows of 32; "
     assert prepare(tmp_path, text, lengths, "data.repack_at=[5]") == 0
     assert re.search(shown, capsys.readouterr().out)
     out = f"--out={tmp_path}/store"
