@@ -18,7 +18,7 @@ from data.bucket_path import AnyPath
 from data.duplicates import SeenDocuments
 from data.engine import Engine, run_tasks
 from data.files import DataError
-from data.formats.shards import bytes_before_each, piece_key, plan_shards
+from data.formats.pieces import bytes_before_each, piece_key, plan_pieces
 from data.prepared_store import prepared_folder
 from data.shard_list import is_sharded
 from data.sharded_store import ShardedStore
@@ -35,7 +35,7 @@ from data.tokenization import document_remedy
 log = logging.getLogger("torus")
 
 ReportProgress = Callable[[int, int, int], None]
-"""Called at the start and after each shard: bytes of input done, bytes in all, tokens written."""
+"""Called at the start and after each piece: bytes of input done, bytes in all, tokens written."""
 
 
 def prepare(
@@ -229,21 +229,21 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _make(job: StoreJob, folder: Path, engine: Engine, report: ReportProgress | None) -> Store:
-    plan, shards = job.plan(), plan_shards(job.paths)
-    keys = [piece_key(shard) for shard in shards]
-    bytes_before = bytes_before_each(shards, plan.files)
+    plan, pieces = job.plan(), plan_pieces(job.paths)
+    keys = [piece_key(piece) for piece in pieces]
+    bytes_before = bytes_before_each(pieces, plan.files)
     settings = job.settings(plan.dtype)
     with StoreWriter(folder, plan) as writer, _seen_documents(job, writer) as seen:
-        done = len(writer.shards)
-        if writer.shards != keys[:done]:
+        done = len(writer.pieces)
+        if writer.pieces != keys[:done]:
             raise DataError(
-                f"{writer.building} was begun with other shards; delete it and prepare again"
+                f"{writer.building} was begun with other pieces; delete it and prepare again"
             )
         if report:
             report(bytes_before[done], bytes_before[-1], writer.num_tokens)
         is_current = True
         try:
-            with closing(engine(shards[done:], settings)) as results:
+            with closing(engine(pieces[done:], settings)) as results:
                 for index, (documents, skipped) in enumerate(results, done):
                     if seen is not None:
                         documents, duplicates = seen.first_of(documents)

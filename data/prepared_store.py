@@ -7,7 +7,7 @@ from pathlib import Path
 from data.block_cache import BlockCache
 from data.bucket_path import AnyPath, BucketPath, to_path
 from data.files import suffix_of
-from data.formats.shards import known_suffixes
+from data.formats.pieces import known_suffixes
 from data.shard_list import is_sharded
 from data.sharded_store import ShardedStore
 from data.store import INFO, Store

@@ -37,7 +37,7 @@ class Part(BaseModel, frozen=True, extra="forbid"):
     """Description of the shards that one command adds to a store.
 
     plan: of its stores; the files stand in the shards. num_files, num_bytes: of the input. pieces:
-    how many pieces of the input each shard holds, see `plan_shards`. pieces_digest: SHA-256 of
+    how many pieces of the input each shard holds, see `plan_pieces`. pieces_digest: SHA-256 of
     them. in_order: runs read the shards one after the other.
     """
 

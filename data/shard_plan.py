@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from data.bucket_path import AnyPath, BucketPath
 from data.files import DataError
-from data.formats.shards import InputShard, bytes_before_each, piece_key, plan_shards
+from data.formats.pieces import InputPiece, bytes_before_each, piece_key, plan_pieces
 from data.hub import parse_split
 from data.shard_list import (
     PARTS,
@@ -52,7 +52,7 @@ class PlannedPart:
     """Index of the part in its store."""
     recorded: Part
     """Its description in the store."""
-    pieces: Sequence[InputShard]
+    pieces: Sequence[InputPiece]
     """Pieces of the input, in order."""
     sizes: Mapping[str, int]
     """Bytes of every input file."""
@@ -156,7 +156,7 @@ class PartPlanner:
 
     def _plan(self) -> PlannedPart:
         job, plan = self._job, self._job.plan()
-        pieces = plan_shards(job.paths)
+        pieces = plan_pieces(job.paths)
         bytes_before = bytes_before_each(pieces, plan.files)
         counts: list[int] = []
         begin = 0

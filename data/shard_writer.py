@@ -46,7 +46,7 @@ from data.sharded_store import ShardedStore
 from data.store import INFO, Skipped, Store
 from data.store_job import StoreJob
 from data.store_writer import SEEN, StoreWriter, add_skipped, remove_leftovers
-from data.tokenization import TokenizedShard
+from data.tokenization import TokenizedPiece
 from safe_files import publish_folder, rename
 
 
@@ -205,7 +205,7 @@ class _Preparation:
         with StoreWriter(
             self._work / self._part.names[missing[0]], self._part.store_plan(missing[0])
         ) as writer:
-            done, num_documents = len(writer.shards), writer.num_documents
+            done, num_documents = len(writer.pieces), writer.num_documents
         seen, todo = self._open_seen(missing, num_documents)
         if todo != missing:
             shutil.rmtree(writer.building)
@@ -252,13 +252,13 @@ class _Preparation:
         return SeenDocuments(self._work, 0, per_item), every
 
     def _make_shard(
-        self, shard: int, results: Iterator[TokenizedShard], seen: SeenDocuments | None
+        self, shard: int, results: Iterator[TokenizedPiece], seen: SeenDocuments | None
     ) -> None:
         """Write the store of a shard into the folder for work. Raises: DataError, OSError."""
         folder, keys = self._work / self._part.names[shard], self._part.keys(shard)
         with StoreWriter(folder, self._part.store_plan(shard)) as writer:
-            done = len(writer.shards)
-            if writer.shards != keys[:done]:
+            done = len(writer.pieces)
+            if writer.pieces != keys[:done]:
                 raise DataError(
                     f"{writer.building} was begun with other pieces; delete it and prepare again"
                 )

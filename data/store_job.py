@@ -16,7 +16,7 @@ from data.chat_jinja import find_chat_template
 from data.config import DataConfig, OnError, SourceConfig, files_key
 from data.files import DataError, find_files, fingerprint, input_bytes, suffix_of
 from data.filters import NO_FILTERS, Filters
-from data.formats.shards import known_suffixes
+from data.formats.pieces import known_suffixes
 from data.hub import find_split, parse_split
 from data.prepared_store import open_any, prepared_folder
 from data.store import VERSION, Encoding, InputFile, StorePlan, count_of

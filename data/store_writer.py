@@ -1,6 +1,6 @@
 """Writer of a token store, which survives a kill at any moment.
 
-After each shard of input, a journal records what is on disk, with a digest. A new writer verifies
+After each piece of input, a journal records what is on disk, with a digest. A new writer verifies
 it and continues. The content of the store does not depend on how often it was interrupted.
 """
 
@@ -74,9 +74,9 @@ class TokenizedDocuments:
 
 
 class _JournalLine(BaseModel, frozen=True, extra="forbid"):
-    """One shard in the journal; the names are keys on disk.
+    """One piece in the journal; the names are keys on disk.
 
-    unit: key of the shard. parts: path, tokens and documents of each file. digest: of the store up
+    unit: key of the piece. parts: path, tokens and documents of each file. digest: of the store up
     to here.
     """
 
@@ -97,19 +97,19 @@ class _Written:
 
 
 class StoreWriter:
-    """Writer of a store, shard by shard, into FOLDER.building; after a kill, a new one continues.
+    """Writer of a store, piece by piece, into FOLDER.building; after a kill, a new one continues.
 
-    A shard is on disk before its line in the journal is. After an exception from `append`, close
+    A piece is on disk before its line in the journal is. After an exception from `append`, close
     the writer. Only one process at a time may write.
 
-    shards: keys of the shards on disk. skipped: documents that were left out so far.
+    pieces: keys of the pieces on disk. skipped: documents that were left out so far.
     Raises: DataError when FOLDER.building belongs to another plan, or is damaged.
     """
 
     def __init__(self, folder: Path, plan: StorePlan):
         self.folder, self.plan = folder, plan
         self.building = folder.with_name(f"{folder.name}.building")
-        self.shards: list[str] = []
+        self.pieces: list[str] = []
         self.num_tokens = self.num_documents = 0
         self.skipped: dict[str, Skipped] = {}
         self._inputs = {file.path: _Written() for file in plan.files}
@@ -140,9 +140,9 @@ class StoreWriter:
         self._stack.close()
 
     def append(
-        self, shard: str, parts: Sequence[TokenizedDocuments], skipped: Mapping[str, Skipped]
+        self, piece: str, parts: Sequence[TokenizedDocuments], skipped: Mapping[str, Skipped]
     ) -> None:
-        """Write the documents of a shard and count the skipped ones. Raises: OSError."""
+        """Write the documents of a piece and count the skipped ones. Raises: OSError."""
         for part in parts:
             self._append_documents(part)
         add_skipped(self.skipped, skipped)
@@ -150,14 +150,14 @@ class StoreWriter:
             file.flush()
             os.fsync(file.fileno())
         line = _JournalLine(
-            unit=shard,
+            unit=piece,
             parts=tuple((part.path, len(part.tokens), len(part.lengths)) for part in parts),
             masked=LOSS_MASK in self._files,
             digest=self._digest(),
             skipped=dict(skipped),
         )
         self._log(line.model_dump_json())
-        self.shards.append(shard)
+        self.pieces.append(piece)
 
     def finish(self) -> Store:
         """Write store.json and rename the folder. Raises: DataError if there is no token."""
@@ -307,7 +307,7 @@ class StoreWriter:
         itemsize = self.plan.dtype.itemsize
         with open(self.building / TOKENS, "rb") as file:
             for line in lines:
-                self.shards.append(line.unit)
+                self.pieces.append(line.unit)
                 for path, tokens, documents in line.parts:
                     self._count(path, tokens, documents)
                     for block in _read_blocks(file, tokens * itemsize):

@@ -1,4 +1,4 @@
-"""Tokenize shards of input files."""
+"""Tokenize pieces of input files."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -19,19 +19,19 @@ from data.engine import code_of
 from data.files import DataError
 from data.filters import KEY, NO_FILTERS, Filters, content_keys, text_of
 from data.formats.base import FORMATS, Document, DocumentError, FileRange, Format, read_documents
-from data.formats.shards import InputShard
+from data.formats.pieces import InputPiece
 from data.store import Skipped, is_unreadable
 from data.store_writer import MAX_EXAMPLES, TokenizedDocuments, add_skipped
 from data.tokenizers.base import Tokenizer, with_bos
 
 _BATCH_CHARACTERS = 2**20
 
-TokenizedShard = tuple[list[TokenizedDocuments], dict[str, Skipped]]
+TokenizedPiece = tuple[list[TokenizedDocuments], dict[str, Skipped]]
 
 
 @dataclass(frozen=True)
 class TokenizeSettings:
-    """The task of tokenizing shards. source: name, for error messages."""
+    """The task of tokenizing pieces. source: name, for error messages."""
 
     source: str
     text_field: str | None
@@ -53,17 +53,17 @@ class TokenizeSettings:
         files = code_of(type(self.tokenizer), self.chat_template, *readers)
         return files | {entry.code for entry in self.filters.each if entry.code is not None}
 
-    def run(self, shard: InputShard) -> TokenizedShard:
-        """Tokenize a shard; see `tokenize_shard`."""
-        return tokenize_shard(shard, self)
+    def run(self, piece: InputPiece) -> TokenizedPiece:
+        """Tokenize a piece; see `tokenize_piece`."""
+        return tokenize_piece(piece, self)
 
 
-def tokenize_shard(shard: InputShard, settings: TokenizeSettings) -> TokenizedShard:
-    """Tokenize one shard. Raises: DataError for an unreadable document, unless on_error is skip."""
+def tokenize_piece(piece: InputPiece, settings: TokenizeSettings) -> TokenizedPiece:
+    """Tokenize one piece. Raises: DataError for an unreadable document, unless on_error is skip."""
     batch = _TextBatch(settings)
     outputs: list[_RangeTokens] = []
     skipped: dict[str, Skipped] = {}
-    for file_range in shard.ranges:
+    for file_range in piece.ranges:
         output = _RangeTokens(file_range, batch)
         outputs.append(output)
         for document in read_documents(file_range, settings.text_field):
@@ -116,7 +116,7 @@ def _one_line(text: str) -> str:
 
 @dataclass
 class _TextBatch:
-    """Texts of a shard that are encoded together, since tokenizers are faster on batches."""
+    """Texts of a piece that are encoded together, since tokenizers are faster on batches."""
 
     settings: TokenizeSettings
     texts: list[str] = field(default_factory=list)

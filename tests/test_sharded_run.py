@@ -15,7 +15,7 @@ from runs import losses, run, write_config
 
 from data.config import SourceConfig
 from data.engine import run_tasks
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.packed_store import PackSettings
 from data.shard_plan import Sharding
 from data.shard_writer import prepare_shards
@@ -30,8 +30,8 @@ PIECES = 12
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=200))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, partial(plan_pieces, piece_bytes=200))
     for name in ("training.batch_wait.LOOK_SECONDS", "data.sharded_store.LOOK_SECONDS"):
         monkeypatch.setattr(name, 0.05)
 

@@ -140,7 +140,7 @@ def _open_array_record(path: str) -> Any:
     if not isinstance(system, LocalFileSystem):
         raise DataError(f"{path}: ArrayRecord must be on a local disk; copy it and name the copy")
     os.stat(name)  # the reader does not report a missing file
-    # One thread, since shards are read in parallel already.
+    # One thread, since pieces are read in parallel already.
     reader = library.ArrayRecordReader(name, "max_parallelism:0")
     if reader.ok():
         return reader

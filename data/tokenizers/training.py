@@ -11,7 +11,7 @@ from data.config import DataConfig, OnError, files_key
 from data.engine import Engine, code_of, run_tasks
 from data.files import DataError, load_library
 from data.formats.base import FORMATS, DocumentError, Format, read_documents
-from data.formats.shards import InputShard, plan_shards
+from data.formats.pieces import InputPiece, plan_pieces
 from data.prepared_store import prepared_folder
 from data.store_job import find_paths, held_out_files, without_files
 from data.tokenization import unreadable
@@ -24,9 +24,9 @@ from data.tokenizers.base import (
     open_tokenizer,
 )
 
-SAMPLE_BYTES, SAMPLE_SHARDS = 2**28, 256
-SourceShard = tuple[InputShard, str, str | None]
-"""A shard, the name of its source, and the field to read; None: preference pairs."""
+SAMPLE_BYTES, SAMPLE_PIECES = 2**28, 256
+SourcePiece = tuple[InputPiece, str, str | None]
+"""A piece, the name of its source, and the field to read; None: preference pairs."""
 
 _CONTROLS = [END, IM_START, IM_END]
 
@@ -68,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: AnyPath) -> int
 
 @dataclass(frozen=True)
 class Sample:
-    """The task of reading the beginning of a shard."""
+    """The task of reading the beginning of a piece."""
 
     on_error: OnError
     max_bytes: int
@@ -81,14 +81,14 @@ class Sample:
         """Files of the formats."""
         return code_of(*(entry.read for entry in self.formats))
 
-    def run(self, item: SourceShard) -> list[str]:
-        """Return the texts at the beginning of a shard.
+    def run(self, item: SourcePiece) -> list[str]:
+        """Return the texts at the beginning of a piece.
 
         Raises: DataError for an unreadable document, unless on_error is skip.
         """
-        (shard, source, text_field), left = item, self.max_bytes
+        (piece, source, text_field), left = item, self.max_bytes
         pieces: list[str] = []
-        for document in (d for part in shard.ranges for d in read_documents(part, text_field)):
+        for document in (d for part in piece.ranges for d in read_documents(part, text_field)):
             if isinstance(document, DocumentError):
                 if self.on_error == "raise" and document.kind != "empty":
                     raise unreadable(document, source, bool(pieces))
@@ -103,22 +103,22 @@ class Sample:
 
 
 def sample_texts(
-    shards: Sequence[SourceShard], on_error: OnError, engine: Engine = run_tasks
+    pieces: Sequence[SourcePiece], on_error: OnError, engine: Engine = run_tasks
 ) -> Iterator[str]:
-    """Yield at most 256 MiB of text from the beginnings of evenly spaced shards.
+    """Yield at most 256 MiB of text from the beginnings of evenly spaced pieces.
 
     Raises: DataError for an unreadable document, unless on_error is skip; what the engine raises.
     """
-    count = min(len(shards), SAMPLE_SHARDS)
-    some = [shards[index * len(shards) // count] for index in range(count)]
+    count = min(len(pieces), SAMPLE_PIECES)
+    some = [pieces[index * len(pieces) // count] for index in range(count)]
     for texts in engine(some, Sample(on_error, SAMPLE_BYTES // count)):
         yield from texts
 
 
 def find_texts(
     data: DataConfig, vocab_size: int, report: Callable[[str], None]
-) -> list[SourceShard]:
-    """Return the shards to train the tokenizer on that data.tokenizer names; none if it exists.
+) -> list[SourcePiece]:
+    """Return the pieces to train the tokenizer on that data.tokenizer names; none if it exists.
 
     report: is called with a line if it exists.
     Raises: ValueError if the existing file is larger, or nothing can be trained.
@@ -139,7 +139,7 @@ def find_texts(
         report(f"tokenizer {path} exists with {found} tokens: kept, not trained again")
         return []
     _tokenizers_for(vocab_size)  # raises before anything is read
-    shards: list[SourceShard] = []
+    pieces: list[SourcePiece] = []
     held_out = held_out_files(data)
     for name, source in data.named_sources.items():
         if (folder := prepared_folder(source.files)) is not None:
@@ -150,8 +150,8 @@ def find_texts(
         key = files_key(name)
         paths = without_files(find_paths(source.files, key), held_out, key)
         text_field = data.field_of(source)
-        shards += [(shard, name, text_field) for shard in plan_shards(paths)]
-    return shards
+        pieces += [(piece, name, text_field) for piece in plan_pieces(paths)]
+    return pieces
 
 
 def ensure_tokenizer(
@@ -159,7 +159,7 @@ def ensure_tokenizer(
     vocab_size: int,
     report: Callable[[str], None],
     *,
-    shards: Sequence[SourceShard] | None = None,
+    pieces: Sequence[SourcePiece] | None = None,
     engine: Engine = run_tasks,
 ) -> None:
     """Train the tokenizer that data.tokenizer names, unless its file exists.
@@ -168,22 +168,22 @@ def ensure_tokenizer(
         data: sources and tokenizer.
         vocab_size: number of tokens.
         report: is called with each line about the progress.
-        shards: result of `find_texts`; None: it is called.
+        pieces: result of `find_texts`; None: it is called.
         engine: reads the text.
 
     Raises: ValueError if the existing file is larger, or nothing can be trained.
     """
-    if shards is None:
-        shards = find_texts(data, vocab_size, report)
-    if not shards:
+    if pieces is None:
+        pieces = find_texts(data, vocab_size, report)
+    if not pieces:
         return
-    some = f"{SAMPLE_SHARDS} of {len(shards)} parts" if len(shards) > SAMPLE_SHARDS else "all parts"
+    some = f"{SAMPLE_PIECES} of {len(pieces)} parts" if len(pieces) > SAMPLE_PIECES else "all parts"
     report(
         f"training a tokenizer of {vocab_size} tokens on at most {SAMPLE_BYTES >> 20} MiB, spread "
         f"evenly over {some} of the text"
     )
     begin, path = time.monotonic(), to_path(data.tokenizer)
-    found = train_tokenizer(sample_texts(shards, data.on_error, engine), vocab_size, path)
+    found = train_tokenizer(sample_texts(pieces, data.on_error, engine), vocab_size, path)
     report(f"tokenizer {path} written after {time.monotonic() - begin:.1f} s")
     if found != vocab_size:
         report(

@@ -34,8 +34,8 @@ from soaks.processes import (
 )
 from training.hugging_face.new_directory import MARKER
 
-STORE_SHARDS = 2  # tasks of a worker process, of each source
-_SHARD_BYTES = 17 * 2**20  # of text: larger than data.formats.base.SHARD_BYTES
+STORE_PIECES = 2  # tasks of a worker process, of each source
+_PIECE_BYTES = 17 * 2**20  # of text: larger than data.formats.base.SHARD_BYTES
 
 
 def _digests(folder: Path, skip: Sequence[str] = ()) -> dict[str, str]:
@@ -277,11 +277,11 @@ def kill_jobs(jobs: Sequence[Job], logs: Path, limit: Limit, seed: int) -> dict[
 
 def write_sources(folder: Path) -> Path:
     """Write texts and chats with some damaged lines, and the configuration that reads them."""
-    for number in range(STORE_SHARDS):
+    for number in range(STORE_PIECES):
         line = f"def f{number}(x): return x * {number}\n"
-        (folder / f"{number}.txt").write_text(line * (_SHARD_BYTES // len(line)))
+        (folder / f"{number}.txt").write_text(line * (_PIECE_BYTES // len(line)))
     with open(folder / "chats.jsonl", "w") as file:
-        for number in range(STORE_SHARDS * _SHARD_BYTES // 20_000):
+        for number in range(STORE_PIECES * _PIECE_BYTES // 20_000):
             texts = ("user", f"{number}?" * 1000), ("assistant", f"{number}." * 3000)
             messages = [{"role": role, "content": text} for role, text in texts]
             file.write(json.dumps({"messages": messages})[: -9 if number % 100 == 7 else None])

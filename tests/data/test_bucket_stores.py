@@ -15,7 +15,7 @@ from data.block_cache import BLOCK_BYTES, BlockCache
 from data.bucket_path import BucketPath, to_path
 from data.config import DataConfig, SourceConfig
 from data.files import DataError
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.pipeline import Dataset
 from data.shard_plan import PartPlanner, Sharding
 from data.shard_writer import prepare_shards
@@ -25,8 +25,8 @@ from data.sharded_store import ShardedStore
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
     monkeypatch.setattr("data.bucket_path.PAUSE_SECONDS", 0.01)
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=50))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, partial(plan_pieces, piece_bytes=50))
 
 
 def make(job, folder, tmp_path: Path, size: int = 120, **options) -> ShardedStore:

@@ -1,4 +1,4 @@
-"""Find input files, fingerprint them and cut them into shards."""
+"""Find input files, fingerprint them and cut them into pieces."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ from pyarrow import parquet
 from data import files as module
 from data.files import DataError, find_files, fingerprint, input_bytes
 from data.formats.base import FileRange
-from data.formats.shards import known_suffixes, plan_shards
+from data.formats.pieces import known_suffixes, plan_pieces
 
 disable_progress_bars()
 
@@ -42,8 +42,8 @@ def write(folder: Path, **sizes: int) -> list[str]:
     return sorted(paths)
 
 
-def entries(paths, shard_bytes) -> list[FileRange]:
-    return [entry for shard in plan_shards(paths, shard_bytes) for entry in shard.ranges]
+def entries(paths, piece_bytes) -> list[FileRange]:
+    return [entry for piece in plan_pieces(paths, piece_bytes) for entry in piece.ranges]
 
 
 def test_the_default_corpus_is_the_standard_library_without_its_tests():
@@ -226,7 +226,7 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(DataError, match=r"needs the library pyarrow .*; pip install -e .\.\[data"):
-        plan_shards(paths)
+        plan_pieces(paths)
 
 
 def test_the_fingerprint_changes_with_path_size_and_time_and_with_nothing_else(tmp_path):
@@ -283,27 +283,27 @@ def test_formats_follow_from_the_suffix_under_a_compression_too(tmp_path):
 
 def test_a_table_inside_a_compression_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"is \.parquet inside \.gz; decompress it first"):
-        plan_shards(write(tmp_path, **{"a_parquet.gz": 9}))
+        plan_pieces(write(tmp_path, **{"a_parquet.gz": 9}))
 
 
 def test_remote_array_records_are_refused(memory):
     memory.pipe("/a.array_record", b"x")
     with pytest.raises(DataError, match=r"must be on a local disk; copy it"):
-        plan_shards(["memory://a.array_record"])
+        plan_pieces(["memory://a.array_record"])
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(1, 50))
-def test_shards_hold_every_byte_once_in_order_and_no_more_than_asked(
-    tmp_path_factory, sizes, shard_bytes
+def test_pieces_hold_every_byte_once_in_order_and_no_more_than_asked(
+    tmp_path_factory, sizes, piece_bytes
 ):
     folder = tmp_path_factory.mktemp("sizes")
     paths = write(folder, **{f"{n}_jsonl": size for n, size in enumerate(sizes)})
-    shards = plan_shards(paths, shard_bytes)
-    assert shards == plan_shards(paths, shard_bytes)
-    held = [sum(entry.end - entry.begin for entry in shard.ranges) for shard in shards]
-    assert sum(held) == sum(sizes) and all(0 < size <= shard_bytes for size in held)
-    assert len(held) <= 2 * sum(sizes) / shard_bytes + 1  # two neighbours are more than one unit
-    parts = [entry for shard in shards for entry in shard.ranges]
+    pieces = plan_pieces(paths, piece_bytes)
+    assert pieces == plan_pieces(paths, piece_bytes)
+    held = [sum(entry.end - entry.begin for entry in piece.ranges) for piece in pieces]
+    assert sum(held) == sum(sizes) and all(0 < size <= piece_bytes for size in held)
+    assert len(held) <= 2 * sum(sizes) / piece_bytes + 1  # two neighbours are more than one unit
+    parts = [entry for piece in pieces for entry in piece.ranges]
     assert [entry.path for entry in parts] == sorted(entry.path for entry in parts)
     for a, b in pairwise(parts):
         assert b.begin == (a.end if a.path == b.path else 0)
@@ -311,8 +311,8 @@ def test_shards_hold_every_byte_once_in_order_and_no_more_than_asked(
 
 def test_small_files_share_a_shard_and_large_texts_are_whole(tmp_path):
     paths = write(tmp_path, a_txt=3, b_txt=3, c_txt=30, d_txt=0, e_txt=3)
-    shards = plan_shards(paths, 10)
-    held = [[(Path(e.path).name, e.begin, e.end) for e in shard.ranges] for shard in shards]
+    pieces = plan_pieces(paths, 10)
+    held = [[(Path(e.path).name, e.begin, e.end) for e in piece.ranges] for piece in pieces]
     assert held == [
         [("a.txt", 0, 3), ("b.txt", 0, 3)],
         [("c.txt", 0, 30)],

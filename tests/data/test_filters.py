@@ -17,7 +17,7 @@ from data.duplicates import _SortedKeys
 from data.engine import run_tasks
 from data.files import DataError
 from data.filters import KEY, NO_FILTERS, parse_filters, register_filter
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.prepare import build
 from data.store import Store
 from data.store_job import StoreJob
@@ -70,15 +70,15 @@ def documents(store: Store) -> list[str]:
 texts_of = st.lists(st.text("abc", min_size=1, max_size=9), min_size=2, max_size=60)
 
 
-@given(texts=texts_of, shard_bytes=st.integers(20, 400))
+@given(texts=texts_of, piece_bytes=st.integers(20, 400))
 @settings(max_examples=40, deadline=None)
-def test_a_plain_loop_keeps_the_same_documents(tmp_path_factory, texts, shard_bytes) -> None:
+def test_a_plain_loop_keeps_the_same_documents(tmp_path_factory, texts, piece_bytes) -> None:
     folder = tmp_path_factory.mktemp("filters")
     long, found = [t for t in texts if 3 <= len(t) <= 8], [t for t in texts if re.search("b+c", t)]
     kept = [*dict.fromkeys(t for t in long if t not in found)]
     job = job_of(write(folder / "input", texts), SPECS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preparation, "plan_shards", partial(plan_shards, shard_bytes=shard_bytes))
+        patch.setattr(preparation, "plan_pieces", partial(plan_pieces, piece_bytes=piece_bytes))
         if not kept:
             with pytest.raises(DataError, match=r"no document has a token; .*; give other filters"):
                 build(job, folder / "store")
@@ -103,7 +103,7 @@ def test_a_plain_loop_keeps_the_same_documents(tmp_path_factory, texts, shard_by
 def test_an_interrupted_preparation_continues_to_the_same_bytes(
     tmp_path, monkeypatch, killed_after
 ) -> None:
-    monkeypatch.setattr(preparation, "plan_shards", partial(plan_shards, shard_bytes=100))
+    monkeypatch.setattr(preparation, "plan_pieces", partial(plan_pieces, piece_bytes=100))
     texts = [f"text {n % 13}" for n in range(60)]
     job = job_of(write(tmp_path / "input", texts), ["duplicates", "regex:7"])
 
@@ -125,7 +125,7 @@ def test_an_interrupted_preparation_continues_to_the_same_bytes(
 
 
 def test_lost_keys_of_an_interrupted_preparation_are_noticed(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(preparation, "plan_shards", partial(plan_shards, shard_bytes=30))
+    monkeypatch.setattr(preparation, "plan_pieces", partial(plan_pieces, piece_bytes=30))
     job = job_of(write(tmp_path / "input", ["one", "two", "three"]), ["duplicates"])
 
     def killed(shards, settings):

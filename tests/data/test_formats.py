@@ -22,7 +22,7 @@ from pyarrow import parquet
 from data.files import DamagedFileError, find_files
 from data.formats import text
 from data.formats.base import Document, DocumentError, FileRange, read_documents
-from data.formats.shards import SHARD_BYTES, plan_shards
+from data.formats.pieces import PIECE_BYTES, plan_pieces
 
 disable_progress_bars()
 
@@ -35,13 +35,13 @@ COMPRESS = {
 }
 
 
-def read(path, shard_bytes=SHARD_BYTES, field="text") -> list[Document | DocumentError]:
-    """Documents of a path, shard by shard."""
-    shards = plan_shards(find_files(str(path)), shard_bytes)
+def read(path, piece_bytes=PIECE_BYTES, field="text") -> list[Document | DocumentError]:
+    """Documents of a path, piece by piece."""
+    pieces = plan_pieces(find_files(str(path)), piece_bytes)
     return [
         document
-        for shard in shards
-        for entry in shard.ranges
+        for piece in pieces
+        for entry in piece.ranges
         for document in read_documents(entry, field)
     ]
 
@@ -106,12 +106,12 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("shard_bytes", [1, 1000, SHARD_BYTES])
+@pytest.mark.parametrize("piece_bytes", [1, 1000, PIECE_BYTES])
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
-def test_every_format_gives_the_same_documents(tmp_path, write, shard_bytes):
+def test_every_format_gives_the_same_documents(tmp_path, write, piece_bytes):
     path = write(tmp_path, TEXTS)
-    assert texts(path, shard_bytes=shard_bytes) == TEXTS
-    assert not errors(path, shard_bytes=shard_bytes)
+    assert texts(path, piece_bytes=piece_bytes) == TEXTS
+    assert not errors(path, piece_bytes=piece_bytes)
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_datasets])
@@ -167,9 +167,9 @@ def test_places_are_lines_from_1_and_rows_and_records_from_0(tmp_path):
     for name, expected in places.items():
         (tmp_path / name).mkdir()
         path = WRITERS[name](tmp_path / name, ["a", "b", "c"])
-        for shard_bytes in [1, SHARD_BYTES]:
+        for piece_bytes in [1, PIECE_BYTES]:
             assert [
-                one.location.removeprefix(f"{tmp_path / name}/") for one in read(path, shard_bytes)
+                one.location.removeprefix(f"{tmp_path / name}/") for one in read(path, piece_bytes)
             ] == expected
 
 
@@ -184,13 +184,13 @@ LINE = st.one_of(
 @settings(max_examples=60)
 @given(st.lists(LINE, min_size=1, max_size=12), st.booleans(), st.integers(1, 200), st.data())
 def test_any_cut_of_json_lines_gives_the_documents_of_the_whole_file(
-    tmp_path_factory, content, closed, shard_bytes, data
+    tmp_path_factory, content, closed, piece_bytes, data
 ):
     path = tmp_path_factory.mktemp("cut") / "a.jsonl"
     path.write_bytes(b"\n".join(content) + b"\n" * closed + b"\n{")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "_BLOCK", data.draw(st.integers(1, 40)))
-        found = read(path, shard_bytes)
+        found = read(path, piece_bytes)
     expected = []
     for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
@@ -201,11 +201,11 @@ def test_any_cut_of_json_lines_gives_the_documents_of_the_whole_file(
     assert [(one.location, getattr(one, "text", "")) for one in found] == expected
 
 
-def test_a_line_longer_than_shards_is_read_once(tmp_path):
+def test_a_line_longer_than_pieces_is_read_once(tmp_path):
     values = ["a", "b" * 500_000, "c"]
     path = write_jsonl(tmp_path, values)
-    shards = plan_shards([str(path)], 1000)
-    assert len(shards) > 400 and texts(path, shard_bytes=1000) == values
+    pieces = plan_pieces([str(path)], 1000)
+    assert len(pieces) > 400 and texts(path, piece_bytes=1000) == values
 
 
 def test_remote_files_are_read_like_local_ones(tmp_path):
@@ -243,7 +243,7 @@ def test_broken_utf8_is_an_error_with_the_byte(tmp_path):
     assert errors(tmp_path / "a.txt") == [expected]
     (tmp_path / "b.jsonl").write_bytes(lines(["a"]) + b'{"text": "\xc3"}\n' + lines(["b"]))
     expected = ("b.jsonl:2", "invalid UTF-8", "byte 0xc3 at column 11")
-    assert errors(tmp_path / "b.jsonl", shard_bytes=20) == [expected]
+    assert errors(tmp_path / "b.jsonl", piece_bytes=20) == [expected]
     assert texts(tmp_path / "b.jsonl") == ["a", "b"]
     path = write_array_record(tmp_path, [b"a", b"bc\xff"])
     expected = ("a.array_record, record 1", "invalid UTF-8", "byte 0xff at offset 2")
@@ -316,10 +316,10 @@ BAD_LINES = {
 def test_an_invalid_line_is_an_error_with_its_number_and_the_next_is_read(tmp_path, line, expected):
     good = lines(["good"])
     (tmp_path / "a.jsonl").write_bytes(good + b"\n \r\n" + line.encode() + b"\n" + good)
-    for shard_bytes in [max(len(good), len(line) // 2), SHARD_BYTES]:
-        ((where, kind, detail),) = errors(tmp_path / "a.jsonl", shard_bytes=shard_bytes)
+    for piece_bytes in [max(len(good), len(line) // 2), PIECE_BYTES]:
+        ((where, kind, detail),) = errors(tmp_path / "a.jsonl", piece_bytes=piece_bytes)
         assert (where, kind) == ("a.jsonl:4", expected[0]) and expected[1] in detail
-        assert texts(tmp_path / "a.jsonl", shard_bytes=shard_bytes) == ["good"] * 2
+        assert texts(tmp_path / "a.jsonl", piece_bytes=piece_bytes) == ["good"] * 2
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_datasets])
@@ -450,7 +450,7 @@ def test_a_damaged_datasets_folder_is_an_error_that_names_it(tmp_path, broken, c
 def test_rows_of_a_shuffled_dataset_are_in_its_order(tmp_path):
     dataset = Dataset.from_dict({"text": list("abcdef")}).select([4, 2, 0])
     dataset.save_to_disk(tmp_path / "saved")
-    assert texts(tmp_path / "saved", shard_bytes=300) == ["e", "c", "a"]
+    assert texts(tmp_path / "saved", piece_bytes=300) == ["e", "c", "a"]
 
 
 def test_a_deleted_file_raises_file_not_found(tmp_path):

@@ -16,7 +16,7 @@ from hub import DATASET, Hub, serve_hub
 
 from data.config import SourceConfig
 from data.files import DataError
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.hub import HubSplit, parse_split
 from data.packed_store import PackSettings
 from data.shard_plan import Sharding
@@ -121,8 +121,8 @@ def test_a_split_is_prepared_at_a_pinned_revision(hub, tmp_path) -> None:
 def test_shards_of_a_split_that_changed_are_continued_at_their_revision(
     tmp_path, monkeypatch
 ) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=100))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, partial(plan_pieces, piece_bytes=100))
     (tmp_path / "old").mkdir()
     for n in range(4):
         (tmp_path / "old" / f"{n}.jsonl").write_bytes(lines(f"text {n}", 5))

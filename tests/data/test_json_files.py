@@ -13,7 +13,7 @@ from pyarrow import parquet
 from data.files import find_files
 from data.formats import json_files, text
 from data.formats.base import Document, DocumentError, read_documents
-from data.formats.shards import SHARD_BYTES, plan_shards
+from data.formats.pieces import PIECE_BYTES, plan_pieces
 
 disable_progress_bars()
 
@@ -26,9 +26,9 @@ OPENAI = [
 CHAT = (("user", ASKED), ("assistant", ANSWERED))
 
 
-def read(path, shard_bytes=SHARD_BYTES, field="text") -> list[Document | DocumentError]:
-    shards = plan_shards(find_files(str(path)), shard_bytes)
-    ranges = [entry for shard in shards for entry in shard.ranges]
+def read(path, piece_bytes=PIECE_BYTES, field="text") -> list[Document | DocumentError]:
+    pieces = plan_pieces(find_files(str(path)), piece_bytes)
+    ranges = [entry for piece in pieces for entry in piece.ranges]
     return [document for entry in ranges for document in read_documents(entry, field)]
 
 
@@ -102,7 +102,7 @@ def test_an_array_gives_the_documents_of_its_lines_in_any_layout_and_any_block(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "_BLOCK", block)
         for name in ("a.json", "b.json.gz"):
-            found = read(folder / name, shard_bytes=10)
+            found = read(folder / name, piece_bytes=10)
             assert [getattr(document, "text", document) for document in found] == expected
 
 
@@ -115,7 +115,7 @@ def test_places_of_an_array_are_items_and_those_of_lines_are_lines(tmp_path):
         (f"{path}, item 3", "missing field"),
     ]
     path.write_text('{"text": "a"}\n{\n')
-    assert [one.location for one in read(path, shard_bytes=9)] == [f"{path}:1", f"{path}:2"]
+    assert [one.location for one in read(path, piece_bytes=9)] == [f"{path}:1", f"{path}:2"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from data.config import SourceConfig
 from data.files import DataError
 from data.formats import text
 from data.formats.base import Document, DocumentError, FileRange, read_documents
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.prepare import prepare
 from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
@@ -71,11 +71,11 @@ def test_only_a_text_above_the_limit_is_cut_in_the_plan(tmp_path):
     ]:
         with open(path, "wb") as file:
             file.truncate(length)  # a sparse file
-        ranges = [entry for shard in plan_shards([str(path)]) for entry in shard.ranges]
+        ranges = [entry for piece in plan_pieces([str(path)]) for entry in piece.ranges]
         assert [entry.end for entry in ranges] == ends
         assert [entry.begin for entry in ranges] == [0, *ends[:-1]]
     path.rename(tmp_path / "a.txt.gz")
-    assert len(plan_shards([str(tmp_path / "a.txt.gz")])) == 1
+    assert len(plan_pieces([str(tmp_path / "a.txt.gz")])) == 1
 
 
 def test_bytes_that_are_not_utf8_are_at_their_offset_in_the_whole_file(tmp_path, monkeypatch):
@@ -101,10 +101,10 @@ def test_a_text_line_above_the_limit_is_an_error_with_its_place(tmp_path, monkey
 @given(
     sizes=st.lists(st.integers(0, 60), min_size=1, max_size=8),
     block=st.integers(1, 70),
-    shard_bytes=st.integers(1, 100),
+    piece_bytes=st.integers(1, 100),
 )
 def test_a_json_line_above_the_limit_is_an_error_and_all_others_are_read(
-    tmp_path_factory, sizes, block, shard_bytes
+    tmp_path_factory, sizes, block, piece_bytes
 ):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     lines = [json.dumps({"text": "x" * size}) for size in sizes]
@@ -116,8 +116,8 @@ def test_a_json_line_above_the_limit_is_an_error_and_all_others_are_read(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "MAX_BYTES", 40)
         patch.setattr(text, "_BLOCK", block)
-        shards = plan_shards([str(path)], shard_bytes)
-        found = read(*(entry for shard in shards for entry in shard.ranges))
+        pieces = plan_pieces([str(path)], piece_bytes)
+        found = read(*(entry for piece in pieces for entry in piece.ranges))
     got = [getattr(one, "kind", None) or getattr(one, "text", None) for one in found]
     assert list(zip((one.location for one in found), got, strict=True)) == expected
 

@@ -13,7 +13,7 @@ from buckets import STORES
 from data import prepare as preparation
 from data.config import SourceConfig
 from data.files import DataError, find_files
-from data.formats.shards import known_suffixes, plan_shards
+from data.formats.pieces import known_suffixes, plan_pieces
 from data.prepare import build
 from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
@@ -44,7 +44,7 @@ def job_of(files: str) -> StoreJob:
 @pytest.mark.parametrize("place", STORES, indirect=True)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tokens_are_those_of_a_disk(place, tmp_path, monkeypatch, seed) -> None:
-    monkeypatch.setattr(preparation, "plan_shards", lambda paths: plan_shards(paths, 700))
+    monkeypatch.setattr(preparation, "plan_pieces", lambda paths: plan_pieces(paths, 700))
     for name, data in corpus(seed).items():
         place.write(name, data)
         (tmp_path / "disk" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from data.batch import FIELDS
 from data.config import DataConfig
 from data.files import DataError
 from data.formats.base import Document, read_documents
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.pipeline import Dataset, _ReadLocalRows, eval_batches, local_rows
 from data.store import Store
 
@@ -39,8 +39,8 @@ FORMS = {
 
 
 def read(path):
-    shards = plan_shards([str(path)])
-    return [d for shard in shards for part in shard.ranges for d in read_documents(part, None)]
+    pieces = plan_pieces([str(path)])
+    return [d for piece in pieces for part in piece.ranges for d in read_documents(part, None)]
 
 
 def write(path, records):

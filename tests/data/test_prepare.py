@@ -22,7 +22,7 @@ from data import prepare as module
 from data.config import DataConfig, SourceConfig
 from data.engine import run_tasks
 from data.files import DataError
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.pipeline import Dataset
 from data.prepare import prepare
 from data.store import Store
@@ -70,8 +70,8 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def in_shards_of(monkeypatch, shard_bytes: int) -> None:
-    monkeypatch.setattr(module, "plan_shards", partial(plan_shards, shard_bytes=shard_bytes))
+def in_pieces_of(monkeypatch, piece_bytes: int) -> None:
+    monkeypatch.setattr(module, "plan_pieces", partial(plan_pieces, piece_bytes=piece_bytes))
 
 
 def test_a_store_holds_every_document_in_order_each_closed(source, tmp_path) -> None:
@@ -107,20 +107,20 @@ def test_the_end_of_a_chat_is_in_the_loss_only_after_the_assistant(tmp_path) -> 
         assert (store.tokens[-1], store.loss_mask[-1]) == (EOS, learned)
 
 
-@given(shard_bytes=st.integers(1, 700))
+@given(piece_bytes=st.integers(1, 700))
 @settings(max_examples=20)
-def test_the_size_of_shards_does_not_change_the_bytes(tmp_path_factory, shard_bytes) -> None:
+def test_the_size_of_pieces_does_not_change_the_bytes(tmp_path_factory, piece_bytes) -> None:
     folder = tmp_path_factory.mktemp("units")
     source = write_input(folder / "input")
     whole = make(source, folder / "whole")
     with pytest.MonkeyPatch.context() as patch:
-        in_shards_of(patch, shard_bytes)
+        in_pieces_of(patch, piece_bytes)
         cut = make(source, folder / "cut")
     assert content(cut.folder) == content(whole.folder)
 
 
 def test_workers_do_not_change_the_bytes(source, tmp_path, monkeypatch) -> None:
-    in_shards_of(monkeypatch, 64)
+    in_pieces_of(monkeypatch, 64)
     alone = make(source, tmp_path / "alone")
     together = make(source, tmp_path / "together", engine=partial(run_tasks, workers=2))
     assert content(together.folder) == content(alone.folder)
@@ -138,7 +138,7 @@ from functools import partial
 from pathlib import Path
 from data import prepare as module
 from data.config import DataConfig, SourceConfig
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.tokenizers.byte_level import ByteTokenizer
 
 def report(done, total, tokens):
@@ -147,7 +147,7 @@ def report(done, total, tokens):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    module.plan_shards = partial(plan_shards, shard_bytes=64)
+    module.plan_pieces = partial(plan_pieces, piece_bytes=64)
     source = SourceConfig(files=sys.argv[1])
     job = module.StoreJob("text", source, ByteTokenizer(), "raise")
     engine = partial(module.run_tasks, workers=2)
@@ -176,7 +176,7 @@ def test_a_killed_preparation_continues_to_the_same_bytes(source, tmp_path, monk
         ".building",
         ".lock",
     ]
-    in_shards_of(monkeypatch, 64)
+    in_pieces_of(monkeypatch, 64)
     shown = []
     store = make(source, tmp_path / "cache", report=lambda *counts: shown.append(counts))
     assert shown[0][0] > shown[0][1] / 2  # what was done was not done again
@@ -250,7 +250,7 @@ def test_what_was_skipped_is_refused_by_a_run_that_does_not_skip(tmp_path) -> No
 
 
 def test_work_before_a_broken_document_is_kept_for_a_run_that_skips(tmp_path, monkeypatch) -> None:
-    in_shards_of(monkeypatch, 16)
+    in_pieces_of(monkeypatch, 16)
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 5 + "{\n")
     source = SourceConfig(files=str(tmp_path / "a.jsonl"))
     with pytest.raises(DataError, match=r"a\.jsonl:6: invalid JSON"):
@@ -476,7 +476,7 @@ def test_a_worker_that_dies_is_reported_and_not_waited_for(source, tmp_path) -> 
 
 
 def test_progress_goes_from_nothing_to_all_bytes(source, tmp_path, monkeypatch) -> None:
-    in_shards_of(monkeypatch, 64)
+    in_pieces_of(monkeypatch, 64)
     shown: list[tuple[int, int, int]] = []
     store = make(source, tmp_path / "cache", report=lambda *counts: shown.append(counts))
     done, totals, tokens = zip(*shown, strict=True)

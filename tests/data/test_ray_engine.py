@@ -22,7 +22,7 @@ from data.config import DataConfig, SourceConfig
 from data.engine import Engine, run_tasks
 from data.files import DataError
 from data.filters import parse_filters
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.packed_store import PackSettings
 from data.prepare import build
 from data.ray_engine import ray_engine
@@ -119,8 +119,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def in_shards_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, lambda paths: plan_shards(paths, size))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, lambda paths: plan_pieces(paths, size))
 
 
 class TestOnRay:
@@ -143,8 +143,8 @@ class TestOnRay:
         assert found["there"] == found["here"] and len(found["here"][1]) > 8
 
     def test_the_tokenizer_is_that_of_this_machine(self, engine, tmp_path, monkeypatch) -> None:
-        monkeypatch.setattr(training, "plan_shards", lambda paths: plan_shards(paths, 300))
-        monkeypatch.setattr(training, "SAMPLE_SHARDS", 5)
+        monkeypatch.setattr(training, "plan_pieces", lambda paths: plan_pieces(paths, 300))
+        monkeypatch.setattr(training, "SAMPLE_PIECES", 5)
         source = write_corpus(tmp_path / "input", 7)
         found = {}
         for name, used in (("there", engine), ("here", partial(run_tasks, workers=2))):
@@ -213,7 +213,7 @@ class TestOnRay:
 
     def test_a_file_that_a_node_lacks_is_named(self, engine, tmp_path) -> None:
         job = job_of(write_corpus(tmp_path / "input", 2))
-        shards = plan_shards(job.paths)
+        shards = plan_pieces(job.paths)
         (tmp_path / "input" / "lines.jsonl").rename(tmp_path / "elsewhere")
         settings = TokenizeSettings(
             "text", "text", ByteTokenizer(), job.chat_template.template, "raise", np.dtype("<u2")

@@ -22,7 +22,7 @@ from test_sharded_stores import (
 from data.config import DataConfig, SourceConfig
 from data.engine import run_tasks
 from data.files import DataError
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.pipeline import Dataset
 from data.prepare import build
 from data.prepared_store import prepared_folder
@@ -34,8 +34,8 @@ from data.tokenizers.byte_level import ByteTokenizer
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=PIECE_BYTES))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, partial(plan_pieces, piece_bytes=PIECE_BYTES))
 
 
 class Killed(BaseException):

@@ -16,7 +16,7 @@ from data.config import DataConfig, SourceConfig
 from data.engine import run_tasks
 from data.files import DataError
 from data.filters import Filters, parse_filters
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.packed_store import PackSettings
 from data.pipeline import Dataset
 from data.prepare import build
@@ -50,8 +50,8 @@ def job_of(source: SourceConfig, filters: Filters | None = None, on_error="raise
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=PIECE_BYTES))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, partial(plan_pieces, piece_bytes=PIECE_BYTES))
 
 
 def shards(job: StoreJob, folder: Path, size: int = 150, **options) -> ShardedStore:

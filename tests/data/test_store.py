@@ -70,7 +70,7 @@ SKIPPED = {"empty": Skipped(count=2, examples=("a.txt: nothing", "a.txt: too"))}
 def write(folder: Path, units: list[list[TokenizedDocuments]], vocab_size: int = 257) -> Store:
     """Write or continue a store of these shards; each skips two empty documents."""
     with StoreWriter(folder, plan(vocab_size)) as writer:
-        for index in range(len(writer.shards), len(units)):
+        for index in range(len(writer.pieces), len(units)):
             writer.append(str(index), units[index], SKIPPED)
         return writer.finish()
 
@@ -126,15 +126,15 @@ def test_shards_and_kills_do_not_change_the_bytes(tmp_path_factory, cuts, kills)
     done = 0
     for count, tail in kills:
         with StoreWriter(folder / "killed", plan()) as writer:
-            assert writer.shards == [str(index) for index in range(done)]
+            assert writer.pieces == [str(index) for index in range(done)]
             for index in range(done, min(done + count, len(units))):
                 writer.append(str(index), units[index], {})
-            done = len(writer.shards)
+            done = len(writer.pieces)
         for path in writer.building.iterdir():
             with open(path, "ab") as file:
                 file.write(tail.replace(b"\n", b" ") if path.name == "journal.jsonl" else tail)
     with StoreWriter(folder / "killed", plan()) as writer:
-        for index in range(len(writer.shards), len(units)):
+        for index in range(len(writer.pieces), len(units)):
             writer.append(str(index), units[index], {})
         writer.finish()
     with StoreWriter(folder / "whole", plan()) as writer:

@@ -15,7 +15,7 @@ import prepare_data as script
 
 from data.config import DataConfig
 from data.formats.base import FileRange, read_documents
-from data.formats.shards import InputShard
+from data.formats.pieces import InputPiece
 from data.pipeline import Dataset
 from data.prepare import prepare
 from data.store import Store
@@ -137,10 +137,10 @@ def test_the_sample_is_bounded_and_evenly_spaced(folder, monkeypatch) -> None:
     for n, path in enumerate(paths):
         path.write_text(f"{n}ž" * 100)
     units = [
-        (InputShard((FileRange(str(path), "text", 0, 300),)), "name", "text") for path in paths
+        (InputPiece((FileRange(str(path), "text", 0, 300),)), "name", "text") for path in paths
     ]
     assert len(list(training.sample_texts(units, "raise"))) == 10
-    monkeypatch.setattr(training, "SAMPLE_SHARDS", 5)
+    monkeypatch.setattr(training, "SAMPLE_PIECES", 5)
     monkeypatch.setattr(training, "SAMPLE_BYTES", 50)
     sample = list(training.sample_texts(units, "raise"))
     assert sample == [f"{n}ž{n}ž{n}ž{n}" for n in (0, 2, 4, 6, 8)]  # ten bytes of each
@@ -150,7 +150,7 @@ def test_the_sample_is_bounded_and_evenly_spaced(folder, monkeypatch) -> None:
         str(folder / "chat.jsonl"), "jsonl", 0, (folder / "chat.jsonl").stat().st_size
     )
     assert len(list(read_documents(entry, "text"))) == 2
-    units = [(InputShard((entry,)), "name", "text")]
+    units = [(InputPiece((entry,)), "name", "text")]
     assert list(training.sample_texts(units, "skip")) == ["ab", "cd"]
     with pytest.raises(ValueError, match=r"chat\.jsonl:1: invalid JSON"):
         list(training.sample_texts(units, "raise"))

@@ -14,14 +14,14 @@ import inspect_data
 import prepare_data
 
 from data.config import DataConfig
-from data.formats.shards import plan_shards
+from data.formats.pieces import plan_pieces
 from data.pipeline import Dataset
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    for name in ("data.prepare.plan_shards", "data.shard_plan.plan_shards"):
-        monkeypatch.setattr(name, partial(plan_shards, shard_bytes=100))
+    for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
+        monkeypatch.setattr(name, partial(plan_pieces, piece_bytes=100))
 
 
 def write_texts(folder: Path, count: int) -> str:

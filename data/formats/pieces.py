@@ -1,4 +1,4 @@
-"""Shards of input files: parts of about equal size, each tokenized by one task."""
+"""Pieces of input files: parts of about equal size, each tokenized by one task."""
 
 import hashlib
 import json
@@ -10,40 +10,40 @@ from data.files import DamagedFileError, DataError, compression_of, input_bytes,
 from data.formats.base import FORMATS, FileRange, format_of_suffix
 from data.store import InputFile
 
-SHARD_BYTES = 16 * 2**20
+PIECE_BYTES = 16 * 2**20
 """Input of one task: about a second of tokenization, small beside the memory of a machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class InputShard:
+class InputPiece:
     """Ranges of files that one task tokenizes, in order."""
 
     ranges: tuple[FileRange, ...]
 
 
-def plan_shards(paths: Sequence[str], shard_bytes: int = SHARD_BYTES) -> list[InputShard]:
-    """Group the files into shards of about `shard_bytes`, in order, without reading documents.
+def plan_pieces(paths: Sequence[str], piece_bytes: int = PIECE_BYTES) -> list[InputPiece]:
+    """Group the files into pieces of about `piece_bytes`, in order, without reading documents.
 
     What cannot be cut (a compressed file, a row group) is one range of any size.
     Raises: DataError when a format cannot be read where it is, or its library is missing.
     """
-    shards: list[InputShard] = []
+    pieces: list[InputPiece] = []
     ranges: list[FileRange] = []
     filled = 0
     for path in paths:
-        for part, size in _cut_file(path, shard_bytes):
-            if ranges and filled + size > shard_bytes:
-                shards.append(InputShard(tuple(ranges)))
+        for part, size in _cut_file(path, piece_bytes):
+            if ranges and filled + size > piece_bytes:
+                pieces.append(InputPiece(tuple(ranges)))
                 ranges, filled = [], 0
             if ranges and ranges[-1] == replace(part, begin=ranges[-1].begin, end=part.begin):
                 ranges[-1] = replace(part, begin=ranges[-1].begin)
             else:
                 ranges.append(part)
             filled += size
-    return [*shards, InputShard(tuple(ranges))] if ranges else shards
+    return [*pieces, InputPiece(tuple(ranges))] if ranges else pieces
 
 
-def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
+def _cut_file(path: str, piece_bytes: int) -> Iterator[tuple[FileRange, int]]:
     """Yield the ranges of one file, and approximately how many bytes each has."""
     size = input_bytes([path])
     compression, suffix = compression_of(path), suffix_of(path)
@@ -58,7 +58,7 @@ def _cut_file(path: str, shard_bytes: int) -> Iterator[tuple[FileRange, int]]:
     except DamagedFileError:  # the reader meets the damage again, and reports it
         count = 1
     whole = bool(compression) or not entry.splittable
-    step = max(1, count if whole else count * shard_bytes // max(1, size))
+    step = max(1, count if whole else count * piece_bytes // max(1, size))
     if entry.whole_bytes is not None and not compression:
         step = min(step, entry.whole_bytes)
     for begin in range(0, max(count, whole), step):
@@ -71,24 +71,24 @@ def known_suffixes() -> set[str]:
     return {suffix for entry in FORMATS.values() for suffix in entry.suffixes}
 
 
-def piece_key(shard: InputShard) -> str:
+def piece_key(piece: InputPiece) -> str:
     """Return the hash of the ranges of files that one task tokenizes."""
     # The form of the first version, so that interrupted preparations of it can be continued.
-    content = {"entries": [asdict(file_range) for file_range in shard.ranges]}
+    content = {"entries": [asdict(file_range) for file_range in piece.ranges]}
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def bytes_before_each(shards: Sequence[InputShard], files: Sequence[InputFile]) -> list[int]:
-    """Return the bytes of input before shard 0, 1, ..., and of all shards.
+def bytes_before_each(pieces: Sequence[InputPiece], files: Sequence[InputFile]) -> list[int]:
+    """Return the bytes of input before piece 0, 1, ..., and of all pieces.
 
     Ranges may count in records: then each has the same share of bytes as of the file's records.
     """
     whole: dict[str, int] = {}
-    for part in (part for shard in shards for part in shard.ranges):
+    for part in (part for piece in pieces for part in piece.ranges):
         whole[part.path] = whole.get(part.path, 0) + part.end - part.begin
     sizes, done = {file.path: file.size for file in files}, [0.0]
-    for shard in shards:
-        shares = ((part.end - part.begin) / max(1, whole[part.path]) for part in shard.ranges)
-        paths = (part.path for part in shard.ranges)
+    for piece in pieces:
+        shares = ((part.end - part.begin) / max(1, whole[part.path]) for part in piece.ranges)
+        paths = (part.path for part in piece.ranges)
         done.append(done[-1] + sum(s * sizes[p] for s, p in zip(shares, paths, strict=True)))
     return [round(count) for count in done]
