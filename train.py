@@ -39,9 +39,16 @@ from data.bucket_path import BucketError
 from data.files import DataError
 from data.pipeline import Dataset, Pins
 from data.tokenizers.base import Tokenizer, open_tokenizer, with_bos, without_ends
+from exit_codes import (
+    EXIT_BAD_INPUT,
+    EXIT_DEVICE_FAULT,
+    EXIT_FAILED,
+    EXIT_PROCESS_LOST,
+    EXIT_STOPPED,
+)
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
-from parallel.cluster.config import EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
 from parallel.cluster.signals import StoppedEarly, StopRequest
@@ -52,16 +59,13 @@ from training.config import RunSettings
 from training.directory import check_not_in_use, run_directory
 from training.logs import aligned, log
 from training.memory_errors import memory_error
-from training.recheck import EXIT_DEVICE_FAULT, DeviceFault
+from training.recheck import DeviceFault
 from training.resume import library_versions
 from training.schedules import describe_schedule_warnings
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
 from training.step import Program
-from training.trainer import EXIT_RESUMABLE
 from training.writers.registry import check_writers
-
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 
 
 @contextlib.contextmanager
@@ -227,7 +231,7 @@ def train(config: Config, args: argparse.Namespace) -> int:
             return code
     except StoppedEarly as stopped:
         print(stopped)
-        return EXIT_RESUMABLE
+        return EXIT_STOPPED
     except ProcessGroupError as error:
         return _end(group, error.exit_code, error)
     except DeviceFault as error:
@@ -354,7 +358,7 @@ if __name__ == "__main__":
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of what an option prints has gone, as with `| head`
         os._exit(128 + signal.SIGPIPE)
-    if exit_code not in (0, EXIT_RESUMABLE):
+    if exit_code not in (0, EXIT_STOPPED):
         # At a normal exit, the threads of a failed save or the processes of a failed run could wait
         # for each other for minutes.
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import functools
 import importlib
 import os
 import signal
@@ -9,7 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-EXIT_BAD_INPUT = 2
+from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
+
+Main = Callable[..., int]
 
 
 def at_least_one(text: str) -> int:
@@ -23,7 +26,33 @@ def at_least_one(text: str) -> int:
     return count
 
 
-def run_script(main: Callable[[], int], *, interrupted: str = "interrupted") -> NoReturn:
+def one_line_errors(*failures: type[Exception]) -> Callable[[Main], Main]:
+    """Return a decorator with which a main function prints an error as one line.
+
+    failures: types of errors for which it returns the `exit_code` of the error, or EXIT_FAILED if
+        that has none. Other errors of type ValueError or OSError are bad input.
+    """
+    known: tuple[type[Exception], ...] = (*failures, ValueError, OSError)
+
+    def decorate(main: Main) -> Main:
+        @functools.wraps(main)
+        def decorated(argv: Sequence[str] | None = None) -> int:
+            try:
+                return main(argv)
+            except BrokenPipeError:  # an OSError, but no mistake of the user: see `run_script`
+                raise
+            except known as error:
+                print(f"error: {error}", file=sys.stderr)
+                if isinstance(error, failures):
+                    return getattr(error, "exit_code", EXIT_FAILED)
+                return EXIT_BAD_INPUT
+
+        return decorated
+
+    return decorate
+
+
+def run_script(main: Main, *, interrupted: str = "interrupted") -> NoReturn:
     """Run a script, and exit with its code.
 
     If the reader of stdout goes away, as with `| head`, the script ends at once and silently.

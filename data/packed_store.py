@@ -107,6 +107,9 @@ class PackedStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return open_rows, (self.folder, self.cache)
 
+    def refresh(self) -> None:
+        """Look for rows of shards that were added, as `ShardedRows` do: there are none."""
+
     def verify(self) -> None:
         """Read everything. Raises: DataError."""
         for _ in self.train.array.chunks():  # of both splits; each chunk is checked

@@ -266,9 +266,9 @@ class Dataset:
     def refresh(self) -> None:
         """Look for shards that were prepared since. Raises: DataError."""
         for source in self.sources:  # those of all lengths share their stores
-            source.refresh_store()
+            source.store.refresh()
         for source in self._all_sources:
-            source.refresh_rows()
+            source.packed.refresh()
 
     @property
     def read_options(self) -> grain.ReadOptions:

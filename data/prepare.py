@@ -94,7 +94,7 @@ def open_prepared(
             check([path])
         if isinstance(store, ShardedStore):
             store.check_files = lambda shard: check(shard.input_files())
-    if job.is_evaluation and isinstance(store, ShardedStore) and not store.is_complete:
+    if job.is_evaluation and not store.is_complete:
         raise DataError(
             f"{key}={folder} is still being prepared, and held-out files must be complete; wait "
             "until it is"

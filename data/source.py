@@ -113,29 +113,17 @@ class Source:
     @property
     def is_in_order(self) -> bool:
         """Whether each shard is shuffled by itself, and they are read one after the other."""
-        return isinstance(self.store, ShardedStore) and self.store.in_order
+        return self.store.in_order
 
     @property
     def is_growing(self) -> bool:
         """Whether shards are still being prepared, so that some rows cannot be read yet."""
-        return isinstance(self.store, ShardedStore) and not self.store.is_complete
-
-    def refresh_store(self) -> None:
-        """Look for shards that were prepared since; then `refresh_rows`. Raises: DataError."""
-        if isinstance(self.store, ShardedStore):
-            self.store.refresh()
-
-    def refresh_rows(self) -> None:
-        """Look for rows of the shards that the store has found. Raises: DataError."""
-        if isinstance(self.packed, ShardedRows):
-            self.packed.refresh()
+        return not self.store.is_complete
 
     @property
     def expected_items(self) -> float:
         """Number of training rows or pairs; an estimate while shards are being prepared."""
-        if isinstance(self.store, ShardedStore) and self.is_growing:
-            return self.num_items / self.store.share_there
-        return self.num_items
+        return self.num_items / self.store.share_there if self.is_growing else self.num_items
 
     @property
     def held_out(self) -> tuple[AnyStore, Rows | ShardedSplit]:

@@ -156,6 +156,13 @@ class Store:
     Raises: DataError when a file is missing, truncated or damaged.
     """
 
+    in_order = False
+    """Whether its shards are read one after the other; only a sharded store has shards."""
+    is_complete = True
+    """Whether all rows can be read; a sharded store may be read while it is prepared."""
+    share_there = 1.0
+    """Share of the pieces of the input that can be read."""
+
     def __init__(self, folder: str | AnyPath, cache: BlockCache | None = None):
         """Open a store.
 
@@ -205,6 +212,9 @@ class Store:
     def has_checksums(self) -> bool:
         """Whether damage is noticed when it is read; earlier versions wrote no checksums."""
         return self.info.checksum_blocks is not None
+
+    def refresh(self) -> None:
+        """Look for shards that were added, as a sharded store does: there are none."""
 
     def stores(self, limit: int | None = None) -> Iterator["Store"]:
         """Yield this store, as a sharded one yields its shards."""

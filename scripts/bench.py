@@ -11,7 +11,6 @@ codes: 0 done, 2 bad input.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -29,7 +28,7 @@ from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 from benchmarks.torch_step import bench_torch
 
-from configs.command_line import CommandLine, at_least_one, run_script
+from configs.command_line import CommandLine, at_least_one, one_line_errors, run_script
 from model.config import DTypeName, ModelConfig
 from model.remat import REMAT_POLICIES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
@@ -158,16 +157,12 @@ def _add_predicted(command: Command) -> None:
         )
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Run one benchmark, print its JSON, and return the exit code."""
     options = vars(parse(argv))
     run = options.pop("run")
-    try:
-        result = run(**options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(result))
+    print(json.dumps(run(**options)))
     return 0
 
 

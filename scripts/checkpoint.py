@@ -9,7 +9,6 @@ Exit codes: 0 done, 1 a checkpoint is damaged or cannot be read, 2 bad input.
 import argparse
 import contextlib
 import math
-import sys
 import time
 import warnings
 from collections import Counter
@@ -22,9 +21,10 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from configs.command_line import CommandLine, at_least_one, run_script
+from configs.command_line import CommandLine, at_least_one, one_line_errors, run_script
 from data.bucket_path import AnyPath
 from data.order_changes import explain_change, recorded_order
+from exit_codes import EXIT_FAILED
 from parallel.cluster.process_group import ProcessGroup
 from training import checkpoint_tools as tools
 from training.bucket_runs import bucket_of, checkpoint_folder, kept_in_bucket
@@ -36,7 +36,6 @@ from training.dotted_keys import flatten
 from training.logs import peak_memory
 from units import format_bytes
 
-EXIT_DAMAGED, EXIT_BAD_INPUT = 1, 2
 MAX_DAMAGED_SHOWN = 4
 
 
@@ -161,7 +160,7 @@ def verify_run(args: argparse.Namespace) -> int:
     print(f"peak host memory rose by {format_bytes(peak_memory() - memory)}{of_largest}")
     if set(counts) == {"deleted"}:
         raise ValueError(f"{run}: every checkpoint was deleted while it was read; verify again")
-    return EXIT_DAMAGED if counts["damaged"] else 0
+    return EXIT_FAILED if counts["damaged"] else 0
 
 
 def _find_damage(checkpoints: Checkpoints, step: int, folder: AnyPath) -> list[str] | None:
@@ -349,17 +348,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@one_line_errors(CheckpointError)
 def main(argv: list[str] | None = None) -> int:
     """Run one command; print an error of the user as one line."""
     args = _parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     # orbax leaves these behind after a failed read; the damage itself is reported.
     warnings.filterwarnings("ignore", "coroutine .* was never awaited")
-    try:
-        return args.run_command(args)
-    except (CheckpointError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_DAMAGED if isinstance(error, CheckpointError) else EXIT_BAD_INPUT
+    return args.run_command(args)
 
 
 if __name__ == "__main__":

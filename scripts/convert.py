@@ -19,8 +19,9 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.command_line import CommandLine, run_script
+from configs.command_line import CommandLine, one_line_errors, run_script
 from configs.conversion import export_adapters, export_model, import_config, import_model
+from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
@@ -30,7 +31,6 @@ from training.hugging_face.adapters import AdapterDirectory
 from training.logs import peak_memory
 from units import format_bytes
 
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 _SECONDS_PER_LINE = 5.0
 
 
@@ -187,20 +187,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+@one_line_errors(CheckpointError, ProcessGroupError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Run one command; print an error of the user as one line."""
     args = _parse(argv)
-    try:
-        args.run_command(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except ProcessGroupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    args.run_command(args)
     return 0
 
 

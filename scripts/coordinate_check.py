@@ -11,7 +11,6 @@ Exit codes: 0 success, 2 invalid input.
 
 import argparse
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from configs.build import build_program, open_devices
-from configs.command_line import EXIT_BAD_INPUT, CommandLine, run_script
+from configs.command_line import CommandLine, one_line_errors, run_script
 from configs.schema import Config, load_config, make_config
 from training.state import TrainState
 from training.step import Program
@@ -159,13 +158,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Check the widths; invalid input is one line on stderr."""
-    try:
-        check(parse(argv))
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    check(parse(argv))
     return 0
 
 

@@ -20,14 +20,13 @@ import _clone
 import jax
 from evaluation.results import result_lines
 
-from configs.command_line import CommandLine, run_script
+from configs.command_line import CommandLine, one_line_errors, run_script
 from configs.runs import load_run
 from safe_files import replace_file
 from training.bucket_runs import open_local
 from training.checkpoint_record import CheckpointError
 from training.memory_errors import memory_error
-
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+from training.spikes import TrainingError
 
 
 def load_library(name: str) -> Any:
@@ -91,6 +90,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     return {"run": str(run.directory), "step": step, **found}
 
 
+@one_line_errors(CheckpointError, TrainingError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, evaluate, and report invalid input as one line."""
     parser = CommandLine(description=__doc__)
@@ -128,27 +128,20 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             for line in result_lines(results["results"]):
                 print(line)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     except ImportError as error:  # of a package that only this task needs
-        print(
-            f"error: {error}; install what the task needs, as its page in lm-eval says",
-            file=sys.stderr,
-        )
-        return EXIT_BAD_INPUT
+        raise ValueError(
+            f"{error}; install what the task needs, as its page in lm-eval says"
+        ) from error
     except jax.errors.JaxRuntimeError as error:
         remedy = "lower --batch-size, or split arrays over more devices (mesh.tp, mesh.fsdp)"
         if (explained := memory_error(error, None, None, remedy)) is None:
             raise
-        print(f"error: {explained}", file=sys.stderr)
-        return EXIT_FAILED
+        raise explained from error
     except (CheckpointError, OSError) as error:  # such as a dataset that cannot be downloaded
         line = str(error).partition("\n")[0]
         if isinstance(error, ConnectionError):
             line += "; fetch the data of the task first, or --include a task with local files"
-        print(f"error: {line}", file=sys.stderr)
-        return EXIT_FAILED
+        raise OSError(line) from error
     return 0
 
 

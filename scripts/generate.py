@@ -23,7 +23,7 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 import jax
 import numpy as np
 
-from configs.command_line import CommandLine, at_least_one, run_script
+from configs.command_line import CommandLine, at_least_one, one_line_errors, run_script
 from configs.runs import Run, load_run
 from data.chat import encode_chat_prompt, find_answer_end
 from data.tokenizers.base import with_bos, without_ends
@@ -33,8 +33,7 @@ from training.bucket_runs import open_local
 from training.checkpoint_record import CheckpointError
 from training.logs import printable
 from training.memory_errors import memory_error
-
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+from training.spikes import TrainingError
 
 
 @dataclass
@@ -287,17 +286,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)
 
 
+@one_line_errors(CheckpointError, TrainingError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Generate, and report invalid input as one line."""
     args = parse(argv)
     try:
         generate(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except (CheckpointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
     except jax.errors.JaxRuntimeError as error:
         remedy = (
             "give fewer or shorter prompts, --cache int8 or --weights int8, or use more devices "
@@ -305,8 +299,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         if (explained := memory_error(error, None, None, remedy)) is None:
             raise
-        print(f"error: {explained}", file=sys.stderr)
-        return EXIT_FAILED
+        raise explained from error
     return 0
 
 

@@ -8,13 +8,12 @@ the rows are those of the batch of one step. Exit codes: 0 success, 2 invalid in
 """
 
 import argparse
-import sys
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 from prepare_data import load_data_config
 from rich.console import Console
 
-from configs.command_line import CommandLine, run_script
+from configs.command_line import CommandLine, one_line_errors, run_script
 from data.config import DataConfig
 from data.corpus_sample import describe_sample, sample_documents
 from data.inspection import (
@@ -30,8 +29,6 @@ from data.inspection import (
     row_text,
 )
 from data.pipeline import Dataset
-
-EXIT_BAD_INPUT = 2
 
 
 def check(args: argparse.Namespace, config: DataConfig) -> None:
@@ -88,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         console.print(f"\n{args.plot} written")
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run; invalid input is one line on stderr."""
     parser = CommandLine(description=__doc__)
@@ -112,11 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
     )
     args = parser.parse_intermixed_args(argv)
-    try:
-        run(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    run(args)
     return 0
 
 

@@ -29,10 +29,16 @@ from typing import IO
 
 from _clone import ROOT
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, one_line_errors
+from exit_codes import (
+    EXIT_BAD_INPUT,
+    EXIT_DEVICE_FAULT,
+    EXIT_FAILED,
+    EXIT_PROCESS_LOST,
+    EXIT_STOPPED,
+)
 
 # The exit codes of train.py.
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_PROCESS_LOST, EXIT_DEVICE_FAULT = 1, 2, 75, 76, 77
 _FINAL = (0, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DEVICE_FAULT)  # a restart does not help
 
 _POLL_SECONDS = 0.02
@@ -294,6 +300,7 @@ def launch(
         log(f"restart {restart} of {restarts}")
 
 
+@one_line_errors(OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and launch; bad input is one line on stderr and exit code 2."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -319,19 +326,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(args, name)
         if not value >= bound:
             option = f"--{name.replace('_', '-')}={value}"
-            print(f"error: {option} is too low; give {bound} or more", file=sys.stderr)
-            return EXIT_BAD_INPUT
+            raise ValueError(f"{option} is too low; give {bound} or more")
     if not arguments:
         example = "-- --config configs/tp8.yaml"
-        print(f"error: no arguments for train.py; put them after --: {example}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+        raise ValueError(f"no arguments for train.py; put them after --: {example}")
     if args.restarts and any("resume=never" in argument for argument in arguments):
-        print(
-            "error: checkpoint.resume=never with --restarts would start over each time; leave "
-            "one of them out",
-            file=sys.stderr,
+        raise ValueError(
+            "checkpoint.resume=never with --restarts would start over each time; leave one of "
+            "them out"
         )
-        return EXIT_BAD_INPUT
     try:
         return launch(
             [sys.executable, str(ROOT / "train.py")],
@@ -343,8 +346,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             peer_grace=args.peer_grace,
         )
     except OSError as error:
-        print(f"error: the processes could not be started: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        raise OSError(f"the processes could not be started: {error}") from error
 
 
 if __name__ == "__main__":

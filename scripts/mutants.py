@@ -31,12 +31,12 @@ from typing import Any, Literal
 
 from _clone import ROOT
 
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, one_line_errors, run_script
+from exit_codes import EXIT_DONE, EXIT_FAILED
 from safe_files import replace_file
 
 FAULTS = "tests/mutants/faults.toml"
 ENOUGH = 0.95
-INTERRUPTED = 130
 # Compiled programs, by a hash of the program: those of a fault do no harm to others.
 _CACHE = Path(".cache", "xla-tests")
 _PYTEST = ("-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "--tb=no")
@@ -348,18 +348,12 @@ def find_survivors(options: argparse.Namespace, root: Path = ROOT) -> bool:
     return 1 - len(survivors) / len(done) >= ENOUGH
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Run the faults, and return the exit code."""
     options = parse(argv)
-    try:
-        return 0 if find_survivors(options) else 1
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return INTERRUPTED
+    return EXIT_DONE if find_survivors(options) else EXIT_FAILED
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main, interrupted="interrupted; the same command continues")

@@ -30,14 +30,14 @@ from planning.step import StepPlan, check_mesh, check_slices, plan_step
 from rich.console import Console
 from rich.status import Status
 
-from configs.command_line import CommandLine, at_least_one, run_script
+from configs.command_line import CommandLine, at_least_one, one_line_errors, run_script
 from configs.schema import Config, fill_mesh, load_config
+from exit_codes import EXIT_FAILED
 from parallel.planning.result_cache import open_cache
 from parallel.planning.slices import read_topology
 from parallel.planning.trace import write_trace
 from training.logs import aligned
 
-EXIT_UNFIT, EXIT_BAD_INPUT = 1, 2
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -137,26 +137,21 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Plan as the command line says, and return the exit code."""
     options = parse(argv)
-    try:
-        config = load_config(options.config, options.overrides)
-        if (nodes := gpus.read_gpus(options.topology)) is not None:
-            return _plan_gpus(options, fill_mesh(config, nodes.num_gpus), nodes)
-        topology = read_topology(options.topology)
-        check_slices(config, topology)
-        config = fill_mesh(config, topology.num_chips)
-        check_mesh(config, topology)
-        if options.check_mesh:
-            print(_chips_line(config, str(topology)), file=sys.stderr)
-            return 0
-        return _plan(options, config)
-    except BrokenPipeError:  # an OSError, but no mistake of the user: see run_script
-        raise
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    config = load_config(options.config, options.overrides)
+    if (nodes := gpus.read_gpus(options.topology)) is not None:
+        return _plan_gpus(options, fill_mesh(config, nodes.num_gpus), nodes)
+    topology = read_topology(options.topology)
+    check_slices(config, topology)
+    config = fill_mesh(config, topology.num_chips)
+    check_mesh(config, topology)
+    if options.check_mesh:
+        print(_chips_line(config, str(topology)), file=sys.stderr)
+        return 0
+    return _plan(options, config)
 
 
 def _chips_line(config: Config, machines: str) -> str:
@@ -171,7 +166,7 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
     result = report.as_json(plan)
     show = (lambda *lines: None) if options.json else partial(print, sep="\n")
     show(report.verdict(plan), *aligned(plan.choices))
-    code = 0 if plan.fits else EXIT_UNFIT
+    code = 0 if plan.fits else EXIT_FAILED
     if plan.fits:
         show("", *report.render(plan, tokens=options.tokens, price=options.price))
         if options.tokens is not None:
@@ -202,7 +197,7 @@ def _check(options: argparse.Namespace, plan: report.Plan, show: Callable[..., N
     """Show the conditions of --fail-if that hold, and return the exit code."""
     broken = [given for given in options.fail_if if report.holds(plan, given)]
     show(*(f"failed: {name} {sign} {limit:g} holds" for name, sign, limit in broken))
-    return EXIT_UNFIT if broken else 0
+    return EXIT_FAILED if broken else 0
 
 
 def _scale(
@@ -238,7 +233,7 @@ def _plan_gpus(options: argparse.Namespace, config: Config, nodes: gpus.GpuNodes
     code = _check(options, plan, show)
     if options.json:
         print(json.dumps(result))
-    return code if plan.fits else EXIT_UNFIT
+    return code if plan.fits else EXIT_FAILED
 
 
 def _search(options: argparse.Namespace, plan: StepPlan) -> list[Ranked]:

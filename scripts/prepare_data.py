@@ -17,8 +17,7 @@ from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 
-# None of these imports jax, since worker processes import this file.
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, one_line_errors
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.bucket_path import AnyPath, BucketPath, to_path
@@ -39,7 +38,9 @@ from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer, find_texts
 
-EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+# None of these imports jax, since worker processes import this file.
+from exit_codes import EXIT_FAILED
+
 DEFAULT_SHARD_GB = 1.0
 
 
@@ -149,7 +150,7 @@ def run(args: argparse.Namespace) -> None:
     folders = None if texts else stores_of(args, data, filters)
     with engine_context as engine:
         if folders is None:
-            ensure_tokenizer(data, size, report, shards=texts, engine=engine)
+            ensure_tokenizer(data, size, report, pieces=texts, engine=engine)
             folders = stores_of(args, data, filters)
         for job, folder in folders:
             prepare_store(job, data, folder, engine, sharding if folder == args.out else None)
@@ -298,17 +299,12 @@ def _add_shard_options(parser: CommandLine) -> None:
     )
 
 
+@one_line_errors(OSError, RuntimeError)
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run; invalid input is one line on stderr."""
     args = make_parser().parse_intermixed_args(argv)
     try:
         run(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except (OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
     except KeyboardInterrupt:
         print("error: interrupted; run the same command again to continue", file=sys.stderr)
         return EXIT_FAILED

@@ -17,7 +17,7 @@ from reporting.page import render
 from reporting.pictures import write_pictures
 from reporting.run_record import read_runs
 
-from configs.command_line import EXIT_BAD_INPUT, CommandLine, run_script
+from configs.command_line import CommandLine, one_line_errors, run_script
 from training.bucket_runs import open_local
 from units import format_bytes
 
@@ -55,17 +55,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Write the report; invalid input is one line on stderr."""
     options = parse(argv)
     arguments = sys.argv[1:] if argv is None else argv
-    try:
-        write_report(
-            options.runs, options.output, shlex.join(["python", "scripts/report.py", *arguments])
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
+    command = shlex.join(["python", "scripts/report.py", *arguments])
+    write_report(options.runs, options.output, command)
     return 0
 
 

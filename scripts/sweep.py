@@ -21,9 +21,8 @@ from sweeps.report import RECORD, TABLE, Row, describe, plot, ranked, table_line
 from sweeps.space import Space, grid_points, is_range, parse_space, random_points, varied_keys
 from sweeps.trials import Objective, Trial, make_objective, make_trials, read_result
 
-from configs.command_line import CommandLine
-
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_STOPPED = 0, 1, 2, 75
+from configs.command_line import CommandLine, one_line_errors
+from exit_codes import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
 
 def say(line: str) -> None:
@@ -100,6 +99,7 @@ def exit_code(states: Sequence[State]) -> int:
     return EXIT_FAILED if "failed" in states else EXIT_DONE
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run the sweep; invalid input is one line on stderr."""
     parser = CommandLine(description=__doc__)
@@ -147,9 +147,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         return sweep(args)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
     except KeyboardInterrupt:  # before there is a trial to stop
         print("interrupted", file=sys.stderr)
         return EXIT_STOPPED

@@ -11,8 +11,6 @@ input or no case that can run, 130 interrupted.
 
 import argparse
 import json
-import os
-import sys
 from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
@@ -24,10 +22,9 @@ from verification.scaling import scale_down
 from verification.table import HEADER, closing_lines, line_of, lines_by_mesh, summary
 
 from configs.build import open_devices
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, one_line_errors, run_script
 from configs.schema import load_config
-
-INTERRUPTED = 130
+from exit_codes import EXIT_DONE, EXIT_FAILED
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -95,25 +92,13 @@ def verify(options: argparse.Namespace) -> bool:
     return all(result.comparison.is_within for _, result in done)
 
 
+@one_line_errors()
 def main(argv: list[str] | None = None) -> int:
     """Verify a configuration, and return the exit code."""
     options = parse(argv)
     jax.config.update("jax_platforms", "cpu")
-    try:
-        return 0 if verify(options) else 1
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
-        return INTERRUPTED
+    return EXIT_DONE if verify(options) else EXIT_FAILED
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    if exit_code == INTERRUPTED:
-        # At a normal exit, threads of a program that still runs would meet a closed runtime.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
+    run_script(main, interrupted="interrupted; the same command continues")

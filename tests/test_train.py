@@ -19,8 +19,8 @@ from runs import losses, read_lines, refusal, run, write_config
 
 import train
 from data.tokenizers.base import open_tokenizer
+from exit_codes import EXIT_STOPPED
 from training.directory import locked_run
-from training.trainer import EXIT_RESUMABLE
 
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "step_time"}
 STEP_KEYS |= {"data_wait", "data/text/tokens", "data/text/epoch"}
@@ -400,7 +400,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_equal(long_run, tmp_path, number)
     wait_for(process, lambda: log.exists() and re.search(r"step +40/", log.read_text()))
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == EXIT_RESUMABLE == 75, errors
+    assert process.returncode == EXIT_STOPPED == 75, errors
     last = max(losses(directory))
     assert 40 <= last < STEPS
     assert f"stopped by {number.name} after step {last}; run again to resume" in log.read_text()

@@ -47,7 +47,6 @@ from training.spikes import TrainingError
 from training.state import TrainState
 from training.step import Batch, Program
 
-EXIT_DEVICE_FAULT = 77
 _DETERMINISTIC = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
 
 

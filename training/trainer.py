@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 
 from data.pipeline import Dataset
+from exit_codes import EXIT_DONE, EXIT_STOPPED
 from parallel.cluster.process_group import ProcessGroup
 from training.agreement import StepAgreement, StepCoordinator
 from training.batch_wait import BatchWait
@@ -35,8 +36,6 @@ from training.step import Program
 from training.stragglers import StragglerMonitor
 from training.writers.registry import MetricsWriter, begun
 from units import format_bytes
-
-EXIT_DONE, EXIT_RESUMABLE = 0, 75
 
 
 @dataclass
@@ -103,7 +102,7 @@ class Trainer:
             for step in range(first_step, last_step + 1):
                 if not runner.has_batch and (by := self._wait_for_batch(step, state, runner)):
                     self._stop(step - 1, state, by, None)
-                    return state, EXIT_RESUMABLE
+                    return state, EXIT_STOPPED
                 state = self._step(step, state, runner)
                 agreed, eval_loss = self._agree(step), None
                 evaluate, sample = self.evaluation.is_due(step), self.sampling.is_due(step)
@@ -113,7 +112,7 @@ class Trainer:
                     stop = self.coordinator.late_stop
                 if stop is not None:
                     self._stop(step, state, stop, eval_loss, evaluation=evaluate, sample=sample)
-                    return state, EXIT_RESUMABLE
+                    return state, EXIT_STOPPED
                 ends = self.early_stop.last_step == step
                 if agreed.save or ends or self.checkpointing.is_due(step):
                     self._save(step, state, eval_loss)

@@ -1,6 +1,8 @@
-"""Timeouts of a run with several processes, its error, and the exit codes that scripts read."""
+"""Timeouts of a run with several processes, and its error."""
 
 from pydantic import BaseModel, PositiveInt
+
+from exit_codes import EXIT_PROCESS_LOST
 
 
 class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -17,12 +19,6 @@ class ClusterConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstr
     must exceed the longest training step, compilation, evaluation, sample, recheck and save, and
     the reading of the first state, of any process. Every process then writes the stacks of its
     threads to stacks.txt (process N: stacks.N.txt) in the run directory."""
-
-
-EXIT_MISMATCH = 2
-"""Processes were started with different inputs; a restart does not help."""
-EXIT_PROCESS_LOST = 76
-"""A process died, hung or never connected; restart all of them."""
 
 
 class ProcessGroupError(Exception):

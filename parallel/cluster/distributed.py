@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 import jax
 from jax._src import clusters
 
-from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ClusterConfig
+from exit_codes import EXIT_BAD_INPUT, EXIT_PROCESS_LOST
+from parallel.cluster.config import ClusterConfig
 from parallel.cluster.listener import is_loopback
 from parallel.cluster.liveness import delay_abort
 from parallel.cluster.process_group import ProcessGroup
@@ -192,7 +193,7 @@ def _check_clocks(group: ProcessGroup) -> None:
         )
         group.fail(
             f"clocks differ from the clock of process 0: {listed}; synchronise the hosts with NTP",
-            EXIT_MISMATCH,
+            EXIT_BAD_INPUT,
         )
 
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig
+from exit_codes import EXIT_PROCESS_LOST
+from parallel.cluster.config import ClusterConfig
 from parallel.cluster.connection import Connection
 from parallel.cluster.messages import Abort, Heartbeat, Message
 

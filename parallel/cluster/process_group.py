@@ -32,7 +32,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parallel.cluster.config import EXIT_MISMATCH, ClusterConfig, ProcessGroupError
+from exit_codes import EXIT_BAD_INPUT
+from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.liveness import LivenessMonitor, Peer
 from parallel.cluster.messages import Abort, Gather, Hello, Member, Message, Result
 from parallel.cluster.rendezvous import Rendezvous, connect_to_primary
@@ -204,7 +205,7 @@ class ProcessGroup:
                 self.fail(
                     f"{tag}: {key} differs: {different}, {_subject(holders[usual])} {usual}; "
                     "start all processes with the same",
-                    EXIT_MISMATCH,
+                    EXIT_BAD_INPUT,
                 )
 
     def fail(self, reason: str, exit_code: int) -> NoReturn:

@@ -11,7 +11,8 @@ import socket
 import time
 from typing import NoReturn
 
-from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
+from exit_codes import EXIT_BAD_INPUT, EXIT_PROCESS_LOST
+from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.connection import Connection
 from parallel.cluster.handshake import HANDSHAKE_SECONDS, OtherTokenError, authenticate
 from parallel.cluster.listener import Listener
@@ -86,7 +87,7 @@ class Rendezvous:
                 f"--num-processes={num_processes} of process {number} on {member.host} differs "
                 f"from {self._num_processes} of process 0 on {primary}; give all processes the "
                 "same number",
-                EXIT_MISMATCH,
+                EXIT_BAD_INPUT,
             )
         if is_duplicate:
             self._refuse(

@@ -13,7 +13,8 @@ from typing import ClassVar
 import jax
 from jax.experimental import multihost_utils
 
-EXIT_KILLED = 1
+from exit_codes import EXIT_FAILED
+
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _SHOW_CURSOR = "\x1b[?25h"
 _AGAIN = {signal.SIGTERM: "send SIGTERM again", signal.SIGINT: "press Ctrl-C again"}
@@ -175,4 +176,4 @@ def _quit() -> None:
     if sys.stdout.isatty():
         os.write(sys.stdout.fileno(), f"{_SHOW_CURSOR}\n".encode())
     os.write(2, b"quit without saving; the newest checkpoint is as it was\n")
-    os._exit(EXIT_KILLED)
+    os._exit(EXIT_FAILED)

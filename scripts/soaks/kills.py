@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from parallel.cluster.config import EXIT_PROCESS_LOST
+from exit_codes import EXIT_PROCESS_LOST
 from soaks.compare import CLOSE_BOUND, array_differences, metric_differences
 from soaks.processes import (
     DEVICES,

@@ -12,11 +12,11 @@ from typing import Literal
 
 from _clone import ROOT
 
+from exit_codes import EXIT_DONE, EXIT_STOPPED
 from sweeps.trials import Trial
 
 State = Literal["finished", "failed", "stopped", "waiting"]
 OUTPUT = "output.txt"
-_EXIT_DONE, _EXIT_STOPPED = 0, 75  # the exit codes of train.py
 _POLL_SECONDS, _SAME_SIGNAL_SECONDS = 0.1, 1.0
 _START_BOUND = """
 import ctypes, os, sys
@@ -62,9 +62,9 @@ class TrialProcess:
         code = self._process.poll()
         if code is None:
             return None
-        if code == _EXIT_DONE:
+        if code == EXIT_DONE:
             return "finished"
-        return "stopped" if code == _EXIT_STOPPED else "failed"
+        return "stopped" if code == EXIT_STOPPED else "failed"
 
     @property
     def was_killed(self) -> bool:

@@ -10,7 +10,8 @@ import pytest
 from conftest import ROOT
 
 import train
-from configs.command_line import CommandLine
+from configs.command_line import CommandLine, one_line_errors
+from parallel.cluster.config import ProcessGroupError
 
 COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py"))]
 
@@ -33,6 +34,35 @@ def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
     out, error = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and error.startswith("error: ")
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("wrong"), 2),
+        (FileNotFoundError("wrong"), 2),
+        (ConnectionError("wrong"), 1),
+        (ProcessGroupError("wrong"), 76),
+        (ProcessGroupError("wrong", 2), 2),
+    ],
+)
+def test_a_known_error_of_a_script_is_one_line_and_its_exit_code(capsys, error, code) -> None:
+    @one_line_errors(ConnectionError, ProcessGroupError)
+    def main(argv=None):
+        raise error
+
+    assert main() == code
+    assert capsys.readouterr() == ("", "error: wrong\n")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, RuntimeError, KeyboardInterrupt])
+def test_another_error_of_a_script_is_not_caught(error) -> None:
+    @one_line_errors()
+    def main(argv=None):
+        raise error
+
+    with pytest.raises(error):
+        main()
 
 
 @pytest.mark.parametrize(

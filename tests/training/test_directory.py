@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel.cluster.config import EXIT_PROCESS_LOST, ClusterConfig, ProcessGroupError
+from exit_codes import EXIT_PROCESS_LOST
+from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_policy import CheckpointConfig
 from training.directory import (

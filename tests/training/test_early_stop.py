@@ -13,6 +13,7 @@ import pytest
 from conftest import slow
 from runs import losses, read_lines, refusal, run, write_config
 
+from exit_codes import EXIT_STOPPED
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
@@ -24,7 +25,6 @@ from training.early_stop import (
 )
 from training.evaluation import Evaluation
 from training.logs import log
-from training.trainer import EXIT_RESUMABLE
 from training.writers.console import ConsoleWriter
 from training.writers.jsonl import JsonLinesWriter
 
@@ -196,7 +196,7 @@ def test_an_interrupted_evaluation_counts_in_the_next_process(stopped, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleWriter, "preview", stop)
-        assert run(stopped, *again) == EXIT_RESUMABLE
+        assert run(stopped, *again) == EXIT_STOPPED
     assert [*losses(tmp_path / "again")][-1] == last
     assert run(stopped, *again) == 0
     assert losses(tmp_path / "again") == losses(tmp_path / "run")

@@ -20,12 +20,13 @@ from process_groups import wait_until
 from runs import losses, read_lines, refusal, run, write_config
 
 from data.files import DataError
+from exit_codes import EXIT_STOPPED
 from parallel.cluster import process_group
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.evaluation import Evaluation
 from training.runner import StepRunner
-from training.trainer import EXIT_RESUMABLE, Trainer
+from training.trainer import Trainer
 from training.writers.console import ConsoleWriter
 
 pytestmark = pytest.mark.usefixtures("signals")
@@ -212,7 +213,7 @@ def test_the_best_checkpoint_is_kept_when_evaluated_after_the_save(tmp_path, mon
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleWriter, "preview", stopped)
         patch.setattr(ConsoleWriter, "finish", lambda self: pytest.fail("the run is not finished"))
-        assert run(config, *keys) == EXIT_RESUMABLE  # after step 4, without its evaluation
+        assert run(config, *keys) == EXIT_STOPPED  # after step 4, without its evaluation
     worse = [*keys, "optimizer.learning_rate=3", "training.eval_every=2"]
     for steps in (6, 8):  # the process that evaluates it, and one that starts later
         assert run(config, *worse, f"training.steps={steps}") == 0
@@ -273,7 +274,7 @@ def test_a_signal_during_an_evaluation_stops_the_run_at_its_end(tmp_path, monkey
 
     config = write_config(tmp_path)
     monkeypatch.setattr(Evaluation, "run", interrupted)
-    assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_RESUMABLE
+    assert run(config, "training.eval_every=3", "checkpoint.every=100") == EXIT_STOPPED
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     with contextlib.closing(checkpoints):
         assert checkpoints.latest_step == max(losses(tmp_path / "run")) == 3
@@ -292,7 +293,7 @@ def test_an_interrupted_evaluation_is_finished_by_the_next_process(
 
     with monkeypatch.context() as patch:
         patch.setattr(ConsoleWriter, "preview", stopped)
-        assert run(config, "checkpoint.every=100") == EXIT_RESUMABLE
+        assert run(config, "checkpoint.every=100") == EXIT_STOPPED
     lines, whole = (
         read_lines(folder / "run" / "metrics.jsonl") for folder in (tmp_path, undisturbed)
     )

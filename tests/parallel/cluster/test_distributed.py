@@ -11,13 +11,9 @@ import pytest
 from conftest import ROOT
 from process_groups import HOST, free_address
 
+from exit_codes import EXIT_BAD_INPUT, EXIT_PROCESS_LOST
 from parallel.cluster import distributed
-from parallel.cluster.config import (
-    EXIT_MISMATCH,
-    EXIT_PROCESS_LOST,
-    ClusterConfig,
-    ProcessGroupError,
-)
+from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.distributed import (
     MAX_CLOCK_SKEW,
     Cluster,
@@ -198,7 +194,7 @@ def test_wrong_clocks_are_refused_on_all_processes(monkeypatch, start_calls, num
         "clocks differ from the clock of process 0: process 1 on host-1 by +31 s, process 2 on "
         "host-2 by -3600 s; synchronise the hosts with NTP"
     )
-    assert refused.value.exit_code == EXIT_MISMATCH and start_calls == []
+    assert refused.value.exit_code == EXIT_BAD_INPUT and start_calls == []
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -11,8 +11,8 @@ import pytest
 from conftest import ROOT
 from process_groups import HOST, TIME_LIMIT, shut_down, timeouts, wait_until
 
+from exit_codes import EXIT_PROCESS_LOST
 from parallel.cluster import liveness
-from parallel.cluster.config import EXIT_PROCESS_LOST
 from parallel.cluster.process_group import ProcessGroup
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from process_groups import HOST
 
+from exit_codes import EXIT_BAD_INPUT, EXIT_PROCESS_LOST
 from parallel.cluster import process_group
-from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST
 from parallel.cluster.process_group import ProcessGroup
 
 
@@ -82,9 +82,9 @@ def test_check_equal_names_who_differs_and_fails_on_all(connected, values, diffe
     errors = connected.each(check)
     reason = f"preflight: b differs: {difference}; start all processes with the same"
     for error, failures in zip(errors, connected.failures, strict=True):
-        assert (str(error), error.exit_code) == (reason, EXIT_MISMATCH)
+        assert (str(error), error.exit_code) == (reason, EXIT_BAD_INPUT)
         # The abort of a process that was quicker gives the same reason.
-        assert all(code == EXIT_MISMATCH and reason in line for line, code in failures)
+        assert all(code == EXIT_BAD_INPUT and reason in line for line, code in failures)
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from process_groups import HOST, TIME_LIMIT, TOKEN, Processes, dial, free_address, timeouts
 
+from exit_codes import EXIT_BAD_INPUT, EXIT_PROCESS_LOST
 from parallel.cluster import rendezvous
-from parallel.cluster.config import EXIT_MISMATCH, EXIT_PROCESS_LOST, ProcessGroupError
+from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.handshake import authenticate
 from parallel.cluster.listener import Listener
 from parallel.cluster.messages import Hello
@@ -127,7 +128,7 @@ def test_another_number_of_processes_fails_on_all(processes):
         "processes the same number"
     )
     errors = [(str(error), error.exit_code) for error in processes.connect()]
-    assert errors == [(reason, EXIT_MISMATCH)] * 2
+    assert errors == [(reason, EXIT_BAD_INPUT)] * 2
 
 
 @pytest.mark.parametrize("of_0", [TOKEN, ""])
