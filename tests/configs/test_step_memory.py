@@ -34,8 +34,7 @@ def bytes_of(state: Any) -> int:
 @pytest.mark.parametrize(
     ("overrides", "gib"),
     [
-        (["model.remat=full"], 24),
-        (["model.remat=dots"], 49),
+        (["model.remat=full"], 23),
         ([*FSDP, "model.remat=full"], 24),
         ([*FSDP, "model.remat=attention"], 36),
         ([*FSDP, "model.remat=dots"], 50),
