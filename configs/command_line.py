@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 
 Main = Callable[..., int]
+"""The main function of a script: it takes the command line, and returns the exit code."""
 
 
 def at_least_one(text: str) -> int:
@@ -27,10 +28,11 @@ def at_least_one(text: str) -> int:
 
 
 def one_line_errors(*failures: type[Exception]) -> Callable[[Main], Main]:
-    """Return a decorator with which a main function prints an error as one line.
+    """Return a decorator that prints known errors of a main function as one line.
 
-    failures: types of errors for which it returns the `exit_code` of the error, or EXIT_FAILED if
-        that has none. Other errors of type ValueError or OSError are bad input.
+    A ValueError is bad input. For errors of the types `failures` the function returns their
+    `exit_code`, or EXIT_FAILED if they have none. Any other OSError is bad input too, except a
+    BrokenPipeError, which `run_script` handles.
     """
     known: tuple[type[Exception], ...] = (*failures, ValueError, OSError)
 
@@ -39,13 +41,12 @@ def one_line_errors(*failures: type[Exception]) -> Callable[[Main], Main]:
         def decorated(argv: Sequence[str] | None = None) -> int:
             try:
                 return main(argv)
-            except BrokenPipeError:  # an OSError, but no mistake of the user: see `run_script`
-                raise
             except known as error:
+                is_failure = isinstance(error, failures) and not isinstance(error, ValueError)
+                if isinstance(error, BrokenPipeError) and not is_failure:
+                    raise
                 print(f"error: {error}", file=sys.stderr)
-                if isinstance(error, failures):
-                    return getattr(error, "exit_code", EXIT_FAILED)
-                return EXIT_BAD_INPUT
+                return getattr(error, "exit_code", EXIT_FAILED) if is_failure else EXIT_BAD_INPUT
 
         return decorated
 
@@ -66,6 +67,7 @@ def run_script(main: Main, *, interrupted: str = "interrupted") -> NoReturn:
     except BrokenPipeError:  # libtpu ignores the signal
         os._exit(128 + signal.SIGPIPE)
     except KeyboardInterrupt:
+        sys.stdout.flush()
         print(interrupted, file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
     sys.exit(code)

@@ -1,9 +1,11 @@
 """Statistics of a source from a sample of its documents: scripts, duplicates, repeated lines."""
 
 import unicodedata
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import accumulate
 
 from data.files import load_library
 from data.sharded_store import ShardedStore
@@ -24,21 +26,24 @@ _BANDS, _ROWS = 25, 5
 def sample_documents(
     store: Store | ShardedStore, tokenizer: Tokenizer, bos_id: int | None, count: int
 ) -> Iterator[str]:
-    """Yield the texts of about `count` documents, evenly spread over the store."""
+    """Yield the texts of at most `count` documents, evenly spread over those of the shards read.
+
+    Of a sharded store, SAMPLED_SHARDS shards are read, evenly spread.
+    """
     stores = [*store.stores(limit=SAMPLED_SHARDS)]
-    for each in stores:
-        yield from _sample_store(each, tokenizer, bos_id, -(-count // len(stores)))
+    last = [*accumulate(each.num_documents for each in stores)]
+    count = min(count, last[-1])
+    for place in range(count):
+        index = place * last[-1] // count
+        shard = bisect_right(last, index)
+        first = last[shard - 1] if shard else 0
+        yield _read_text(stores[shard], index - first, tokenizer, bos_id)
 
 
-def _sample_store(
-    store: Store, tokenizer: Tokenizer, bos_id: int | None, count: int
-) -> Iterator[str]:
-    total = len(store.ends)
-    for place in range(min(count, total)):
-        index = place * total // min(count, total)
-        begin, end = store.ends[index - 1] if index else 0, store.ends[index]
-        ids = store.tokens[begin : min(end, begin + _CHARACTERS)]
-        yield tokenizer.decode(ids[1:] if bos_id is not None and ids[0] == bos_id else ids)
+def _read_text(store: Store, index: int, tokenizer: Tokenizer, bos_id: int | None) -> str:
+    begin, end = store.ends[index - 1] if index else 0, store.ends[index]
+    ids = store.tokens[begin : min(end, begin + _CHARACTERS)]
+    return tokenizer.decode(ids[1:] if bos_id is not None and ids[0] == bos_id else ids)
 
 
 def describe_sample(texts: Sequence[str], total: int) -> list[tuple[str, str]]:

@@ -128,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             for line in result_lines(results["results"]):
                 print(line)
+    except ValueError:  # some are OSErrors too
+        raise
     except ImportError as error:  # of a package that only this task needs
         raise ValueError(
             f"{error}; install what the task needs, as its page in lm-eval says"

@@ -33,13 +33,14 @@ from configs.command_line import CommandLine, one_line_errors
 from exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DEVICE_FAULT,
+    EXIT_DONE,
     EXIT_FAILED,
     EXIT_PROCESS_LOST,
     EXIT_STOPPED,
 )
 
-# The exit codes of train.py.
-_FINAL = (0, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DEVICE_FAULT)  # a restart does not help
+# Exit codes of train.py after which a restart does not help.
+_FINAL = (EXIT_DONE, EXIT_BAD_INPUT, EXIT_STOPPED, EXIT_DEVICE_FAULT)
 
 _POLL_SECONDS = 0.02
 _RELAY_SECONDS = 5.0  # for the last lines of a process that has exited

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from _clone import ROOT
 
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, one_line_errors
 from exit_codes import EXIT_DONE, EXIT_FAILED
 from safe_files import replace_file
 
@@ -352,8 +352,12 @@ def find_survivors(options: argparse.Namespace, root: Path = ROOT) -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Run the faults, and return the exit code."""
     options = parse(argv)
-    return EXIT_DONE if find_survivors(options) else EXIT_FAILED
+    try:
+        return EXIT_DONE if find_survivors(options) else EXIT_FAILED
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":
-    run_script(main, interrupted="interrupted; the same command continues")
+    sys.exit(main())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 
+# Worker processes import this file, so none of the modules below may import jax.
 from configs.command_line import CommandLine, one_line_errors
 from configs.reading import ConfigError, apply_overrides, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
@@ -37,8 +38,6 @@ from data.store_job import StoreJob, describe_unread_files, store_job
 from data.tokenization_progress import TokenizationProgress
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.training import ensure_tokenizer, find_texts
-
-# None of these imports jax, since worker processes import this file.
 from exit_codes import EXIT_FAILED
 
 DEFAULT_SHARD_GB = 1.0

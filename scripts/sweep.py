@@ -99,7 +99,7 @@ def exit_code(states: Sequence[State]) -> int:
     return EXIT_FAILED if "failed" in states else EXIT_DONE
 
 
-@one_line_errors()
+@one_line_errors(BrokenPipeError)
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line and run the sweep; invalid input is one line on stderr."""
     parser = CommandLine(description=__doc__)

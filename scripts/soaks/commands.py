@@ -35,7 +35,7 @@ from soaks.processes import (
 from training.hugging_face.new_directory import MARKER
 
 STORE_PIECES = 2  # tasks of a worker process, of each source
-_PIECE_BYTES = 17 * 2**20  # of text: larger than data.formats.base.SHARD_BYTES
+_PIECE_BYTES = 17 * 2**20  # of text: larger than data.formats.pieces.PIECE_BYTES
 
 
 def _digests(folder: Path, skip: Sequence[str] = ()) -> dict[str, str]:

@@ -42,6 +42,8 @@ def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
         (ValueError("wrong"), 2),
         (FileNotFoundError("wrong"), 2),
         (ConnectionError("wrong"), 1),
+        (BrokenPipeError("wrong"), 1),  # of a worker process, for example
+        (type("Both", (ValueError, ConnectionError), {})("wrong"), 2),
         (ProcessGroupError("wrong"), 76),
         (ProcessGroupError("wrong", 2), 2),
     ],

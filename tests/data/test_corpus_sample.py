@@ -2,7 +2,9 @@
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,15 +68,18 @@ def test_repeated_lines_count_documents_and_not_occurrences() -> None:
     assert repeated_lines(texts) == [(line, 2)]
 
 
+def dataset_of(folder: Path, numbers: Iterable[int]) -> Dataset:
+    """A store of one document for each number."""
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps({"text": f"document {n} " * 3}) for n in numbers]
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    files, cache = str(folder / "a.jsonl"), str(folder / "cache")
+    return Dataset(DataConfig(files=files, sequence_length=16, eval_fraction=0, cache_dir=cache))
+
+
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
-    lines = [json.dumps({"text": f"document {n % 8} " * 3}) for n in range(10)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    return Dataset(
-        DataConfig(
-            files=str(tmp_path / "a.jsonl"), sequence_length=16, cache_dir=str(tmp_path / "cache")
-        )
-    )
+    return dataset_of(tmp_path, [n % 8 for n in range(10)])
 
 
 def test_documents_are_spread_over_the_store(dataset: Dataset) -> None:
@@ -85,6 +90,15 @@ def test_documents_are_spread_over_the_store(dataset: Dataset) -> None:
     assert len(whole) == 10 and whole[9] == "document 1 " * 3
     # The first token of a document is left out if it is BOS.
     assert next(sample_documents(store, ByteTokenizer(), ord("d"), 1)) == ("document 0 " * 3)[1:]
+
+
+@pytest.mark.parametrize(("count", "found"), [(12, range(12)), (99, range(12)), (4, [0, 3, 6, 9])])
+def test_every_document_of_unequal_shards_counts_alike(tmp_path, count, found) -> None:
+    parts = [range(1), range(1, 9), range(9, 12)]
+    stores = [dataset_of(tmp_path / str(n), part).sources[0].store for n, part in enumerate(parts)]
+    store = SimpleNamespace(stores=lambda limit: iter(stores))
+    texts = sample_documents(store, ByteTokenizer(), None, count)
+    assert [int(text.split()[1]) for text in texts] == [*found]
 
 
 def test_the_description_counts_equal_and_similar_documents(dataset: Dataset) -> None:

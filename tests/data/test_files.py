@@ -309,7 +309,7 @@ def test_pieces_hold_every_byte_once_in_order_and_no_more_than_asked(
         assert b.begin == (a.end if a.path == b.path else 0)
 
 
-def test_small_files_share_a_shard_and_large_texts_are_whole(tmp_path):
+def test_small_files_share_a_piece_and_large_texts_are_whole(tmp_path):
     paths = write(tmp_path, a_txt=3, b_txt=3, c_txt=30, d_txt=0, e_txt=3)
     pieces = plan_pieces(paths, 10)
     held = [[(Path(e.path).name, e.begin, e.end) for e in piece.ranges] for piece in pieces]

@@ -107,8 +107,8 @@ def test_an_interrupted_preparation_continues_to_the_same_bytes(
     texts = [f"text {n % 13}" for n in range(60)]
     job = job_of(write(tmp_path / "input", texts), ["duplicates", "regex:7"])
 
-    def killed(shards, settings):
-        for number, found in enumerate(run_tasks(shards, settings)):
+    def killed(pieces, settings):
+        for number, found in enumerate(run_tasks(pieces, settings)):
             if number == killed_after:
                 raise OSError("no space")
             yield found
@@ -128,8 +128,8 @@ def test_lost_keys_of_an_interrupted_preparation_are_noticed(tmp_path, monkeypat
     monkeypatch.setattr(preparation, "plan_pieces", partial(plan_pieces, piece_bytes=30))
     job = job_of(write(tmp_path / "input", ["one", "two", "three"]), ["duplicates"])
 
-    def killed(shards, settings):
-        yield next(run_tasks(shards, settings))
+    def killed(pieces, settings):
+        yield next(run_tasks(pieces, settings))
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):

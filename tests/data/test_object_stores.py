@@ -105,9 +105,9 @@ def test_an_object_that_changes_while_it_is_read_is_noticed(place, tmp_path) -> 
     job = job_of(f"{place.url}/*.txt")
     assert job.key
 
-    def engine(shards, settings):
+    def engine(pieces, settings):
         place.write("a.txt", b"other")
-        yield from preparation.run_tasks(shards, settings)
+        yield from preparation.run_tasks(pieces, settings)
 
     with pytest.raises(DataError, match="files changed while they were read; run again"):
         build(job, tmp_path / "store", engine=engine)

@@ -118,7 +118,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def in_shards_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def in_pieces_of(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     for name in ("data.prepare.plan_pieces", "data.shard_plan.plan_pieces"):
         monkeypatch.setattr(name, lambda paths: plan_pieces(paths, size))
 
@@ -129,7 +129,7 @@ class TestOnRay:
     @pytest.mark.parametrize("seed", [*range(6), *RELEASE])
     def test_the_bytes_are_those_of_this_machine(self, engine, tmp_path, monkeypatch, seed) -> None:
         """Of one process, or of one or two workers; of a store, and of one in shards."""
-        in_shards_of(monkeypatch, random.Random(seed).choice([40, 300, 5000]))
+        in_pieces_of(monkeypatch, random.Random(seed).choice([40, 300, 5000]))
         job = job_of(write_corpus(tmp_path / "input", seed))
         if seed % 2:
             job = replace(job, filters=parse_filters(["length:9..", "regex:四 四", "duplicates"]))
@@ -159,7 +159,7 @@ class TestOnRay:
             ensure_tokenizer(data, 300, print, engine=engine)
 
     def test_a_killed_worker_is_replaced(self, engine, tmp_path, monkeypatch) -> None:
-        in_shards_of(monkeypatch, 100)
+        in_pieces_of(monkeypatch, 100)
         source = write_corpus(tmp_path / "input", 7)
         here = build(job_of(source), tmp_path / "here")
         tokenizer = DeadlyTokenizer(tmp_path / "kills", 3)
@@ -179,7 +179,7 @@ class TestOnRay:
     def test_a_lost_node_does_not_change_the_bytes(
         self, cluster, engine, tmp_path, monkeypatch
     ) -> None:
-        in_shards_of(monkeypatch, 300)
+        in_pieces_of(monkeypatch, 300)
         source = write_corpus(tmp_path / "input", 3)
         here = build(job_of(source), tmp_path / "here")
         node = cluster.add_node(num_cpus=2)
@@ -213,14 +213,14 @@ class TestOnRay:
 
     def test_a_file_that_a_node_lacks_is_named(self, engine, tmp_path) -> None:
         job = job_of(write_corpus(tmp_path / "input", 2))
-        shards = plan_pieces(job.paths)
+        pieces = plan_pieces(job.paths)
         (tmp_path / "input" / "lines.jsonl").rename(tmp_path / "elsewhere")
         settings = TokenizeSettings(
             "text", "text", ByteTokenizer(), job.chat_template.template, "raise", np.dtype("<u2")
         )
         message = rf"node {platform.node()} has no file .*lines\.jsonl; all nodes need the input"
         with pytest.raises(DataError, match=message):
-            list(engine(shards, settings))
+            list(engine(pieces, settings))
 
     def test_workers_are_those_of_the_cluster(self, cluster) -> None:
         with (

@@ -1,4 +1,4 @@
-"""A store holds what was appended, for any shards and kills; damage to any file is found."""
+"""A store holds what was appended, for any pieces and kills; damage to any file is found."""
 
 import errno
 import hashlib
@@ -68,7 +68,7 @@ SKIPPED = {"empty": Skipped(count=2, examples=("a.txt: nothing", "a.txt: too"))}
 
 
 def write(folder: Path, units: list[list[TokenizedDocuments]], vocab_size: int = 257) -> Store:
-    """Write or continue a store of these shards; each skips two empty documents."""
+    """Write or continue a store of these pieces; each skips two empty documents."""
     with StoreWriter(folder, plan(vocab_size)) as writer:
         for index in range(len(writer.pieces), len(units)):
             writer.append(str(index), units[index], SKIPPED)
@@ -118,8 +118,8 @@ def test_the_vocabulary_decides_the_width_of_tokens(tmp_path, size, dtype) -> No
     kills=st.lists(st.tuples(st.integers(0, 3), st.binary(max_size=9)), max_size=3),
 )
 @settings(max_examples=60, deadline=None)
-def test_shards_and_kills_do_not_change_the_bytes(tmp_path_factory, cuts, kills) -> None:
-    """kills: further shards before each kill, and partial bytes appended to every file."""
+def test_pieces_and_kills_do_not_change_the_bytes(tmp_path_factory, cuts, kills) -> None:
+    """kills: further pieces before each kill, and partial bytes appended to every file."""
     folder = tmp_path_factory.mktemp("stores")
     borders = [0, *sorted(cuts), len(DOCUMENTS)]
     units = [DOCUMENTS[a:b] for a, b in itertools.pairwise(borders)]

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 PACKAGES = ("configs", "data", "model", "parallel", "training")
+MODULES = ("exit_codes.py", "registry.py", "safe_files.py", "units.py")
 
 
 def is_command(path: Path) -> bool:
@@ -29,6 +30,8 @@ COMMANDS = [path.name for path in sorted((ROOT / "scripts").glob("*.py")) if is_
 @pytest.mark.costly
 def test_a_command_imports_from_its_clone_and_not_from_an_installed_copy(name, tmp_path):
     shutil.copytree(ROOT / "scripts", tmp_path / "clone/scripts")
+    for module in MODULES:
+        shutil.copy(ROOT / module, tmp_path / "clone")
     for package in PACKAGES:
         own, installed = tmp_path / "clone" / package, tmp_path / "installed" / package
         own.mkdir()
