@@ -87,19 +87,19 @@ class Sample:
         Raises: DataError for an unreadable document, unless on_error is skip.
         """
         (piece, source, text_field), left = item, self.max_bytes
-        pieces: list[str] = []
+        texts: list[str] = []
         for document in (d for part in piece.ranges for d in read_documents(part, text_field)):
             if isinstance(document, DocumentError):
                 if self.on_error == "raise" and document.kind != "empty":
-                    raise unreadable(document, source, bool(pieces))
+                    raise unreadable(document, source, bool(texts))
                 continue
             messages = document.messages or ()
             for text in [document.text] if document.text else [text for _, text in messages]:
-                pieces.append(text.encode()[:left].decode(errors="ignore"))
-                left -= len(pieces[-1].encode())
+                texts.append(text.encode()[:left].decode(errors="ignore"))
+                left -= len(texts[-1].encode())
             if left <= 3:  # less than the longest character
                 break
-        return pieces
+        return texts
 
 
 def sample_texts(
