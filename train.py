@@ -90,7 +90,7 @@ def open_session(
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     _check_vocabulary(config, tokenizer)
     try:
-        report = print if group.is_primary else _say_nothing
+        report = _say if group.is_primary else _say_nothing
         dataset = Dataset(config.data, tokenizer, report=report)
         pins = group.broadcast("parts of data", lambda: asdict(dataset.pins))
         dataset.pin(Pins(**pins))  # a part may have been added since another process looked
@@ -98,6 +98,14 @@ def open_session(
         raise
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
+    prompt = config.training.sample_prompt
+    if (
+        config.training.sample_tokens
+        and not with_bos(tokenizer.encode(prompt), dataset.bos_id).size
+    ):
+        raise ValueError(
+            f"training.sample_prompt={prompt!r} has no token; give another, or sample_tokens=0"
+        )
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
@@ -140,6 +148,12 @@ def _describe_start(
         *(f"warning: {line}" for line in [*dataset.warnings(), *problems]),
         *describe_parameters(program, table),
     ]
+
+
+def _say(line: str) -> None:
+    """Print a line at once. If stdout is closed, the run goes on."""
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
 
 
 def _say_nothing(line: str) -> None:
@@ -226,6 +240,8 @@ def train(config: Config, args: argparse.Namespace) -> int:
                 return _end(group, EXIT_BAD_INPUT, error)
             code = run()
             if group.num_processes > 1:
+                group.set_phase(None)
+                group.barrier("end")  # process 0 may take long to close its writers
                 jax.distributed.shutdown()  # before the group stops watching for lost processes
                 group.close()
             return code

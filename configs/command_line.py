@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
@@ -25,6 +26,17 @@ def at_least_one(text: str) -> int:
     if not text.isdecimal() or (count := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: use a whole number of at least 1")
     return count
+
+
+def on_disk(text: str) -> Path:
+    """Parse a path of an output that is written to a disk.
+
+    Raises:
+        argparse.ArgumentTypeError: It is in a bucket.
+    """
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text}: give a path on a disk, and copy it from there")
+    return Path(text)
 
 
 def one_line_errors(*failures: type[Exception]) -> Callable[[Main], Main]:
@@ -117,8 +129,8 @@ class CommandLine(argparse.ArgumentParser):
             if text == "--":
                 return
             name = text.partition("=")[0]
-            if not name.startswith("--") or name in self._option_string_actions:
-                continue
+            if not name.startswith("--") or name in self._option_string_actions or " " in name:
+                continue  # argparse takes a text with spaces as a value
             if "." in name:
                 key = text if "=" in text else f"{text}=VALUE"
                 self.error(f"{name}: a key of the configuration has no dashes; write {key[2:]}")

@@ -9,6 +9,7 @@ text.
 
 import datetime
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -72,9 +73,11 @@ def find_chat_template(name: str, tokenizer: Tokenizer) -> ChosenTemplate:
     if not name.endswith(".jinja"):
         return ChosenTemplate(name, CHAT_TEMPLATES[name], name)
     try:
-        source = Path(name).expanduser().read_text("utf-8")
+        source = Path(name).expanduser().read_text("utf-8-sig")
     except OSError as error:
         raise DataError(f"data.chat_template={name}: {error.strerror}; give a file") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.chat_template={name}: not UTF-8; save it as UTF-8") from error
     template = JinjaTemplate(source, settings.special_tokens, name)
     return ChosenTemplate(template.digest, template, name)
 
@@ -259,18 +262,19 @@ def _take_marks(marked: str) -> tuple[str, list[Span]]:
 
 
 def guard(messages: Messages, controls: Sequence[str]) -> list[tuple[str, str]]:
-    """Return messages in which content that spells a control token is broken by a guard."""
+    """Return messages in which a role or content that spells a control token has a guard in it."""
     spelled = re.compile("|".join(map(re.escape, controls)) or "(?!)")
-    for _, content in messages:
-        if found := _MARKS.search(content):
+    for text in itertools.chain.from_iterable(messages):
+        if found := _MARKS.search(text):
             raise ConversationError(
                 f"a message contains the noncharacter U+{ord(found[0]):04X}, which marks assistant "
                 "text here; remove it"
             )
-    return [
-        (role, spelled.sub(lambda found: found[0][:1] + _GUARD + found[0][1:], content))
-        for role, content in messages
-    ]
+
+    def guarded(text: str) -> str:
+        return spelled.sub(lambda found: found[0][:1] + _GUARD + found[0][1:], text)
+
+    return [(guarded(role), guarded(content)) for role, content in messages]
 
 
 def _control_tokens(tokenizer: Tokenizer) -> list[str]:

@@ -41,6 +41,12 @@ def register_filter(name: str) -> Callable[[Callable[[str], Keep]], Callable[[st
     return FILTERS.register(name)
 
 
+def plugin_file(function: Any) -> Path | None:
+    """Return the file of a function or an object, unless its code is part of Torus."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    return None if file is None or Path(file).is_relative_to(_PACKAGE) else Path(file)
+
+
 @dataclass(frozen=True)
 class Filter:
     """A filter with its argument. spec: as it is given, NAME:ARGUMENT."""
@@ -56,9 +62,7 @@ class Filter:
     @property
     def code(self) -> Path | None:
         """The file of its function, unless that is part of Torus."""
-        module = sys.modules.get(_function_of(self.keep).__module__)
-        file = getattr(module, "__file__", None)
-        return None if file is None or Path(file).is_relative_to(_PACKAGE) else Path(file)
+        return plugin_file(_function_of(self.keep))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ its content. `pack.json` describes `rows.bin`, one array of int64 with four part
 `rows.crc32` has the checksums of its blocks; see `checked_array.py`.
 """
 
-import glob
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
-import socket
 import tempfile
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,9 @@ FORMAT = 2
 PACKS, INDEX, ROWS = "packs", "pack.json", "rows.bin"
 # Bytes of a block that has a checksum: a row is a few dozen bytes.
 BLOCK_BYTES = 512
+_BUILDING, _LOCK = "building-", "lock"
+# Age of a temporary folder that is deleted even without a lock in it.
+_ABANDONED_SECONDS = 7 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +238,11 @@ def _digest_of(value: Any) -> str:
 def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackingInfo) -> None:
     """Write the folder under a temporary name, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f"{_temporary_prefix()}{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder.parent) as building:
+    with (
+        tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder.parent) as building,
+        open(Path(building) / _LOCK, "w") as lock,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)
         made = Path(building) / folder.name
         made.mkdir()
         seed = make_seed(folder.name, ROWS)
@@ -260,27 +267,16 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
                 raise
 
 
-def _temporary_prefix() -> str:
-    """Return the first part of the names of temporary folders of this machine."""
-    return f"building-{socket.gethostname()}-"
-
-
 def _remove_leftovers(packs: Path) -> None:
-    """Delete the temporary folders that killed processes of this machine left."""
-    for path in packs.glob(f"{glob.escape(_temporary_prefix())}*"):
-        process = path.name.removeprefix(_temporary_prefix()).partition("-")[0]
-        if process.isdecimal() and not _is_running(int(process)):
-            shutil.rmtree(path, ignore_errors=True)  # another process may delete it, too
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # of another user
-        return True
-    return True
+    """Delete the temporary folders that killed processes left; a living one holds a lock."""
+    for path in packs.glob(f"{_BUILDING}*"):
+        with contextlib.suppress(OSError):  # another process deletes it, or holds its lock
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(path)
+                continue
+            with open(path / _LOCK, "r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
 
 
 def _as_stored(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:

@@ -89,17 +89,23 @@ def open_prepared(
         )
     _check_encoding(store, job)
     if job.held_out:
-        check = partial(_check_held_out, job, folder)
-        for path in store.input_files():
-            check([path])
-        if isinstance(store, ShardedStore):
-            store.check_files = lambda shard: check(shard.input_files())
+        _check_held_out(job, folder, store.input_files())
+    if isinstance(store, ShardedStore):
+        store.check_shards = partial(_check_shards, store, job, folder)
     if job.is_evaluation and not store.is_complete:
         raise DataError(
             f"{key}={folder} is still being prepared, and held-out files must be complete; wait "
             "until it is"
         )
     return store
+
+
+def _check_shards(store: ShardedStore, job: StoreJob, folder: AnyPath, numbers: range) -> None:
+    """Raise DataError for shards that the job must not read, as `open_prepared` does."""
+    _check_encoding(store, job)  # the first chats may be among them
+    for number in numbers:
+        if job.held_out and store.records[number].num_tokens:
+            _check_held_out(job, folder, store.open_shard(number).input_files())
 
 
 def _check_held_out(job: StoreJob, folder: AnyPath, paths: Iterable[str]) -> None:

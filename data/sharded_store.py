@@ -45,8 +45,6 @@ WAIT_SECONDS, LOOK_SECONDS, LINE_SECONDS = 1800.0, 1.0, 60.0
 KEPT_OPEN = 512
 """Shards of a source that stay open; each takes up to eight files."""
 _AT_A_TIME = 64
-# Sources in shards for which a small limit of open files is shared out.
-_SOURCES = 4
 
 
 class ShardedStore:
@@ -97,8 +95,8 @@ class ShardedStore:
             if (reason := part.explain_difference(parts[0])) is not None:
                 what = f"{folder}: a part of it {reason.partition(';')[0]}, unlike the first one"
                 raise DataError(f"{what}; delete {folder} and prepare it again")
-        self.check_files: Callable[[Store], None] | None = None
-        """Called with each shard that `refresh` finds; raises DataError for held-out files."""
+        self.check_shards: Callable[[range], None] | None = None
+        """Called with the numbers of the shards that `refresh` finds; may raise DataError."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardedStore, (self.folder, self.cache, len(self.parts))
@@ -177,10 +175,8 @@ class ShardedStore:
         known = len(self.shards)
         found, is_complete = self._records(last, self.parts[last], self.shards[before:])
         self.shards = self.shards[:before] + found
-        if self.check_files is not None:
-            for number, (_, record) in enumerate(self.shards[known:], known):
-                if record.num_tokens:
-                    self.check_files(self.open_shard(number))
+        if self.check_shards is not None:
+            self.check_shards(range(known, len(self.shards)))
         self.is_complete = is_complete
 
     @property
@@ -285,7 +281,8 @@ class ShardedStore:
                 records = read_list(path, RowsRecord) or []
                 first = sum(len(part.pieces) for part in self.parts[:number])
                 for (name, _), record in zip(self.shards[first:], records, strict=False):
-                    packs.setdefault(name, []).append(record.name)
+                    if record.name:  # it has rows
+                        packs.setdefault(name, []).append(record.name)
         for store in self.stores():
             store.verify()
             for rows in packs.get(store.folder.name, []):
@@ -316,16 +313,16 @@ class ShardedSplit:
 class ShardedRows:
     """Packed rows of a sharded store."""
 
-    def __init__(self, store: ShardedStore, settings: PackSettings, num_settings: int = 1):
+    def __init__(self, store: ShardedStore, settings: PackSettings, sharing: int = 4):
         """Read the counts of all rows.
 
-        num_settings: of all rows of the store in this process, which share its open files.
+        sharing: how many such objects share the open files of this process.
         Raises: DataError when they were not packed with these settings.
         """
-        self.store, self.settings, self._num_settings = store, settings, num_settings
+        self.store, self.settings, self._sharing = store, settings, sharing
         num_shards = sum(len(part.pieces) for part in store.parts)
-        limit = allow_open_files(FILES_PER_SOURCE * min(KEPT_OPEN, num_shards))
-        most = limit // (_SOURCES * FILES_PER_SOURCE * num_settings)
+        limit = allow_open_files(FILES_PER_SOURCE * min(KEPT_OPEN, num_shards) * sharing)
+        most = 3 * limit // (4 * FILES_PER_SOURCE * sharing)  # a quarter is for other files
         self._kept_open = max(1, min(KEPT_OPEN, most))
         self._lock = threading.Lock()
         self._open: OrderedDict[int, tuple[Store, PackedStore]] = OrderedDict()
@@ -333,7 +330,7 @@ class ShardedRows:
         self.refresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedRows, (self.store, self.settings, self._num_settings)
+        return ShardedRows, (self.store, self.settings, self._sharing)
 
     def refresh(self) -> None:
         """Read the counts of rows of shards that were added since. Raises: DataError."""
@@ -369,7 +366,11 @@ class ShardedRows:
             found = [record for record in read if record is not None]
         if len(found) < len(shards) - known:
             given = ", ".join(f"{name} {value}" for name, value in asdict(self.settings).items())
-            files = store.parts[part].plan.source.get("files")
+            files = " and from ".join(
+                str(each.plan.source.get("files"))
+                for number, each in enumerate(store.parts)
+                if not part_file(store.folder, number, key).is_file()
+            )
             fraction = f"data.eval_fraction={self.settings.eval_fraction:g}"
             raise DataError(
                 f"{store.folder} has no rows for these settings ({given}) of what was prepared "

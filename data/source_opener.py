@@ -43,6 +43,8 @@ class SourceOpener:
         self._cache = Path(os.path.expanduser(config.cache_dir))
         self._blocks = BlockCache(self._cache / "blocks", int(config.bucket_cache_gb * 1e9))
         self._lengths = sorted({*config.row_lengths.values()}, reverse=True)
+        has_files = [1 + (s.eval_files is not None) for s in config.named_sources.values()]
+        self._num_opened = len(self._lengths) * sum(has_files)
         self.unread_files: list[str] = []
         """Lines about files that the opened sources do not read."""
 
@@ -97,7 +99,7 @@ class SourceOpener:
                 num_parts=self._parts.get(title),
             )
         if isinstance(store, ShardedStore):
-            rows = [ShardedRows(store, of_length, len(settings)) for of_length in settings]
+            rows = [ShardedRows(store, of_length, self._num_opened) for of_length in settings]
             wait_for_first_rows(store, rows, self._report)
             return store, rows
         store.load_index()

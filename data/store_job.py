@@ -15,7 +15,8 @@ from data.chat import DEFAULT_TEMPLATE, ChosenTemplate
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig, OnError, SourceConfig, files_key
 from data.files import DataError, find_files, fingerprint, input_bytes, suffix_of
-from data.filters import NO_FILTERS, Filters
+from data.filters import NO_FILTERS, Filters, plugin_file
+from data.formats.base import format_of_suffix
 from data.formats.pieces import known_suffixes
 from data.hub import find_split, parse_split
 from data.prepared_store import open_any, prepared_folder
@@ -75,7 +76,16 @@ class StoreJob:
             parts.append("pairs")
         if self.filters.specs:
             parts.append(f"filters {json.dumps(self.filters.key)}")
+        parts += (f"code {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in self._plugins)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @property
+    def _plugins(self) -> list[Path]:
+        """Files outside of Torus with the code of the chat template and of the readers."""
+        suffixes = {suffix_of(path) for path in self.paths}
+        formats = [entry for entry in map(format_of_suffix, suffixes) if entry is not None]
+        used = [self.chat_template.template, *(entry.read for entry in formats)]
+        return sorted({file for file in map(plugin_file, used) if file is not None})
 
     @property
     def encoding(self) -> Encoding:
@@ -159,6 +169,12 @@ def find_paths(files: str | tuple[str, ...] | None, key: str) -> list[str]:
     Raises: DataError when there are none.
     """
     if (split := parse_split(files)) is None:
+        for entry in files if isinstance(files, tuple) else ():
+            if prepared_folder(entry) is not None:
+                raise DataError(
+                    f"{key}: {entry} is a prepared store, which is a source of its own; name it "
+                    "alone, as data.files or as the files of one of data.sources"
+                )
         return find_files(files, key, known_suffixes())
     paths, _ = find_split(split, key)
     for path in paths:

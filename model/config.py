@@ -126,7 +126,7 @@ class MoEConfig(
     tokens on every mesh. null: model.dtype."""
     grouped_matmul: str = "auto"
     """Implementation of the grouped matmul of tokens and expert kernels: auto, padded, ragged_dot,
-    blocked, pallas, reference (for tests) or a registered one."""
+    blocked, pallas, tokamax (extra gpu), reference (for tests) or a registered one."""
     expert_rule: ExpertRule = "split"
     """Sharding of the expert kernels. split: experts over ep, embed over fsdp; alt: embed also over
     sp; unified: experts over fsdp, sp and ep."""

@@ -12,7 +12,6 @@ codes: 0 done, 2 bad input.
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, get_args
 
 import _clone
@@ -28,7 +27,13 @@ from benchmarks.ring import bench_ring
 from benchmarks.step import bench_moe_step, bench_step
 from benchmarks.torch_step import bench_torch
 
-from configs.command_line import CommandLine, at_least_one, one_line_errors, run_script
+from configs.command_line import (
+    CommandLine,
+    at_least_one,
+    on_disk,
+    one_line_errors,
+    run_script,
+)
 from model.config import DTypeName, ModelConfig
 from model.remat import REMAT_POLICIES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
@@ -124,7 +129,7 @@ def _add_predicted(command: Command) -> None:
     overlap.add_argument(
         "--size", type=at_least_one, default=8192, help="width, and tokens over all devices"
     )
-    overlap.add_argument("--dump", type=Path, help="folder for the compiled programs as text")
+    overlap.add_argument("--dump", type=on_disk, help="folder for the compiled programs as text")
     ring = command("ring", bench_ring, "predicted time of ring attention")
     ring.add_argument("--topology", default="v5p:2x2x2", help="TPU slice")
     ring.add_argument(

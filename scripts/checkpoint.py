@@ -253,8 +253,7 @@ def prune_run(args: argparse.Namespace) -> int:
                 if bucket_of(run) is not None:
                     stack.enter_context(kept_in_bucket(run, ProcessGroup()))
             except ValueError as error:
-                reason = str(error).replace("give another run.dir", "wait for it, or stop it")
-                raise ValueError(f"nothing was deleted: {reason}") from error
+                raise ValueError(f"nothing was deleted: {error}") from error
         checkpoints = stack.enter_context(tools.open_checkpoints(run))
         plan = tools.plan_prune(run, checkpoints, policy, damaged=args.damaged)
         for step, remark in sorted(plan.kept.items()):

@@ -19,7 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from configs.conversion import export_adapters, export_model, import_config, import_model
 from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from parallel.cluster.config import ProcessGroupError
@@ -128,7 +128,7 @@ def from_hf(args: argparse.Namespace) -> None:
 def to_hf(args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises: ValueError for invalid input."""
     jax.config.update("jax_platforms", "cpu")
-    run, directory = open_local(args.run), Path(args.directory).expanduser()
+    run, directory = open_local(args.run), args.directory.expanduser()
     with ProgressBar("writing") as bar:
         memory = peak_memory()
         export = export_adapters if args.adapters else export_model
@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     writing = commands.add_parser("to-hf", help="write a model directory", allow_abbrev=False)
     writing.set_defaults(run_command=to_hf)
     writing.add_argument("run", metavar="RUN_DIR", help="run directory of train.py")
-    writing.add_argument("directory", metavar="DIR", help="a new directory")
+    writing.add_argument("directory", metavar="DIR", type=on_disk, help="a new directory")
     writing.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     writing.add_argument("--ema", action="store_true", help="write the moving average")
     writing.add_argument(

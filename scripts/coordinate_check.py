@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from configs.build import build_program, open_devices
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from configs.schema import Config, load_config, make_config
 from training.state import TrainState
 from training.step import Program
@@ -49,7 +49,7 @@ def widened(config: Config, width: int, base: int | None) -> Config:
                 f"{model.hidden_size}; choose another width"
             )
         sizes[name] = size
-    sections = config.model_dump() | {"mesh": {}}
+    sections = config.model_dump() | {"mesh": {}, "plugins": [*config.plugins]}
     sections["model"] |= {**sizes, "mup_base_width": base, "dtype": "float32"}
     if model.moe.num_experts:
         expert = model.expert_size * width // model.hidden_size
@@ -148,10 +148,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[64, 128, 256, 512],
-        help="values of model.hidden_size (64 128 256 512)",
+        help="values of model.hidden_size",
     )
-    parser.add_argument("--steps", type=int, default=4, help="training steps (4)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="PNG file of the plot")
+    parser.add_argument("--steps", type=int, default=4, help="training steps")
+    parser.add_argument("--output", type=on_disk, metavar="FILE", help="PNG file of the plot")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes of the configuration"
     )

@@ -20,7 +20,7 @@ import _clone
 import jax
 from evaluation.results import result_lines
 
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from configs.runs import load_run
 from safe_files import replace_file
 from training.bucket_runs import open_local
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled generations")
     parser.add_argument("--step", type=int, help="checkpoint to load (default: the newest)")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters")
-    parser.add_argument("--output", type=Path, metavar="JSON", help="also write all results here")
+    parser.add_argument("--output", type=on_disk, metavar="JSON", help="write all results here")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
     )

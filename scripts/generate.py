@@ -198,6 +198,12 @@ def generate(args: argparse.Namespace) -> None:
     run = load_run(open_local(args.run), args.overrides)
     if run.bos_id is None and "" in args.prompt:
         raise ValueError('--prompt "": the tokenizer has no BOS token; give at least one character')
+    for number in args.stop_id:
+        if not 0 <= number < run.config.model.vocab_size:
+            raise ValueError(
+                f"--stop-id {number}: the tokens of this run are 0 to "
+                f"{run.config.model.vocab_size - 1}"
+            )
     sampling = SamplingConfig(**{"temperature": 0.7} | run.tokenizer.settings.sampling | asked)
     with jax.set_mesh(run.program.tp.manager.mesh):
         step, params = run.load_params(args.step, ema=args.ema)

@@ -320,6 +320,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("--peer-grace", float, 60.0, "seconds from a failed process to SIGKILL for the others"),
     ):
         parser.add_argument(option, type=kind, default=default, required=default is None, help=text)
+    parser.add_argument(
+        "misplaced",
+        nargs="*",
+        metavar="-- ARGUMENT",
+        help="arguments of train.py after --, such as --config configs/tp8.yaml (required)",
+    )
     args = parser.parse_args(given[:split])
     arguments = given[split + 1 :]
     least = {"processes": 1, "devices_per_process": 1, "restarts": 0, "grace": 0, "peer_grace": 0}
@@ -328,9 +334,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not value >= bound:
             option = f"--{name.replace('_', '-')}={value}"
             raise ValueError(f"{option} is too low; give {bound} or more")
-    if not arguments:
+    if args.misplaced or not arguments:
         example = "-- --config configs/tp8.yaml"
-        raise ValueError(f"no arguments for train.py; put them after --: {example}")
+        what = f"{args.misplaced[0]} is no option" if args.misplaced else "nothing for train.py"
+        raise ValueError(f"{what}; put the arguments of train.py after --, as in {example}")
     if args.restarts and any("resume=never" in argument for argument in arguments):
         raise ValueError(
             "checkpoint.resume=never with --restarts would start over each time; leave one of "

@@ -30,7 +30,13 @@ from planning.step import StepPlan, check_mesh, check_slices, plan_step
 from rich.console import Console
 from rich.status import Status
 
-from configs.command_line import CommandLine, at_least_one, one_line_errors, run_script
+from configs.command_line import (
+    CommandLine,
+    at_least_one,
+    on_disk,
+    one_line_errors,
+    run_script,
+)
 from configs.schema import Config, fill_mesh, load_config
 from exit_codes import EXIT_FAILED
 from parallel.planning.result_cache import open_cache
@@ -97,7 +103,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=count, help="tokens of the run, such as 1T: days and cost")
     parser.add_argument("--price", type=float, help="price of a chip for an hour, with --tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--trace", type=Path, help="write the predicted step for ui.perfetto.dev")
+    parser.add_argument("--trace", type=on_disk, help="file of the step for ui.perfetto.dev")
     parser.add_argument(
         "--fail-if",
         type=condition,
@@ -116,7 +122,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--scale", type=chip_range, metavar="A..B", help="extrapolate to other numbers of chips"
     )
-    parser.add_argument("--plot", type=Path, help="draw --scale as a PNG")
+    parser.add_argument("--plot", type=on_disk, help="draw --scale as a PNG")
     parser.add_argument("--cache", default=".cache/plan", help="folder of earlier answers")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes to the file"

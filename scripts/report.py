@@ -17,7 +17,7 @@ from reporting.page import render
 from reporting.pictures import write_pictures
 from reporting.run_record import read_runs
 
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from training.bucket_runs import open_local
 from units import format_bytes
 
@@ -47,7 +47,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=on_disk,
         default=Path("report.html"),
         metavar="FILE",
         help="HTML file to write; default: report.html in the current folder",

@@ -22,7 +22,7 @@ from verification.scaling import scale_down
 from verification.table import HEADER, closing_lines, line_of, lines_by_mesh, summary
 
 from configs.build import open_devices
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from configs.schema import load_config
 from exit_codes import EXIT_DONE, EXIT_FAILED
 
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--mesh", default="", help="only meshes with these axes, like tp4 or dp2-sp4"
     )
     parser.add_argument(
-        "--output", type=Path, help="folder of the results (runs/verify/NAME_OF_CONFIG)"
+        "--output", type=on_disk, help="folder of the results (runs/verify/NAME_OF_CONFIG)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--by-mesh", action="store_true", help="add the largest errors of a mesh")

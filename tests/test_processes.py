@@ -296,6 +296,31 @@ def test_a_save_that_fails_on_one_host_alone_is_skipped_by_all_and_nothing_is_lo
     assert array_differences(*folders, STEPS) == []
 
 
+SLOW_WRITER = """
+import time
+from training.writers.registry import MetricsWriter, register
+
+@register("slow_writer")
+class SlowWriter(MetricsWriter):
+    def __init__(self, context):
+        pass
+
+    def close(self):
+        time.sleep(25)
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_takes_longer_to_close_than_a_timeout_ends_no_process(
+    lab, tmp_path, monkeypatch
+):
+    (tmp_path / "slow_writer.py").write_text(SLOW_WRITER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    writers = "training.writers=[jsonl, console, slow_writer]"
+    command = lab.launch("upload", "plugins=[slow_writer]", writers, "cluster.peer_timeout=10")
+    assert command.finish() == 0, command.err
+
+
 @pytest.mark.slow
 def test_a_frozen_process_is_named_by_the_other(lab):
     command = lab.launch("frozen", "cluster.peer_timeout=6", options=("--peer-grace", "1"))

@@ -30,7 +30,7 @@ class TrainingConfig(
 ):
     """Length and seed of a run, evaluation, samples and metrics."""
 
-    steps: int = Field(default=1000, gt=0, le=10**12)
+    steps: int = Field(default=1000, gt=0, lt=2**31)
     """Total number of optimizer steps, those before a resume included."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the initial parameters, of dropout and of text samples; data.seed orders the rows."""

@@ -15,6 +15,7 @@ from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from safe_files import rename
 from training.bucket_runs import LOCK_FILE, local_path
+from training.lease import IN_USE_REMEDY
 from units import format_bytes
 
 _LOCK = LOCK_FILE
@@ -27,6 +28,8 @@ def run_directory(given: str) -> Path:
             f"run.dir={given!r} is in no place that is supported; give a directory on a mounted "
             "file system, gs://BUCKET/NAME or s3://BUCKET/NAME"
         )
+    if "://" in given and "/" not in given.partition("://")[2].strip("/"):
+        raise ValueError(f"run.dir={given!r} is a whole bucket; add the name of the run to it")
     directory = local_path(given)
     path = given if "://" in given else os.path.abspath(directory)
     if set("[]*?") & set(path):
@@ -69,7 +72,7 @@ def locked_run(
         if not _lock(lock):
             in_use = _in_use(directory, lock)
             if group is None or group.num_processes == 1:
-                raise ValueError(f"{in_use}; give another run.dir")
+                raise ValueError(f"{in_use}; {IN_USE_REMEDY}")
             wait = group.config.start_timeout
             sys.stderr.write(f"{in_use}; waiting for it, up to {wait} s\n")
             deadline = time.monotonic() + wait
@@ -99,7 +102,7 @@ def check_not_in_use(directory: Path) -> None:
         return
     with lock:
         if not _lock(lock):
-            raise ValueError(f"{_in_use(directory, lock)}; give another run.dir")
+            raise ValueError(f"{_in_use(directory, lock)}; {IN_USE_REMEDY}")
 
 
 def _in_use(directory: Path, lock: IO[str]) -> str:
@@ -180,12 +183,16 @@ def move_aside(directory: Path) -> Path | None:
             f"checkpoint.resume=never would move {str(directory)!r}, but its files are not "
             "those of a run; give another run.dir"
         )
-    number = 1
+    number, before = 1, None
     while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
-        number += 1
-    target.mkdir()
+        number, before = number + 1, target
+    # config.yaml comes last, so this move was interrupted if the folder before has none.
+    parts = ("config.yaml", *(path.name for path in old))
+    if before is not None and not any((before / part).exists() for part in parts):
+        target = before
+    target.mkdir(exist_ok=True)
     try:
-        for path in old:
+        for path in sorted(old, key=lambda path: path.name == "config.yaml"):
             rename(path, target / path.name)
     except OSError as error:
         if not any(target.iterdir()):

@@ -109,6 +109,8 @@ class CheckpointParameters:
     lora: LoRAConfig
     leaves: Leaves
     """Shape and dtype of every parameter that may be read, by its dotted path."""
+    is_own: bool = False
+    """Whether it is checkpoint 0 of this run, as `scripts/convert.py` writes it."""
 
     @property
     def description(self) -> str:
@@ -165,7 +167,11 @@ class CheckpointParameters:
                 params = jax.tree_util.tree_map_with_path(stored, wanted)
                 return checkpoints.restore_params(self.step, replace(abstract_state, params=params))
             except CheckpointError as error:
-                raise CheckpointError(f"{_KEY}: {error}; name another checkpoint") from error
+                if self.is_own:
+                    place, remedy = "run.dir", "convert the model again, into a new run.dir"
+                else:
+                    place, remedy = _KEY, "name another checkpoint"
+                raise CheckpointError(f"{place}: {error}; {remedy}") from error
 
     def _read_quantized(self, checkpoints: Checkpoints, wanted: Any) -> Any:
         """Return the stored parameters; quantize those that are int8 in `wanted`, one at a time.
@@ -244,20 +250,35 @@ def check_is_elsewhere(path: str, run_directory: Path) -> None:
         )
 
 
-def open_initial_parameters(path: str, program: Program, group: ProcessGroup) -> InitialParameters:
+def open_initial_parameters(
+    path: str, program: Program, group: ProcessGroup, *, is_own: bool = False
+) -> InitialParameters:
     """Find the parameters that `training.init_from` names, and log how their model differs.
 
-    No array is read. Communication: process 0 chooses the checkpoint and broadcasts its step.
+    No array is read. Communication: process 0 chooses the checkpoint and broadcasts its step. Of a
+    Hugging Face model, the processes compare what they see.
+
+    Args:
+        path: value of `training.init_from`, or the place of checkpoint 0 of this run.
+        program: of this run.
+        group: the processes of this run.
+        is_own: whether it is checkpoint 0 of this run.
 
     Raises:
         ValueError: there are none, they cannot be read, or they do not fit the model of this run.
+        ProcessGroupError: the processes see different models.
     """
     folder = open_local(path)
     is_model = (folder / CONFIG).is_file() and not (folder / "checkpoints").is_dir()
+    model = ModelDirectory(folder) if is_model else None
+    if group.num_processes > 1:
+        seen = "no Hugging Face model" if model is None else f"model {model.digest[:16]}"
+        group.check_equal("initial parameters", {f"{_KEY}={path}": seen})
+    has_modules = MODULES in program.abstract_state.params
     found: InitialParameters = (
-        HuggingFaceParameters(ModelDirectory(folder), program.config)
-        if is_model
-        else _open_checkpoint(folder, group, has_modules=MODULES in program.abstract_state.params)
+        _open_checkpoint(folder, group, has_modules=has_modules, is_own=is_own)
+        if model is None
+        else HuggingFaceParameters(model, program.config)
     )
     different = found.find_differences(program.config)
     wanted = found.select(program.abstract_state.params)
@@ -304,7 +325,9 @@ def _remedy(different: Differences, has_adapters: bool) -> str:
     return "set the section lora as in that run" if has_adapters else "name another"
 
 
-def _open_checkpoint(path: Path, group: ProcessGroup, *, has_modules: bool) -> CheckpointParameters:
+def _open_checkpoint(
+    path: Path, group: ProcessGroup, *, has_modules: bool, is_own: bool
+) -> CheckpointParameters:
     """Return the parameters of RUN_DIR/checkpoints/STEP, or of the newest step of RUN_DIR.
 
     has_modules: whether those of modules of multi-token prediction are read.
@@ -331,7 +354,7 @@ def _open_checkpoint(path: Path, group: ProcessGroup, *, has_modules: bool) -> C
     }
     if not has_modules:
         leaves = {name: leaf for name, leaf in leaves.items() if not is_module(name)}
-    return CheckpointParameters(folder, step, model, lora, leaves)
+    return CheckpointParameters(folder, step, model, lora, leaves, is_own)
 
 
 def _find_step(path: Path, folder: AnyPath, asked: int | None) -> int:

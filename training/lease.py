@@ -14,6 +14,7 @@ from training.logs import log
 
 # A lease that was not renewed for the time of expiry belongs to a process that is gone.
 RENEW_SECONDS, EXPIRY_SECONDS, LOOK_SECONDS = 15.0, 75.0, 2.0
+IN_USE_REMEDY = "stop that process, or use another run directory"
 
 
 class Lease:
@@ -56,7 +57,7 @@ class Lease:
                     f"{seen.get('process')} of {seen.get('host')}"
                 )
                 if group.num_processes == 1:
-                    raise ValueError(f"{in_use}; give another run.dir")
+                    raise ValueError(f"{in_use}; {IN_USE_REMEDY}")
                 if time.monotonic() > deadline:
                     raise ProcessGroupError(f"{in_use}; stop that process")
                 continue

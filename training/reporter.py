@@ -15,7 +15,7 @@ from training.memory_use import memory_metrics
 from training.noise_scale import NoiseScale
 from training.norms import norm_metrics
 from training.resume import ResumePoint
-from training.spikes import SpikeHandler
+from training.spikes import SpikeHandler, TrainingError
 from training.stragglers import StragglerMonitor
 from training.writers.registry import MetricsWriter
 
@@ -99,7 +99,11 @@ class StepReporter:
             metrics |= self._noise_scale.take()
             metrics |= norm_metrics(jax.device_get(norms)) | memory_metrics(jax.local_devices())
         self._writers.preview(step, metrics)
-        self._spikes.handle_spike(step, metrics)
+        try:
+            self._spikes.handle_spike(step, metrics)
+        except TrainingError:  # the run ends here
+            self._writers.write(step, metrics)
+            raise
         if experts is not None:
             is_first = step == self._resume_point.step + 1
             metrics |= self._experts.report(step, jax.device_get(experts), show=is_first)

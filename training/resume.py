@@ -312,10 +312,25 @@ def _keys(config: str) -> dict[str, Any]:
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old value, new value) of the keys that differ, also of a section that became null."""
+    """Return (old value, new value) of the keys that differ, also of those that are gone.
+
+    Keys that this version of the program does not have are left out.
+    """
     found = {key: (before.get(key), x) for key, x in now.items() if before.get(key) != x}
-    gone = sorted(key for key in before.keys() - now.keys() if _is_in_null(key, now))
+    gone = sorted(
+        key
+        for key in before.keys() - now.keys()
+        if key.startswith(_NAMED_BY_USERS) or _is_in_null(key, now)
+    )
     return found | {key: (before[key], None) for key in gone}
+
+
+_NAMED_BY_USERS = (
+    "optimizer.options.",
+    "optimizer.groups.",
+    "data.sources.",
+    "model.operation_configs.",
+)
 
 
 def _is_in_null(key: str, values: Mapping[str, Any]) -> bool:

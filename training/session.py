@@ -310,7 +310,8 @@ def _find_start(
     resume_point, path = resumer.find(), settings.training.init_from
     if resume_point.step:
         return resume_point, None
-    if 0 in resumer.checkpoints.steps:  # made by scripts/convert.py; it wins over init_from
+    is_own = 0 in resumer.checkpoints.steps
+    if is_own:  # made by scripts/convert.py; it wins over init_from
         path = str(checkpoint_folder(directory) / "0")
     elif path is not None:
         check_is_elsewhere(path, directory)
@@ -322,7 +323,8 @@ def _find_start(
                 rank,
             )
         return resume_point, None
-    return resume_point, open_initial_parameters(path, program, resumer.checkpoints.group)
+    group = resumer.checkpoints.group
+    return resume_point, open_initial_parameters(path, program, group, is_own=is_own)
 
 
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
@@ -334,11 +336,13 @@ def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) ->
         return 0
     leaves = jax.tree.leaves(program.abstract_state)
     state_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-    policy = settings.checkpoint
+    policy, steps = settings.checkpoint, settings.training.steps
     # With `never`, old ones are moved aside and stay on the disk.
-    existing = 0 if policy.resume == "never" else len(saved_steps(directory / "checkpoints"))
+    existing = [] if policy.resume == "never" else saved_steps(directory / "checkpoints")
     # An old checkpoint is deleted after the new one is complete: one more than are kept.
-    num_saves = policy.keep + 1
-    if policy.every_minutes is None:
-        num_saves = min(num_saves, settings.training.steps // policy.every + 2)
-    return max(0, num_saves - existing) * state_bytes
+    num_saves, begin = policy.keep + 1 - len(existing), max(existing, default=0)
+    if begin >= steps:
+        num_saves = 0
+    elif policy.every_minutes is None:
+        num_saves = min(num_saves, steps // policy.every - begin // policy.every + 2)
+    return max(0, num_saves) * state_bytes

@@ -6,7 +6,15 @@ from typing import Any
 from model.config import ModelConfig
 from model.families.base import Family, Fields, Keys, Rule, register
 from model.families.rope import Rope
-from model.families.rules import FixedKey, IgnoredKeys, Key, dimensions, given, whole_number
+from model.families.rules import (
+    FixedKey,
+    HeadsDivideHidden,
+    IgnoredKeys,
+    Key,
+    dimensions,
+    given,
+    whole_number,
+)
 from model.families.shared import DENSE_MLP, OUTER, PRE_NORMS, experts, mlp
 from model.families.tensors import linear, vector, weight
 
@@ -95,6 +103,7 @@ DEEPSEEK_V2 = register(
         model_type="deepseek_v2",
         rules=(
             *dimensions(eps=1e-6, has_head_dim=False),
+            HeadsDivideHidden(),
             *_LATENT,
             FixedKey("mlp_bias", (False,), optional=True),
             *_ROUTED,

@@ -6,6 +6,7 @@ from model.families.rope import Rope, RopeOfLayerTypes
 from model.families.rules import (
     Bias,
     FixedKey,
+    HeadsDivideHidden,
     IgnoredKeys,
     Key,
     Named,
@@ -17,6 +18,7 @@ from model.families.tensors import vector
 
 _RULES = (
     *dimensions(eps=1e-6, tied=True, kv_heads=4, head_dim=256),
+    HeadsDivideHidden(),
     ScaledEmbedding(),
     Named("hidden_activation", "hidden_act", (("gelu_pytorch_tanh", "gelu_tanh"),)),
     IgnoredKeys(("hidden_act", "sliding_window_size")),

@@ -1,11 +1,36 @@
 """Phi-3 and Phi-4: q, k and v in one tensor, and gate and up in one tensor."""
 
-from model.families.base import Family, register
+from dataclasses import dataclass
+from typing import Any
+
+from model.config import ModelConfig
+from model.families.base import Family, FamilyError, Fields, Keys, register
 from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
 from model.families.rules import FixedKey, dimensions
 from model.families.shared import OUTER, PRE_NORMS
 from model.families.tensors import linear
+
+
+@dataclass(frozen=True)
+class LongRopeHeads:
+    """With longrope, transformers counts the factors of a head of hidden_size / heads."""
+
+    names: tuple[str, ...] = ()
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Check the size of heads. Raises: FamilyError."""
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        size = fields.get("head_dim") or hidden // heads
+        if fields["rope_scaling"]["type"] == "longrope" and size * heads != hidden:
+            raise FamilyError(
+                f"config.json: with rope type longrope, hidden_size={hidden} must be "
+                f"num_attention_heads={heads} times head_dim={size}"
+            )
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write nothing; `read` checks what the other rules have written."""
+
 
 PHI3 = register(
     Family(
@@ -13,7 +38,8 @@ PHI3 = register(
         model_type="phi3",
         rules=(
             *dimensions(eps=1e-5),
-            Rope(partial=1.0),
+            Rope(partial=1.0, types=("default", "longrope")),
+            LongRopeHeads(),
             LayerTypes(every_layer, listed=False),
             FixedKey("hidden_act", ("silu",)),
             FixedKey("attention_bias", (False,)),

@@ -1,7 +1,9 @@
 """Rules for rotary embeddings in config.json, in its old and its new spelling.
 
 Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor`. New: all of them in
-`rope_parameters`. The old spelling is written, because all versions of transformers read it.
+`rope_parameters`. The old spelling is written, because all versions of transformers read it. For
+longrope, versions before 5 take `max_position_embeddings` divided by the original number for the
+factor; `write.py` sets it accordingly.
 """
 
 from collections.abc import Mapping
@@ -30,12 +32,13 @@ class Rope:
     """Base, scaling and rotated share of the heads.
 
     theta, scaling, partial: base, `rope_scaling` and rotated share where config.json has none.
-    partial=None: the family always rotates whole heads.
+    partial=None: the family always rotates whole heads. types: those that transformers accepts.
     """
 
     theta: float = 10000.0
     scaling: Mapping[str, Any] | None = None
     partial: float | None = None
+    types: tuple[str, ...] = tuple(_TYPES)
     names: tuple[str, ...] = (
         "rope_theta",
         "rope_scaling",
@@ -49,7 +52,12 @@ class Rope:
         found = _parameters(keys, "rope_scaling") or _parameters(keys, "rope_parameters")
         found = found or self.scaling or {}
         fields["rope_theta"] = _first(found.get("rope_theta"), keys.get("rope_theta"), self.theta)
-        fields["rope_scaling"] = read_scaling(found, keys)
+        fields["rope_scaling"] = scaling = read_scaling(found, keys)
+        if scaling["type"] not in self.types:
+            raise FamilyError(
+                f"config.json: rope type {scaling['type']} is not supported by this architecture; "
+                f"it has {', '.join(self.types)}"
+            )
         default = 1.0 if self.partial is None else self.partial
         share = _first(
             found.get("partial_rotary_factor"), keys.get("partial_rotary_factor"), default

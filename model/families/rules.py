@@ -111,6 +111,28 @@ class HeadDim:
 
 
 @dataclass(frozen=True)
+class HeadsDivideHidden:
+    """A family for which transformers requires that the heads divide `hidden_size`.
+
+    It does so even where config.json has another `head_dim`.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Check the sizes. Raises: FamilyError."""
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        if hidden % heads:
+            raise FamilyError(
+                f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, "
+                "as this architecture requires"
+            )
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Write nothing; `read` checks what the other rules have written."""
+
+
+@dataclass(frozen=True)
 class FixedKey:
     """A key with a few supported values, none of which sets a field.
 

@@ -128,7 +128,13 @@ class MeshConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docstring
                 f"mesh.{self._auto}=auto: {axes} does not divide {num_devices} "
                 f"device{'s' if num_devices > 1 else ''}; make it a divisor of {num_devices}"
             )
-        return MeshConfig(**(sizes | {self._auto: num_devices // others}))
+        size = num_devices // others
+        if self._auto == "dp" and size % self.dcn_dp:
+            raise ValueError(
+                f"mesh.dp=auto: {num_devices} devices leave mesh.dp={size}, which is not divisible "
+                f"by mesh.dcn_dp={self.dcn_dp}; change the other axes, or mesh.dcn_dp"
+            )
+        return MeshConfig(**(sizes | {self._auto: size}))
 
     @model_validator(mode="after")
     def _has_whole_slices(self) -> Self:

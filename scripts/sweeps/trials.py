@@ -93,8 +93,9 @@ def make_trials(
         values = {key: point[key] for key in varied}
         name = trial_name(values)
         path = directory / name
-        # In JSON, which is YAML, any path is one string.
-        overrides = (*fixed, *overrides_of(point), f"run.dir={json.dumps(str(path))}")
+        # In JSON, which is YAML, any path is one string. YAML has no pairs of \u escapes.
+        run_dir = json.dumps(str(path), ensure_ascii=False)
+        overrides = (*fixed, *overrides_of(point), f"run.dir={run_dir}")
         try:
             trial = Trial(name, path, values, overrides, load_config(config, overrides))
             _check(trial)

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 import train
-from configs.command_line import CommandLine, one_line_errors
+from configs.command_line import CommandLine, on_disk, one_line_errors
 from parallel.cluster.config import ProcessGroupError
 
 COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py"))]
@@ -34,6 +34,22 @@ def test_a_mistake_is_one_line_with_the_remedy(capsys, given, message) -> None:
     out, error = capsys.readouterr()
     assert (end.value.code, out) == (2, "") and error.startswith("error: ")
     assert message in error and error.count("\n") == 1
+
+
+def test_a_text_with_spaces_is_a_value_whatever_it_begins_with() -> None:
+    parser = CommandLine()
+    parser.add_argument("--prompt")
+    for text in ("-- SELECT name", "--no. 5 of 7", "--key = value"):
+        assert parser.parse_args(["--prompt", text]).prompt == text
+
+
+def test_an_output_in_a_bucket_is_refused(capsys) -> None:
+    parser = CommandLine()
+    parser.add_argument("--output", type=on_disk)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output", "gs://bucket/results.json"])
+    error = capsys.readouterr().err
+    assert "gs://bucket/results.json: give a path on a disk, and copy it from there" in error
 
 
 @pytest.mark.parametrize(

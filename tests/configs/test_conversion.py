@@ -209,6 +209,21 @@ def test_an_export_has_the_positions_of_the_model_that_the_run_started_from(
     assert conversion._max_positions(tmp_path / "last", changed) == longest
 
 
+def test_an_export_has_the_positions_of_rows_that_became_longer(imported, tmp_path) -> None:
+    source, run = imported
+    shutil.copytree(run, tmp_path / "run")
+    longest = json.loads((source / "config.json").read_text())["max_position_embeddings"]
+    config = load_run(run).config
+    data = config.data.model_copy(update={"sequence_length": 4 * longest})
+    text = dump_config(config.model_copy(update={"data": data}))
+    for place, wanted in ((run, longest), (tmp_path / "run", 4 * longest)):
+        if place != run:
+            (place / "config.yaml").write_text(text)
+        assert convert("to-hf", place, tmp_path / f"out{wanted}") == 0
+        written = json.loads((tmp_path / f"out{wanted}" / "config.json").read_text())
+        assert written["max_position_embeddings"] == wanted
+
+
 def test_documents_of_an_imported_run_do_not_end_like_a_message(tmp_path) -> None:
     chats = pytest.importorskip("chats")
     pytest.importorskip("jinja2")

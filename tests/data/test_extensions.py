@@ -1,5 +1,6 @@
 """Text formats, tokenizers and chat templates can be added from outside `data`."""
 
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.chat import ChatPiece, encode_chat, register_chat_template
+from data.chat import (
+    CHAT_TEMPLATES,
+    ChatPiece,
+    ChosenTemplate,
+    encode_chat,
+    register_chat_template,
+)
 from data.chat_jinja import find_chat_template
 from data.config import DataConfig, SourceConfig
 from data.engine import run_tasks
@@ -48,6 +55,30 @@ def plain(messages):
     for role, content in messages:
         yield f"{role}: ", False
         yield f"{content}\n", True
+
+
+def test_a_store_belongs_to_the_code_of_its_template_and_readers(tmp_path, monkeypatch):
+    code = tmp_path / "my_template.py"
+    code.write_text(
+        "from data.chat import register_chat_template\n"
+        "@register_chat_template('edited')\n"
+        "def edited(messages):\n"
+        "    yield from ((content, True) for _, content in messages)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_template")
+    for name in ("a.txt", "a.paragraphs"):
+        (tmp_path / name).write_text("text")
+
+    def job(name, template="chatml"):
+        chosen, source = CHAT_TEMPLATES[template], SourceConfig(files=str(tmp_path / name))
+        template = ChosenTemplate(template, chosen, template)
+        return StoreJob("text", source, ByteTokenizer(), "raise", template)
+
+    assert job("a.txt")._plugins == [] and job("a.paragraphs")._plugins == [Path(__file__)]
+    keys = [job("a.txt", "edited").key for _ in range(2)]
+    code.write_text(code.read_text() + "# corrected\n")
+    assert keys[0] == keys[1] != job("a.txt", "edited").key
 
 
 def test_a_format_tokenizer_and_template_from_outside_make_the_batches_of_a_run(tmp_path):

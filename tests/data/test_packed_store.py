@@ -1,10 +1,10 @@
 """Packed rows on disk equal the packed ones, damage is reported, and the counts are right."""
 
+import fcntl
 import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,9 +17,11 @@ import pytest
 from conftest import ROOT
 from token_rows import PACKERS, inputs, loss_pairs, read_all, store_of
 
+from data import packed_store
 from data.files import DataError
 from data.packed_store import PackedStore, PackSettings, open_packed_store
 from data.packing import count_bytes, split_documents
+from safe_files import replace_file
 
 OPTIONS = {"row_length": 8, "packing": "split", "eval_fraction": 0.2}
 
@@ -107,12 +109,27 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_writes_is_
     killed = subprocess.run(command, env={**os.environ, "PYTHONPATH": path})
     assert killed.returncode == -signal.SIGKILL
     (left,) = (tmp_path / "packs").iterdir()
-    others = [left.with_name(f"building-{socket.gethostname()}-{os.getppid()}-x")]
-    others.append(left.with_name(f"building-another-host-{left.name.split('-')[-2]}-x"))
-    for other in others:
+    begun, written, old = (left.with_name(f"building-{name}") for name in ("a", "b", "c"))
+    for other in (begun, written, old):
         other.mkdir()
-    packs = open_packed_store(store_of(range(1, 30)), PackSettings(**OPTIONS), tmp_path)
-    assert {*(tmp_path / "packs").iterdir()} == {*others, packs.folder}
+    os.utime(old, (0, 0))
+    with open(written / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        packs = open_packed_store(store_of(range(1, 30)), PackSettings(**OPTIONS), tmp_path)
+        assert {*(tmp_path / "packs").iterdir()} == {begun, written, packs.folder}
+
+
+def test_a_folder_that_is_written_is_locked(tmp_path, monkeypatch):
+    settings, found = PackSettings(**OPTIONS), []
+
+    def look(path: Path, text: str) -> None:
+        packed_store._remove_leftovers(tmp_path / "packs")
+        found.append(path.parent.is_dir())
+        replace_file(path, text)
+
+    monkeypatch.setattr(packed_store, "replace_file", look)
+    open_packed_store(store_of(range(1, 30)), settings, tmp_path)
+    assert found == [True]
 
 
 def test_a_pickle_holds_the_folder_only(tmp_path):

@@ -1,5 +1,6 @@
 """What must not happen to a store in shards: mixed settings, lost plans, held-out files."""
 
+import json
 import resource
 import shutil
 from dataclasses import replace
@@ -19,10 +20,12 @@ from test_sharded_stores import (
     write_texts,
 )
 
+from data.chat import ChosenTemplate, chatml
 from data.config import DataConfig, SourceConfig
 from data.engine import run_tasks
 from data.files import DataError
 from data.formats.pieces import plan_pieces
+from data.packed_store import PackSettings
 from data.pipeline import Dataset
 from data.prepare import build
 from data.prepared_store import prepared_folder
@@ -96,6 +99,18 @@ def test_a_shard_that_is_made_again_has_the_rows_of_every_setting(tmp_path) -> N
             for row in range(read.train.num_rows):
                 store, packed, number = read.train.locate(row)
                 assert len(store.tokens) and number < packed.num_rows
+
+
+def test_everything_that_has_no_rows_of_the_wanted_length_is_named(tmp_path) -> None:
+    folder, longer = tmp_path / "store", replace(ROWS, row_length=2 * ROWS.row_length)
+    one, two, three = (job_of(write_texts(tmp_path / name)) for name in ("one", "two", "three"))
+    for job in (one, two, three):
+        shards(job, folder, append=job is not one)
+    shards(two, folder, append=True, rows=longer)
+    with pytest.raises(DataError) as error:
+        ShardedRows(ShardedStore(folder), longer)
+    named = [name in str(error.value) for name in ("/one", "/two", "/three")]
+    assert named == [True, False, True], error.value
 
 
 def test_a_run_notices_that_a_preparation_was_begun_anew(tmp_path) -> None:
@@ -220,6 +235,53 @@ def test_held_out_files_are_found_in_shards_that_come_later(tmp_path) -> None:
     assert opened[0].is_growing
 
 
+def test_another_chat_template_is_found_with_the_first_chat_that_comes_later(tmp_path) -> None:
+    source, folder = write_texts(tmp_path / "input", 20), tmp_path / "store"
+    talk = [{"role": "user", "content": "one?"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "input" / "talk.jsonl").write_text(json.dumps({"text": talk}))
+    opened: list[Dataset] = []
+    config = DataConfig(
+        files=str(folder), eval_fraction=0.0, sequence_length=16, global_batch_size=2,
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+
+    def watch(done: int, total: int, tokens: int) -> None:
+        if not opened and (folder / "shards").exists() and any((folder / "shards").iterdir()):
+            opened.append(Dataset(config))
+
+    job = replace(job_of(source), chat_template=ChosenTemplate("other", chatml, "other"))
+    rows = replace(ROWS, eval_fraction=0.0)
+    shards(job, folder, in_order=True, report=watch, rows=rows)
+    message = "was prepared with chat template other, but data.chat_template is chatml"
+    with pytest.raises(DataError, match=message):
+        opened[0].refresh()
+    with pytest.raises(DataError, match=message):
+        Dataset(config)
+
+
+def test_pairs_that_fit_no_row_are_no_damage(tmp_path) -> None:
+    (tmp_path / "input").mkdir()
+    for name, length in (("a", 2), ("b", 500)):
+        pair = {"prompt": "one?", "chosen": "t" * length, "rejected": "no"}
+        (tmp_path / "input" / f"{name}.jsonl").write_text((json.dumps(pair) + "\n") * 4)
+    job = replace(job_of(SourceConfig(files=f"{tmp_path}/input/*")), is_paired=True)
+    rows = PackSettings(row_length=128, packing="pairs", eval_fraction=0.0)
+    folder = shards(job, tmp_path / "store", 1, rows=rows).folder
+    store = ShardedStore(folder)
+    assert [record.name != "" for record in ShardedRows(store, rows)._records].count(False) > 0
+    store.verify()
+
+
+def test_a_store_in_a_list_of_files_is_refused(tmp_path) -> None:
+    source = write_texts(tmp_path / "input")
+    store = build(job_of(source), tmp_path / "whole").folder
+    sharded = shards(job_of(source), tmp_path / "sharded").folder
+    for folder in (store, sharded):
+        job = job_of(SourceConfig(files=(source.files, str(folder))))
+        with pytest.raises(DataError, match=f"{folder} is a prepared store, which is a source of"):
+            assert job.paths
+
+
 def test_a_store_that_grows_is_no_evaluation(tmp_path) -> None:
     source, folder = write_texts(tmp_path / "input", 20), tmp_path / "store"
     (tmp_path / "a.txt").write_text("text " * 99)
@@ -269,6 +331,23 @@ def test_many_shards_need_few_open_files(tmp_path) -> None:
         batches(data, 100)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         assert len([*Path("/proc/self/fd").iterdir()]) < limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_many_sources_in_shards_share_the_open_files(tmp_path, monkeypatch) -> None:
+    folder = shards(job_of(write_texts(tmp_path / "input", 60)), tmp_path / "store", 1).folder
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len([*Path("/proc/self/fd").iterdir()]) + 300
+    for module in ("data.pipeline", "data.sharded_store"):  # as where no more are allowed
+        monkeypatch.setattr(f"{module}.allow_open_files", lambda count: limit)
+    config = DataConfig(
+        sources={f"s{n}": SourceConfig(files=str(folder)) for n in range(8)}, sequence_length=16,
+        eval_fraction=0.05, global_batch_size=8, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        batches(Dataset(config), 60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

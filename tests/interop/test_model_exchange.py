@@ -20,12 +20,36 @@ from safetensors.numpy import load_file, save_file
 from tiny_models import MODELS, save_model, tokens
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from data.tokenizers.byte_level import ByteTokenizer
+from model.config import ModelConfig
 from model.families.base import IGNORED, family_of, model_config
 from model.families.quantization import Mxfp4Tensor
+from model.rope import RopeScaling
+from training.hugging_face.companions import token_ids
+from training.hugging_face.write import plan_export
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import convert as script
 
+SCALINGS = (
+    RopeScaling(),
+    RopeScaling(type="linear", factor=2.0),
+    RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=16),
+    RopeScaling(
+        type="llama3",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    ),
+    RopeScaling(
+        type="longrope",
+        factor=4.0,
+        original_max_position_embeddings=16,
+        short_factor=(1.0,) * 8,
+        long_factor=(2.0,) * 8,
+    ),
+)
 SETTINGS = ("run.compilation_cache=null", "data.sequence_length=32", "data.global_batch_size=8")
 
 
@@ -81,6 +105,47 @@ def test_a_configuration_that_torus_writes_is_the_same_model(name, tmp_path) -> 
     path.write_text(json.dumps(source))
     convert("to-hf", tmp_path / "run", tmp_path / "out")
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(model), rtol=0, atol=0)
+
+
+def drawn_model(rng: np.random.Generator) -> ModelConfig:
+    """Return a dense model of random sizes and layers. Raises: ValueError if it is impossible."""
+    width, heads = int(rng.choice([48, 64, 80])), int(rng.choice([4, 6]))
+    scaling = SCALINGS[rng.integers(len(SCALINGS))]
+    head_dim = [None, 16][rng.integers(2)]
+    kinds = [None, ("sliding_attention",), ("sliding_attention", "full_attention")][rng.integers(3)]
+    return ModelConfig(
+        vocab_size=264,
+        hidden_size=width,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        head_dim=head_dim,
+        layer_types=kinds,
+        sliding_window=None if kinds is None else 8,
+        qk_norm=bool(rng.integers(2)),
+        tie_word_embeddings=bool(rng.integers(2)),
+        biases=[(), ("qkv",), ("qkv", "o")][rng.integers(3)],
+        partial_rotary_factor=[1.0, 0.5][rng.integers(2)],
+        rope_scaling=scaling,
+    )
+
+
+def test_transformers_builds_every_model_that_is_written() -> None:
+    """Models of no source: sizes, token ids and scalings that a family refuses show here."""
+    others = {"max_position_embeddings": 64, **token_ids(ByteTokenizer())}
+    rng, built = np.random.default_rng(0), set()
+    for _ in range(200):
+        try:
+            keys = plan_export(drawn_model(rng), {}, None, others=others).keys
+        except ValueError:
+            continue
+        config = transformers.CONFIG_MAPPING[keys["model_type"]].from_dict(keys)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        assert model.get_input_embeddings().padding_idx is None
+        built.add((keys["model_type"], json.dumps(keys["rope_scaling"])))
+    assert len(built) >= 12, built
 
 
 def test_mxfp4_weights_are_decoded_as_transformers_does() -> None:

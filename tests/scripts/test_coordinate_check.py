@@ -9,6 +9,8 @@ from conftest import ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import coordinate_check
 
+from configs.schema import load_config
+
 CONFIG = ["--config", str(ROOT / "configs" / "tp8.yaml")]
 TINY = ["data.sequence_length=16", "data.global_batch_size=4", "model.num_hidden_layers=1"]
 TINY += ["optimizer.learning_rate=1e-2", "optimizer.warmup_steps=0", "run.compilation_cache=null"]
@@ -29,6 +31,11 @@ def test_changes_of_logits_grow_with_the_width_without_mup_alone(tmp_path, capsy
     assert abs(powers["muP", "logits"]) < 0.25 < 0.5 < powers["without muP", "logits"]
     assert abs(powers["muP", "hidden states"]) < 0.25
     assert picture.read_bytes().startswith(b"\x89PNG") and len(lines) == 5
+
+
+def test_a_widened_configuration_keeps_its_plugins():
+    config = load_config(ROOT / "configs" / "tp8.yaml", ["plugins=[json]"])
+    assert coordinate_check.widened(config, 128, 64).plugins == config.plugins == ("json",)
 
 
 def test_widths_without_whole_heads_are_refused(capsys):

@@ -119,6 +119,8 @@ def test_other_checkpoints_and_seeds_give_other_text(folder, capsys) -> None:
         (("--page-size", "4"), "--page-size 4: needs --cache paged"),
         (("--chat",), "give either --prompt TEXT or --chat"),
         (("--max-new-tokens", "0"), "--max-new-tokens 0: use at least 1"),
+        (("--stop-id", "3000000000"), "--stop-id 3000000000: the tokens of this run are 0 to 263"),
+        (("--stop-id", "-1"), "--stop-id -1: the tokens of this run are 0 to 263"),
         (("model.hidden_size=64",), "restore the values of the run's config.yaml"),
         (("mesh.sp=2", "--cache", "paged"), "a paged cache cannot split rows over sp"),
         (("mesh.dpp=2",), "mesh.dpp: unknown key; did you mean mesh.dp?"),

@@ -399,7 +399,13 @@ def test_a_program_that_cannot_start_leaves_no_process(tmp_path):
         (["--peer-grace", "nan"], "error: --peer-grace=nan is too low; give 0 or more"),
         (
             ["--"],
-            "error: no arguments for train.py; put them after --: -- --config configs/tp8.yaml",
+            "error: nothing for train.py; put the arguments of train.py after --, as in -- "
+            "--config configs/tp8.yaml",
+        ),
+        (
+            ["first", "--", "--config", "a.yaml"],
+            "error: first is no option; put the arguments of train.py after --, as in -- "
+            "--config configs/tp8.yaml",
         ),
     ],
 )

@@ -223,6 +223,14 @@ def test_a_trial_with_a_source_that_is_gone_is_not_taken_for_finished(tmp_path):
         make_trials(config, folder, points, varied, ["data.files=null", one])
 
 
+def test_a_folder_may_have_any_name(tmp_path):
+    folder = tmp_path / "😀 #1: {a}"
+    (trial,) = make_trials(
+        write_config(tmp_path), folder, [{"training.seed": "1"}], ["training.seed"], []
+    )
+    assert trial.config.run.dir == str(trial.directory) and trial.directory.parent == folder
+
+
 def test_ctrl_c_while_trials_are_checked_is_one_line(tmp_path, capsys, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

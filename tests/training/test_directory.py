@@ -26,6 +26,7 @@ from training.directory import (
     check_shared_filesystem,
     locked_run,
     move_aside,
+    run_directory,
 )
 from training.session import _bytes_to_write
 
@@ -110,6 +111,31 @@ def test_only_a_run_is_moved_aside_and_links_are_followed(tmp_path, name):
     assert (tmp_path / "there.old-1" / "thesis.txt").exists()
 
 
+@pytest.mark.parametrize("moved", range(1, 4))
+def test_a_move_that_was_interrupted_goes_on_into_the_same_folder(tmp_path, monkeypatch, moved):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "4").mkdir(parents=True)
+    for name in ("config.yaml", "log.txt", "metrics.jsonl"):
+        (run / name).write_text(name)
+    done: list[Path] = []
+
+    def killed(source: Path, target: Path) -> None:
+        if len(done) == moved:
+            raise KeyboardInterrupt
+        done.append(target)
+        os.rename(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("training.directory.rename", killed)
+        move_aside(run)
+    assert move_aside(run) == tmp_path / "run.old-1"
+    moved_files = {path.name for path in (tmp_path / "run.old-1").iterdir()}
+    assert moved_files == {"checkpoints", "config.yaml", "log.txt", "metrics.jsonl"}
+    assert not [*run.iterdir()]
+    (run / "config.yaml").touch()  # another run
+    assert move_aside(run) == tmp_path / "run.old-2"
+
+
 def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
@@ -129,7 +155,8 @@ def test_a_run_directory_is_locked_for_the_context(tmp_path):
         with locked_run(directory, 0):
             pytest.fail("two runs at once")
     holder = f"process {os.getpid()} of {socket.gethostname()}"
-    refusal = f"run.dir={str(directory)!r} is in use by {holder}; give another run.dir"
+    refusal = f"run.dir={str(directory)!r} is in use by {holder}; stop that process"
+    refusal += ", or use another run directory"
     assert str(error.value) == refusal
     with locked_run(directory, 0):
         assert directory.is_dir()
@@ -172,6 +199,12 @@ def test_a_run_directory_that_cannot_be_created_is_refused(tmp_path, below):
     assert f"run.dir={str(directory)!r}" in str(error.value)
 
 
+def test_a_bucket_without_a_name_of_the_run_is_refused():
+    for place in ("gs://bucket", "s3://bucket/"):
+        with pytest.raises(ValueError, match="is a whole bucket; add the name of the run to it"):
+            run_directory(place)
+
+
 def test_too_little_disk_space_is_refused(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 0, 100 * 2**20))
@@ -193,6 +226,11 @@ def test_space_for_checkpoints_is_that_of_all_but_the_complete_ones(tmp_path):
     assert _bytes_to_write(tmp_path, program, settings) == 3 * 1024
     settings.checkpoint = CheckpointConfig(keep=3, every=100, resume="never")
     assert _bytes_to_write(tmp_path, program, settings) == 4 * 1024
+    # Six are left to write, after 600, 700 ... 1000: not as many as may be kept.
+    settings.checkpoint = CheckpointConfig(keep=100, every=100)
+    assert _bytes_to_write(tmp_path, program, settings) == 6 * 1024
+    settings.training.steps = 600
+    assert _bytes_to_write(tmp_path, program, settings) == 0
 
 
 def test_a_file_system_without_locks_is_refused_with_a_remedy(tmp_path, monkeypatch):

@@ -210,6 +210,20 @@ def test_a_damaged_source_is_an_error_and_stays_where_it_is(first, tmp_path, cap
     assert (tmp_path / "damaged" / "checkpoints" / "4").is_dir()
 
 
+def test_a_damaged_checkpoint_0_of_a_run_is_said_to_be_its_own(first, tmp_path, capsys):
+    config = write_config(tmp_path)
+    shutil.copytree(first / "run", tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for step in (2, 4):
+        shutil.rmtree(checkpoints / str(step), ignore_errors=True)
+    shutil.copytree(first / "run" / "checkpoints" / "4", checkpoints / "0")
+    edit_record(checkpoints / "0", lambda record: with_another_fingerprint(record) | {"step": 0})
+    assert run(config) == 1
+    error = capsys.readouterr().err
+    assert "run.dir: checkpoint 0 is damaged: " in error
+    assert error.endswith("; convert the model again, into a new run.dir\n")
+
+
 def test_a_resumed_run_does_not_read_its_source_again(first, tmp_path):
     shutil.copytree(first / "run", tmp_path / "source")
     config = write_config(tmp_path)

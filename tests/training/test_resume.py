@@ -15,7 +15,7 @@ from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import log
 from training.optimizers import OptimizerConfig
-from training.resume import ResumePoint, Resumer, library_versions, log_config_changes
+from training.resume import ResumePoint, Resumer, _changes, library_versions, log_config_changes
 
 NOW = dump_config(Config())
 
@@ -56,6 +56,14 @@ def test_another_learning_rate_is_said_with_its_effect(lines_of):
         "optimizer.warmup_steps 0 -> 100",
         "learning rate 0.00015 at step 4, 1.5e-05 at step 5",
     ]
+
+
+def test_a_key_that_a_user_named_and_removed_is_said():
+    kept = {"optimizer.options.momentum": 0.9, "data.sources.a.files": "a"}
+    gone = {"optimizer.options.iterations": 4, "data.sources.b.files": "b"}
+    others = {"optimizer.of_another_version": 1}
+    found = _changes(kept | gone | others, kept)
+    assert found == {key: (value, None) for key, value in gone.items()}
 
 
 def test_a_batch_size_by_steps_is_one_value(lines_of):

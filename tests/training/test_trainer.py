@@ -142,8 +142,10 @@ def test_a_non_finite_loss_never_updates_the_parameters(tmp_path, capsys):
     )
     assert re.match(r"error: 3 updates in a row were skipped, up to step \d+ with loss", shown.err)
     assert "the newest complete checkpoint is " in shown.err and shown.err.count("\n") == 1
-    # Also if the last bad step is the last step of the run.
     last = re.search(r"up to step (\d+) with", shown.err)[1]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == int(last)
+    # Also if the last bad step is the last step of the run.
     end = [f"run.dir={tmp_path}/end", f"training.steps={last}", "training.guard.max_bad_steps=3"]
     assert run(config, *wild, *end) == 1
     assert f"3 updates in a row were skipped, up to step {last}" in capsys.readouterr().err

@@ -101,10 +101,15 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
 
 
 def token_ids(tokenizer: Tokenizer, ends_of_answers: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys of config.json that name tokens: BOS, and all ends of a generation."""
+    """Return the keys of config.json that name tokens: BOS, and all ends of a generation.
+
+    There is no padding token. Without the key, transformers would take a token of its own choice,
+    which may be one of the text, or one that the vocabulary does not have.
+    """
     controls = [tokenizer.controls[end] for end in ends_of_answers if end in tokenizer.controls]
     ends = list(dict.fromkeys([*tokenizer.eos_ids, *controls]))
     return {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": ends if len(ends) > 1 else tokenizer.eos_id,
+        "pad_token_id": None,
     }

@@ -1,5 +1,6 @@
 """A Hugging Face model directory: config.json, and the tensors of its safetensors files."""
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,6 +24,7 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 4096  # compared at once
 _MAX_LISTED = 8
+_COMPARED = 1024  # values of a tensor in the digest
 
 
 class ModelDirectory:
@@ -91,6 +93,15 @@ class ModelDirectory:
                 f"{self.path}: {INDEX} names tensors that their files do not hold: {few(absent)}"
             )
         return {name: headers[file][name] for name, file in where.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of config.json, and of the name, type, shape and first values of every tensor."""
+        found = hashlib.sha256(json.dumps(self.keys, sort_keys=True).encode())
+        for name, info in sorted(self.infos.items()):
+            found.update(repr((name, info.dtype, info.shape)).encode())
+            found.update(info.open().reshape(-1)[:_COMPARED].tobytes())
+        return found.hexdigest()
 
     @cached_property
     def _encoded(self) -> dict[str, tuple[str, ...]]:

@@ -115,14 +115,21 @@ def _keys(
 ) -> dict[str, Any]:
     """Return config.json: that of the source if it describes the same model.
 
-    Ids of tokens in `others` are those of another tokenizer than that of the source.
+    Ids of tokens in `others` are those of another tokenizer than that of the source, and
+    `max_position_embeddings` counts the rows of the run, too.
     """
+    scaling = config.rope_scaling
+    if scaling.type == "longrope" and scaling.factor and scaling.original_max_position_embeddings:
+        longest = round(scaling.factor * scaling.original_max_position_embeddings)
+        others = {**others, "max_position_embeddings": longest}
     written = family.write(config)
     if source is None:
         return {**others, **written}
     tokens = {name: value for name, value in others.items() if name.endswith("_token_id")}
     known = {name: value for name, value in source.config.items() if name != "quantization_config"}
     keys = known | tokens
+    if (longest := others.get("max_position_embeddings")) is not None:
+        keys["max_position_embeddings"] = longest
     if mathematics(model_config(family.read(keys))) == mathematics(config):
         return keys
     return {name: value for name, value in keys.items() if name in IGNORED} | written

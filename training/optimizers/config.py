@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
 
 from training.parameter_kinds import ParameterKind
 
@@ -38,13 +38,13 @@ class OptimizerConfig(
     (warm-up, stable, decay) stays flat and then decays linearly, inverse_sqrt decays with the
     square root of the step, whatever the length of the run, constant stays flat; and others that
     are registered."""
-    schedule_steps: PositiveInt | None = None
+    schedule_steps: int | None = Field(default=None, gt=0, lt=2**31)
     """Length of the schedule in steps; afterwards the rate stays at its final value (inverse_sqrt
     goes on to decay). null: training.steps. To keep the schedule of a finished run that is
     extended, set it to the old training.steps."""
-    warmup_steps: NonNegativeInt = 100
+    warmup_steps: int = Field(default=100, ge=0, lt=2**31)
     """Steps of linear warm-up to the peak; at most those of the run."""
-    decay_steps: NonNegativeInt = 0
+    decay_steps: int = Field(default=0, ge=0, lt=2**31)
     """Steps of decay at the end of a wsd schedule; 0: a tenth of the run."""
     final_fraction: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end of a cosine, linear or wsd schedule, as a fraction of the peak."""

@@ -20,6 +20,7 @@ from model.families.base import (
     model_config,
 )
 from model.families.tensors import find_pieces
+from model.rope import RopeScaling
 
 SIZES = {
     "vocab_size": 1000,
@@ -49,6 +50,8 @@ def read(architecture: str, **changes: Any) -> ModelConfig:
     return model_config(family_of(found).read(found))
 
 
+UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 # Fields that the defaults of each family give.
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LlamaForCausalLM": ({}, {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "biases": ()}),
@@ -422,6 +425,19 @@ def test_longrope_gets_its_factor_from_the_lengths() -> None:
             "max_position_embeddings='long' is not a whole number",
         ),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn"}}, "yarn has no factor; add it"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope type linear is not supported by this architecture; it has default, longrope",
+        ),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": LONGROPE, "head_dim": 16},
+            "hidden_size=64 must be num_attention_heads=8 times head_dim=16",
+        ),
+        ("LlamaForCausalLM", UNEVEN, "num_attention_heads=6 does not divide hidden_size=64"),
+        ("Gemma2ForCausalLM", UNEVEN, "num_attention_heads=6 does not divide hidden_size=64"),
+        ("DeepseekV2ForCausalLM", UNEVEN, "num_attention_heads=6 does not divide hidden_size=64"),
         ("LlamaForCausalLM", {"rope_scaling": "linear"}, "rope_scaling='linear' is not supported"),
         ("LlamaForCausalLM", {"architectures": "LlamaForCausalLM"}, "architecture 'LlamaForC"),
     ],
@@ -435,6 +451,16 @@ def test_what_would_change_the_mathematics_is_refused(architecture, changes, mes
 def test_a_model_without_latents_is_not_written_as_one_with() -> None:
     with pytest.raises(FamilyError, match=r"the model has no mla\.q_lora_rank"):
         FAMILIES["DeepseekV3ForCausalLM"].write(read("MixtralForCausalLM"))
+
+
+def test_a_model_is_written_as_a_family_that_allows_its_heads() -> None:
+    uneven = read("MistralForCausalLM", **UNEVEN, sliding_window=8)
+    assert find_family(uneven).architecture == "MistralForCausalLM"
+    half = read("Phi3ForCausalLM", partial_rotary_factor=0.5)
+    assert find_family(half).architecture == "Phi3ForCausalLM"
+    scaled = half.model_copy(update={"rope_scaling": RopeScaling(type="linear", factor=2.0)})
+    with pytest.raises(FamilyError, match="no Hugging Face architecture can express this model"):
+        find_family(scaled)
 
 
 def test_a_missing_size_is_named() -> None:

@@ -190,6 +190,17 @@ def test_other_slices_than_configured_are_refused(config, sides, message) -> Non
         build_mesh(config, slices(*sides))
 
 
+def test_an_automatic_dp_spans_whole_slices() -> None:
+    config = MeshConfig(dp="auto", dcn_dp=2, fsdp=2)
+    assert config.filled(8).dp == 4
+    with pytest.raises(ValueError) as error:
+        config.filled(6)
+    assert str(error.value) == (
+        "mesh.dp=auto: 6 devices leave mesh.dp=3, which is not divisible by mesh.dcn_dp=2; change "
+        "the other axes, or mesh.dcn_dp"
+    )
+
+
 def test_dp_spans_whole_slices() -> None:
     with pytest.raises(ValueError, match=r"mesh\.dp=3 is not .* mesh\.dcn_dp=2; use mesh\.dp=4"):
         MeshConfig(dp=3, dcn_dp=2)

@@ -1,20 +1,48 @@
 """`training.init_from` with a Hugging Face model directory, and with a run that was imported."""
 
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from hf_files import write_model
+from process_groups import HOST
 from runs import losses, refusal, write_config
 from runs import run as train
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import convert as script
 
+from training import initial_parameters
+from training.hugging_face.model_directory import ModelDirectory
+
 pytestmark = pytest.mark.usefixtures("signals")
 SHORT = ("training.steps=2", "training.sample_tokens=0", "run.compilation_cache=null")
+
+
+@pytest.mark.parametrize("there", ["nothing", "other"])
+def test_processes_that_see_different_models_end(processes, tmp_path, monkeypatch, there):
+    model, other = write_model(tmp_path / "hf"), write_model(tmp_path / "other")
+    (tmp_path / "nothing").mkdir()
+    file = other / "model.safetensors"
+    info = ModelDirectory(other).infos["model.norm.weight"]
+    info.open("r+")[0] += 1
+    assert ModelDirectory(model).digest != ModelDirectory(other).digest
+    assert file.stat().st_size == (model / "model.safetensors").stat().st_size
+    folders, local = (model, tmp_path / there), threading.local()
+    monkeypatch.setattr(initial_parameters, "open_local", lambda path: local.folder)
+
+    def open_there(group):
+        local.folder = folders[group.process_id]
+        return initial_parameters.open_initial_parameters("/models/x", None, group)
+
+    processes.add(0, 1, of=2)
+    processes.connect()
+    for error in processes.each(open_there):
+        assert "training.init_from=/models/x" in str(error), error
+        assert f"process 1 on {HOST} has" in str(error) and error.exit_code == 2
 
 
 @pytest.fixture
