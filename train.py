@@ -38,7 +38,7 @@ from configs.schema import Config, dump_config, fill_mesh, load_config
 from data.bucket_path import BucketError
 from data.files import DataError
 from data.pipeline import Dataset, Pins
-from data.tokenizers.base import Tokenizer, open_tokenizer, with_bos, without_ends
+from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, with_bos, without_ends
 from exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DEVICE_FAULT,
@@ -89,6 +89,7 @@ def open_session(
     config = fill_mesh(config, len(devices))
     tokenizer = open_tokenizer(config.data.tokenizer, config.data.eos_token)
     _check_vocabulary(config, tokenizer)
+    _check_prompt(config, tokenizer)
     try:
         report = _say if group.is_primary else _say_nothing
         dataset = Dataset(config.data, tokenizer, report=report)
@@ -98,14 +99,6 @@ def open_session(
         raise
     except OSError as error:
         raise ValueError(f"data: {error}; check data.files and data.cache_dir") from error
-    prompt = config.training.sample_prompt
-    if (
-        config.training.sample_tokens
-        and not with_bos(tokenizer.encode(prompt), dataset.bos_id).size
-    ):
-        raise ValueError(
-            f"training.sample_prompt={prompt!r} has no token; give another, or sample_tokens=0"
-        )
     group.check_equal("preflight", describe_machine(dataset, jax.local_devices()))
     program = build_program(config, devices)
     table = build_sharding_table(config, program)
@@ -158,6 +151,16 @@ def _say(line: str) -> None:
 
 def _say_nothing(line: str) -> None:
     pass
+
+
+def _check_prompt(config: Config, tokenizer: Tokenizer) -> None:
+    bos_id = document_bos(tokenizer, config.data.add_bos)
+    prompt = config.training.sample_prompt
+    if config.training.sample_tokens and not with_bos(tokenizer.encode(prompt), bos_id).size:
+        raise ValueError(
+            f"training.sample_prompt={prompt!r} has no token; give another, or set "
+            "training.sample_tokens=0"
+        )
 
 
 def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:

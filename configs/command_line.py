@@ -35,7 +35,9 @@ def on_disk(text: str) -> Path:
         argparse.ArgumentTypeError: It is in a bucket.
     """
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text}: give a path on a disk, and copy it from there")
+        raise argparse.ArgumentTypeError(
+            f"{text} is in a bucket; give a path on a disk, and copy the file to the bucket"
+        )
     return Path(text)
 
 

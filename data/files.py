@@ -95,6 +95,14 @@ def find_files(
     return found
 
 
+def cannot_lock(file: str, error: OSError) -> DataError:
+    """Return the error for a file of `data.cache_dir` that cannot be locked."""
+    return DataError(
+        f"{file} cannot be locked: {error.strerror}; mount the file system with locks "
+        "(Lustre: -o flock), or give another data.cache_dir"
+    )
+
+
 def _no_match(what: str, pattern: str = "") -> DataError:
     remedy = "give a glob such as 'texts/*.txt', or null for the standard library's source"
     if _is_hub_id(pattern):

@@ -43,7 +43,8 @@ def register_filter(name: str) -> Callable[[Callable[[str], Keep]], Callable[[st
 
 def plugin_file(function: Any) -> Path | None:
     """Return the file of a function or an object, unless its code is part of Torus."""
-    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    module = sys.modules.get(_function_of(function).__module__)
+    file = getattr(module, "__file__", None)
     return None if file is None or Path(file).is_relative_to(_PACKAGE) else Path(file)
 
 
@@ -62,7 +63,7 @@ class Filter:
     @property
     def code(self) -> Path | None:
         """The file of its function, unless that is part of Torus."""
-        return plugin_file(_function_of(self.keep))
+        return plugin_file(self.keep)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from data.block_cache import BlockCache
 from data.bucket_path import AnyPath
 from data.checked_array import CheckedArray, ChecksumWriter, checksum_path, make_seed
 from data.config import DataConfig, Packing, SourceConfig
-from data.files import DataError
+from data.files import DataError, cannot_lock
 from data.packing import (
     CONVERSATION_PACK_VERSION,
     PACK_VERSION,
@@ -50,8 +50,8 @@ PACKS, INDEX, ROWS = "packs", "pack.json", "rows.bin"
 # Bytes of a block that has a checksum: a row is a few dozen bytes.
 BLOCK_BYTES = 512
 _BUILDING, _LOCK = "building-", "lock"
-# Age of a temporary folder that is deleted even without a lock in it.
-_ABANDONED_SECONDS = 7 * 86400.0
+# Ages of a temporary folder: it is never deleted, and it is deleted even without a lock.
+_NEW_SECONDS, _ABANDONED_SECONDS = 60.0, 7 * 86400.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,10 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
         tempfile.TemporaryDirectory(prefix=_BUILDING, dir=folder.parent) as building,
         open(Path(building) / _LOCK, "w") as lock,
     ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise cannot_lock(lock.name, error) from error
         made = Path(building) / folder.name
         made.mkdir()
         seed = make_seed(folder.name, ROWS)
@@ -268,14 +271,15 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
 
 
 def _remove_leftovers(packs: Path) -> None:
-    """Delete the temporary folders that killed processes left; a living one holds a lock."""
+    """Delete the temporary folders of killed processes. A running process holds the lock of its."""
     for path in packs.glob(f"{_BUILDING}*"):
         with contextlib.suppress(OSError):  # another process deletes it, or holds its lock
-            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(path)
+            age = time.time() - path.stat().st_mtime
+            if age < _NEW_SECONDS:  # its lock may be about to be taken
                 continue
-            with open(path / _LOCK, "r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if age < _ABANDONED_SECONDS:
+                with open(path / _LOCK, "r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path)
 
 

@@ -17,7 +17,7 @@ from data.block_cache import BlockCache
 from data.bucket_path import AnyPath
 from data.duplicates import SeenDocuments
 from data.engine import Engine, run_tasks
-from data.files import DataError
+from data.files import DataError, cannot_lock
 from data.formats.pieces import bytes_before_each, piece_key, plan_pieces
 from data.prepared_store import prepared_folder
 from data.shard_list import is_sharded
@@ -103,8 +103,8 @@ def open_prepared(
 def _check_shards(store: ShardedStore, job: StoreJob, folder: AnyPath, numbers: range) -> None:
     """Raise DataError for shards that the job must not read, as `open_prepared` does."""
     _check_encoding(store, job)  # the first chats may be among them
-    for number in numbers:
-        if job.held_out and store.records[number].num_tokens:
+    for number in numbers if job.held_out else ():
+        if store.shards[number][1].num_tokens:
             _check_held_out(job, folder, store.open_shard(number).input_files())
 
 
@@ -227,10 +227,7 @@ def locked(folder: Path) -> Iterator[None]:
             log.warning("waiting for another process that prepares %s", folder)
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:
-            raise DataError(
-                f"{file.name} cannot be locked: {error.strerror}; mount the file system with locks "
-                "(Lustre: -o flock), or give another data.cache_dir"
-            ) from error
+            raise cannot_lock(file.name, error) from error
         yield
 
 

@@ -92,7 +92,7 @@ class ShardRecord(BaseModel, frozen=True, extra="forbid"):
 
 
 class RowsRecord(BaseModel, frozen=True, extra="forbid"):
-    """Packed rows of a shard. name: of their folder in `packs`; empty without tokens."""
+    """Packed rows of a shard. name: of their folder in `packs`; empty if it has no rows."""
 
     name: str
     info: dict[str, int]

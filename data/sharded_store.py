@@ -313,16 +313,16 @@ class ShardedSplit:
 class ShardedRows:
     """Packed rows of a sharded store."""
 
-    def __init__(self, store: ShardedStore, settings: PackSettings, sharing: int = 4):
+    def __init__(self, store: ShardedStore, settings: PackSettings, num_sharing: int = 4):
         """Read the counts of all rows.
 
-        sharing: how many such objects share the open files of this process.
+        num_sharing: how many such objects share the open files of this process.
         Raises: DataError when they were not packed with these settings.
         """
-        self.store, self.settings, self._sharing = store, settings, sharing
+        self.store, self.settings, self._num_sharing = store, settings, num_sharing
         num_shards = sum(len(part.pieces) for part in store.parts)
-        limit = allow_open_files(FILES_PER_SOURCE * min(KEPT_OPEN, num_shards) * sharing)
-        most = 3 * limit // (4 * FILES_PER_SOURCE * sharing)  # a quarter is for other files
+        limit = allow_open_files(FILES_PER_SOURCE * min(KEPT_OPEN, num_shards) * num_sharing)
+        most = 3 * limit // (4 * FILES_PER_SOURCE * num_sharing)  # a quarter is for other files
         self._kept_open = max(1, min(KEPT_OPEN, most))
         self._lock = threading.Lock()
         self._open: OrderedDict[int, tuple[Store, PackedStore]] = OrderedDict()
@@ -330,7 +330,7 @@ class ShardedRows:
         self.refresh()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardedRows, (self.store, self.settings, self._sharing)
+        return ShardedRows, (self.store, self.settings, self._num_sharing)
 
     def refresh(self) -> None:
         """Read the counts of rows of shards that were added since. Raises: DataError."""
@@ -369,7 +369,7 @@ class ShardedRows:
             files = " and from ".join(
                 str(each.plan.source.get("files"))
                 for number, each in enumerate(store.parts)
-                if not part_file(store.folder, number, key).is_file()
+                if number == part or self._lacks_rows(number, key)
             )
             fraction = f"data.eval_fraction={self.settings.eval_fraction:g}"
             raise DataError(
@@ -380,6 +380,13 @@ class ShardedRows:
                 "data.repack_at first"
             )
         return found
+
+    def _lacks_rows(self, part: int, key: str) -> bool:
+        """Return whether a complete part has no rows for the settings of a `rows_key`."""
+        is_complete, has_rows = (
+            part_file(self.store.folder, part, kind).is_file() for kind in ("shards", key)
+        )
+        return is_complete and not has_rows
 
     def open_shard(self, number: int) -> tuple[Store, PackedStore]:
         """Return a shard and its rows, opened unless they are still open. Raises: DataError."""

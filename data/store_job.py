@@ -76,16 +76,17 @@ class StoreJob:
             parts.append("pairs")
         if self.filters.specs:
             parts.append(f"filters {json.dumps(self.filters.key)}")
-        parts += (f"code {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in self._plugins)
+        code = {hashlib.sha256(file.read_bytes()).hexdigest() for file in self._plugins}
+        parts += (f"code {digest}" for digest in sorted(code))
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @property
-    def _plugins(self) -> list[Path]:
+    def _plugins(self) -> set[Path]:
         """Files outside of Torus with the code of the chat template and of the readers."""
         suffixes = {suffix_of(path) for path in self.paths}
         formats = [entry for entry in map(format_of_suffix, suffixes) if entry is not None]
         used = [self.chat_template.template, *(entry.read for entry in formats)]
-        return sorted({file for file in map(plugin_file, used) if file is not None})
+        return {file for file in map(plugin_file, used) if file is not None}
 
     @property
     def encoding(self) -> Encoding:
@@ -172,8 +173,8 @@ def find_paths(files: str | tuple[str, ...] | None, key: str) -> list[str]:
         for entry in files if isinstance(files, tuple) else ():
             if prepared_folder(entry) is not None:
                 raise DataError(
-                    f"{key}: {entry} is a prepared store, which is a source of its own; name it "
-                    "alone, as data.files or as the files of one of data.sources"
+                    f"{key}: {entry} is a prepared store and cannot be part of a list; give it "
+                    "alone, or as a source of its own in data.sources"
                 )
         return find_files(files, key, known_suffixes())
     paths, _ = find_split(split, key)

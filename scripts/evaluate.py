@@ -114,7 +114,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of sampled generations")
     parser.add_argument("--step", type=int, help="checkpoint to load (default: the newest)")
     parser.add_argument("--ema", action="store_true", help="use the moving average of parameters")
-    parser.add_argument("--output", type=on_disk, metavar="JSON", help="write all results here")
+    parser.add_argument(
+        "--output", type=on_disk, metavar="JSON", help="also write all results here"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
     )

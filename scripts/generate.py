@@ -199,11 +199,9 @@ def generate(args: argparse.Namespace) -> None:
     if run.bos_id is None and "" in args.prompt:
         raise ValueError('--prompt "": the tokenizer has no BOS token; give at least one character')
     for number in args.stop_id:
-        if not 0 <= number < run.config.model.vocab_size:
-            raise ValueError(
-                f"--stop-id {number}: the tokens of this run are 0 to "
-                f"{run.config.model.vocab_size - 1}"
-            )
+        if not 0 <= number < run.tokenizer.vocab_size:
+            last = run.tokenizer.vocab_size - 1
+            raise ValueError(f"--stop-id {number}: the tokens of this run are 0 to {last}")
     sampling = SamplingConfig(**{"temperature": 0.7} | run.tokenizer.settings.sampling | asked)
     with jax.set_mesh(run.program.tp.manager.mesh):
         step, params = run.load_params(args.step, ema=args.ema)

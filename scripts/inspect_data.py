@@ -13,7 +13,7 @@ import _clone  # noqa: F401 (first: it selects the packages below)
 from prepare_data import load_data_config
 from rich.console import Console
 
-from configs.command_line import CommandLine, one_line_errors, run_script
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from data.config import DataConfig
 from data.corpus_sample import describe_sample, sample_documents
 from data.inspection import (
@@ -105,7 +105,9 @@ def main(argv: list[str] | None = None) -> int:
         help="also look for scripts, duplicates and repeated lines in N documents of every source, "
         "evenly spread",
     )
-    parser.add_argument("--plot", metavar="PNG", help="write an image of the document lengths")
+    parser.add_argument(
+        "--plot", type=on_disk, metavar="PNG", help="write an image of the document lengths"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
     )

@@ -103,7 +103,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=count, help="tokens of the run, such as 1T: days and cost")
     parser.add_argument("--price", type=float, help="price of a chip for an hour, with --tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--trace", type=on_disk, help="file of the step for ui.perfetto.dev")
+    parser.add_argument(
+        "--trace", type=on_disk, help="file of the predicted step for ui.perfetto.dev"
+    )
     parser.add_argument(
         "--fail-if",
         type=condition,

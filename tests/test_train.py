@@ -18,7 +18,8 @@ from ruamel.yaml import YAML
 from runs import losses, read_lines, refusal, run, write_config
 
 import train
-from data.tokenizers.base import open_tokenizer
+from data.tokenizers.base import TOKENIZERS, open_tokenizer
+from data.tokenizers.byte_level import ByteTokenizer
 from exit_codes import EXIT_STOPPED
 from training.directory import locked_run
 
@@ -320,6 +321,24 @@ def test_a_run_that_cannot_be_resumed_is_refused_and_unchanged(
     assert message in refusal(capsys, half, override)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
     assert run(half, "training.steps=3") == 0
+
+
+class BlankTokenizer(ByteTokenizer):
+    """Drops white space, as many tokenizers of words do."""
+
+    name, digest = "blank:x", "blank"
+
+    def encode(self, text):
+        return super().encode("".join(text.split()))
+
+
+def test_a_prompt_without_a_token_is_refused_at_the_start(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(TOKENIZERS, "blank", lambda name, eos_token: BlankTokenizer())
+    config, blank = write_config(tmp_path), ("data.tokenizer=blank:x", "training.sample_prompt=' '")
+    assert "training.sample_prompt=' ' has no token; give" in refusal(
+        capsys, config, *blank, "training.sample_tokens=8"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_clipping_may_change_on_resume(half):

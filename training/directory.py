@@ -19,6 +19,7 @@ from training.lease import IN_USE_REMEDY
 from units import format_bytes
 
 _LOCK = LOCK_FILE
+_MOVING = ".moving"  # a file in a folder into which a run is being moved
 
 
 def run_directory(given: str) -> Path:
@@ -183,20 +184,23 @@ def move_aside(directory: Path) -> Path | None:
             f"checkpoint.resume=never would move {str(directory)!r}, but its files are not "
             "those of a run; give another run.dir"
         )
-    number, before = 1, None
+    number, before = 1, directory
     while (target := directory.with_name(f"{directory.name}.old-{number}")).exists():
         number, before = number + 1, target
-    # config.yaml comes last, so this move was interrupted if the folder before has none.
-    parts = ("config.yaml", *(path.name for path in old))
-    if before is not None and not any((before / part).exists() for part in parts):
-        target = before
-    target.mkdir(exist_ok=True)
+    if (before / _MOVING).exists() and not any((before / path.name).exists() for path in old):
+        target = before  # this move was interrupted
+    else:
+        target.mkdir()
+    marker = target / _MOVING
     try:
+        marker.touch()
+        # What is left is known as a run by its config.yaml.
         for path in sorted(old, key=lambda path: path.name == "config.yaml"):
             rename(path, target / path.name)
+        marker.unlink()
     except OSError as error:
-        if not any(target.iterdir()):
-            target.rmdir()
+        if not any(path != marker for path in target.iterdir()):
+            shutil.rmtree(target)
         raise ValueError(
             f"run.dir={str(directory)!r} cannot be moved to {str(target)!r}: {error.strerror}; "
             "move it by hand, or give another run.dir"

@@ -311,6 +311,10 @@ def _keys(config: str) -> dict[str, Any]:
     return flatten(YAML(typ="safe", pure=True).load(config))
 
 
+# Sections whose keys are names that the user has chosen.
+_NAMED_BY_USERS = ("optimizer.options.", "optimizer.groups.", "data.sources.")
+
+
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return (old value, new value) of the keys that differ, also of those that are gone.
 
@@ -323,14 +327,6 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tup
         if key.startswith(_NAMED_BY_USERS) or _is_in_null(key, now)
     )
     return found | {key: (before[key], None) for key in gone}
-
-
-_NAMED_BY_USERS = (
-    "optimizer.options.",
-    "optimizer.groups.",
-    "data.sources.",
-    "model.operation_configs.",
-)
 
 
 def _is_in_null(key: str, values: Mapping[str, Any]) -> bool:

@@ -344,5 +344,6 @@ def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) ->
     if begin >= steps:
         num_saves = 0
     elif policy.every_minutes is None:
-        num_saves = min(num_saves, steps // policy.every - begin // policy.every + 2)
+        left = steps // policy.every - begin // policy.every + (steps % policy.every > 0)
+        num_saves = min(num_saves, left)
     return max(0, num_saves) * state_bytes

@@ -14,7 +14,7 @@ from model.families.tensors import linear
 
 @dataclass(frozen=True)
 class LongRopeHeads:
-    """With longrope, transformers counts the factors of a head of hidden_size / heads."""
+    """Check of the size of heads: with longrope, transformers takes it for hidden_size / heads."""
 
     names: tuple[str, ...] = ()
 

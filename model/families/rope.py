@@ -55,8 +55,8 @@ class Rope:
         fields["rope_scaling"] = scaling = read_scaling(found, keys)
         if scaling["type"] not in self.types:
             raise FamilyError(
-                f"config.json: rope type {scaling['type']} is not supported by this architecture; "
-                f"it has {', '.join(self.types)}"
+                f"config.json: rope_type={scaling['type']} is not supported for this architecture; "
+                f"use {' or '.join(self.types)}"
             )
         default = 1.0 if self.partial is None else self.partial
         share = _first(

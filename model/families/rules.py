@@ -112,9 +112,9 @@ class HeadDim:
 
 @dataclass(frozen=True)
 class HeadsDivideHidden:
-    """A family for which transformers requires that the heads divide `hidden_size`.
+    """Check that `num_attention_heads` divides `hidden_size`, where transformers requires it.
 
-    It does so even where config.json has another `head_dim`.
+    It does so even if config.json has another `head_dim`.
     """
 
     names: tuple[str, ...] = ()
@@ -124,8 +124,8 @@ class HeadsDivideHidden:
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
         if hidden % heads:
             raise FamilyError(
-                f"config.json: num_attention_heads={heads} does not divide hidden_size={hidden}, "
-                "as this architecture requires"
+                f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads="
+                f"{heads}, as this architecture requires; correct one of them"
             )
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:

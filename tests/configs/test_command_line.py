@@ -49,7 +49,7 @@ def test_an_output_in_a_bucket_is_refused(capsys) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args(["--output", "gs://bucket/results.json"])
     error = capsys.readouterr().err
-    assert "gs://bucket/results.json: give a path on a disk, and copy it from there" in error
+    assert "gs://bucket/results.json is in a bucket; give a path on a disk, and copy" in error
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -75,10 +76,11 @@ def test_a_store_belongs_to_the_code_of_its_template_and_readers(tmp_path, monke
         template = ChosenTemplate(template, chosen, template)
         return StoreJob("text", source, ByteTokenizer(), "raise", template)
 
-    assert job("a.txt")._plugins == [] and job("a.paragraphs")._plugins == [Path(__file__)]
+    assert job("a.txt")._plugins == set() and job("a.paragraphs")._plugins == {Path(__file__)}
     keys = [job("a.txt", "edited").key for _ in range(2)]
     code.write_text(code.read_text() + "# corrected\n")
     assert keys[0] == keys[1] != job("a.txt", "edited").key
+    del CHAT_TEMPLATES["edited"], sys.modules["my_template"]
 
 
 def test_a_format_tokenizer_and_template_from_outside_make_the_batches_of_a_run(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -112,9 +113,11 @@ def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_writes_is_
     begun, written, old = (left.with_name(f"building-{name}") for name in ("a", "b", "c"))
     for other in (begun, written, old):
         other.mkdir()
-    os.utime(old, (0, 0))
     with open(written / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        hour_ago = time.time() - 3600
+        for path, age in ((left, hour_ago), (written, hour_ago), (old, 0)):
+            os.utime(path, (age, age))
         packs = open_packed_store(store_of(range(1, 30)), PackSettings(**OPTIONS), tmp_path)
         assert {*(tmp_path / "packs").iterdir()} == {begun, written, packs.folder}
 
@@ -123,6 +126,7 @@ def test_a_folder_that_is_written_is_locked(tmp_path, monkeypatch):
     settings, found = PackSettings(**OPTIONS), []
 
     def look(path: Path, text: str) -> None:
+        os.utime(path.parent.parent, (time.time() - 3600,) * 2)
         packed_store._remove_leftovers(tmp_path / "packs")
         found.append(path.parent.is_dir())
         replace_file(path, text)

@@ -278,7 +278,9 @@ def test_a_store_in_a_list_of_files_is_refused(tmp_path) -> None:
     sharded = shards(job_of(source), tmp_path / "sharded").folder
     for folder in (store, sharded):
         job = job_of(SourceConfig(files=(source.files, str(folder))))
-        with pytest.raises(DataError, match=f"{folder} is a prepared store, which is a source of"):
+        with pytest.raises(
+            DataError, match=f"{folder} is a prepared store and cannot be part of a list"
+        ):
             assert job.paths
 
 

@@ -21,6 +21,7 @@ from tiny_models import MODELS, save_model, tokens
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from data.tokenizers.byte_level import ByteTokenizer
+from model.checks import check_model
 from model.config import ModelConfig
 from model.families.base import IGNORED, family_of, model_config
 from model.families.quantization import Mxfp4Tensor
@@ -42,14 +43,8 @@ SCALINGS = (
         low_freq_factor=1.0,
         high_freq_factor=4.0,
     ),
-    RopeScaling(
-        type="longrope",
-        factor=4.0,
-        original_max_position_embeddings=16,
-        short_factor=(1.0,) * 8,
-        long_factor=(2.0,) * 8,
-    ),
 )
+LONGROPE = {"type": "longrope", "factor": 4.0, "original_max_position_embeddings": 16}
 SETTINGS = ("run.compilation_cache=null", "data.sequence_length=32", "data.global_batch_size=8")
 
 
@@ -110,10 +105,14 @@ def test_a_configuration_that_torus_writes_is_the_same_model(name, tmp_path) -> 
 def drawn_model(rng: np.random.Generator) -> ModelConfig:
     """Return a dense model of random sizes and layers. Raises: ValueError if it is impossible."""
     width, heads = int(rng.choice([48, 64, 80])), int(rng.choice([4, 6]))
-    scaling = SCALINGS[rng.integers(len(SCALINGS))]
-    head_dim = [None, 16][rng.integers(2)]
+    head_dim, share = [None, 16][rng.integers(2)], [1.0, 0.5][rng.integers(2)]
+    pairs = int((head_dim or width // heads) * share) // 2
+    longrope = RopeScaling(
+        **LONGROPE, short_factor=(1.0,) * pairs, long_factor=tuple(range(1, pairs + 1))
+    )
+    scaling = [*SCALINGS, longrope][rng.integers(len(SCALINGS) + 1)]
     kinds = [None, ("sliding_attention",), ("sliding_attention", "full_attention")][rng.integers(3)]
-    return ModelConfig(
+    model = ModelConfig(
         vocab_size=264,
         hidden_size=width,
         num_hidden_layers=4,
@@ -126,9 +125,11 @@ def drawn_model(rng: np.random.Generator) -> ModelConfig:
         qk_norm=bool(rng.integers(2)),
         tie_word_embeddings=bool(rng.integers(2)),
         biases=[(), ("qkv",), ("qkv", "o")][rng.integers(3)],
-        partial_rotary_factor=[1.0, 0.5][rng.integers(2)],
+        partial_rotary_factor=share,
         rope_scaling=scaling,
     )
+    check_model(model)
+    return model
 
 
 def test_transformers_builds_every_model_that_is_written() -> None:

@@ -132,8 +132,21 @@ def test_a_move_that_was_interrupted_goes_on_into_the_same_folder(tmp_path, monk
     moved_files = {path.name for path in (tmp_path / "run.old-1").iterdir()}
     assert moved_files == {"checkpoints", "config.yaml", "log.txt", "metrics.jsonl"}
     assert not [*run.iterdir()]
-    (run / "config.yaml").touch()  # another run
-    assert move_aside(run) == tmp_path / "run.old-2"
+
+
+@pytest.mark.parametrize("name", ["texts.txt", "log.txt"])
+def test_a_run_is_not_moved_into_a_folder_of_something_else(tmp_path, name):
+    (tmp_path / "run.old-1").mkdir()
+    (tmp_path / "run.old-1" / name).touch()
+    if name == "log.txt":  # a move that was killed after its last file
+        (tmp_path / "run.old-1" / ".moving").touch()
+    (tmp_path / "run.old-2").touch()
+    for path in ("config.yaml", "log.txt"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / path).touch()
+    assert move_aside(tmp_path / "run") == tmp_path / "run.old-3"
+    assert os.listdir(tmp_path / "run.old-1")[0] in (name, ".moving")
+    assert {*os.listdir(tmp_path / "run.old-3")} == {"config.yaml", "log.txt"}
 
 
 def test_a_failed_move_leaves_no_empty_folder(tmp_path, monkeypatch):
@@ -226,9 +239,9 @@ def test_space_for_checkpoints_is_that_of_all_but_the_complete_ones(tmp_path):
     assert _bytes_to_write(tmp_path, program, settings) == 3 * 1024
     settings.checkpoint = CheckpointConfig(keep=3, every=100, resume="never")
     assert _bytes_to_write(tmp_path, program, settings) == 4 * 1024
-    # Six are left to write, after 600, 700 ... 1000: not as many as may be kept.
+    # Those of steps 700, 800, 900 and 1000 are left to write.
     settings.checkpoint = CheckpointConfig(keep=100, every=100)
-    assert _bytes_to_write(tmp_path, program, settings) == 6 * 1024
+    assert _bytes_to_write(tmp_path, program, settings) == 4 * 1024
     settings.training.steps = 600
     assert _bytes_to_write(tmp_path, program, settings) == 0
 

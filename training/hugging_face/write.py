@@ -115,8 +115,8 @@ def _keys(
 ) -> dict[str, Any]:
     """Return config.json: that of the source if it describes the same model.
 
-    Ids of tokens in `others` are those of another tokenizer than that of the source, and
-    `max_position_embeddings` counts the rows of the run, too.
+    Ids of tokens in `others` are those of another tokenizer than that of the source.
+    `max_position_embeddings` in `others` covers the longest rows of the run.
     """
     scaling = config.rope_scaling
     if scaling.type == "longrope" and scaling.factor and scaling.original_max_position_embeddings:
@@ -128,8 +128,8 @@ def _keys(
     tokens = {name: value for name, value in others.items() if name.endswith("_token_id")}
     known = {name: value for name, value in source.config.items() if name != "quantization_config"}
     keys = known | tokens
-    if (longest := others.get("max_position_embeddings")) is not None:
-        keys["max_position_embeddings"] = longest
+    if "max_position_embeddings" in others and "max_position_embeddings" in known:
+        keys["max_position_embeddings"] = others["max_position_embeddings"]
     if mathematics(model_config(family.read(keys))) == mathematics(config):
         return keys
     return {name: value for name, value in keys.items() if name in IGNORED} | written
