@@ -55,7 +55,6 @@ REFUSALS = {
     # Huge values are refused at once.
     "training.steps=10000000000000000000": "training.steps=10000000000000000000: input should be l",
     "training.steps=2147483648": "training.steps=2147483648: input should be less than 2147483648",
-    "optimizer.schedule_steps=2147483648": "input should be less than 2147483648",
     "model.hidden_size=9999999967": "is not divisible by",
     "mesh.tp=10000000000": "is not divisible by mesh.tp=10000000000; use mesh.tp=",
     # Keys without effect.
