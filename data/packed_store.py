@@ -271,7 +271,7 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
 
 
 def _remove_leftovers(packs: Path) -> None:
-    """Delete the temporary folders of killed processes. A running process holds the lock of its."""
+    """Delete temporary folders of killed processes; a running one holds the lock in its folder."""
     for path in packs.glob(f"{_BUILDING}*"):
         with contextlib.suppress(OSError):  # another process deletes it, or holds its lock
             age = time.time() - path.stat().st_mtime
