@@ -36,7 +36,7 @@ def on_disk(text: str) -> Path:
     """
     if "://" in text:
         raise argparse.ArgumentTypeError(
-            f"{text} is in a bucket; give a path on a disk, and copy the file to the bucket"
+            f"{text} is in a bucket; give a path on a disk, and copy the result"
         )
     return Path(text)
 

@@ -50,7 +50,7 @@ PACKS, INDEX, ROWS = "packs", "pack.json", "rows.bin"
 # Bytes of a block that has a checksum: a row is a few dozen bytes.
 BLOCK_BYTES = 512
 _BUILDING, _LOCK = "building-", "lock"
-# Ages of a temporary folder: it is never deleted, and it is deleted even without a lock.
+# A younger temporary folder is never deleted, and an older one even if it has no lock.
 _NEW_SECONDS, _ABANDONED_SECONDS = 60.0, 7 * 86400.0
 
 

@@ -167,10 +167,8 @@ class CheckpointParameters:
                 params = jax.tree_util.tree_map_with_path(stored, wanted)
                 return checkpoints.restore_params(self.step, replace(abstract_state, params=params))
             except CheckpointError as error:
-                if self.is_own:
-                    place, remedy = "run.dir", "convert the model again, into a new run.dir"
-                else:
-                    place, remedy = _KEY, "name another checkpoint"
+                place = "run.dir" if self.is_own else _KEY
+                remedy = _other_source(is_own=self.is_own)
                 raise CheckpointError(f"{place}: {error}; {remedy}") from error
 
     def _read_quantized(self, checkpoints: Checkpoints, wanted: Any) -> Any:
@@ -325,6 +323,11 @@ def _remedy(different: Differences, has_adapters: bool) -> str:
     return "set the section lora as in that run" if has_adapters else "name another"
 
 
+def _other_source(*, is_own: bool) -> str:
+    """Return what to do about a checkpoint that cannot be read."""
+    return "convert the model again, into a new run.dir" if is_own else "name another checkpoint"
+
+
 def _open_checkpoint(
     path: Path, group: ProcessGroup, *, has_modules: bool, is_own: bool
 ) -> CheckpointParameters:
@@ -346,7 +349,9 @@ def _open_checkpoint(
         lora = LoRAConfig.model_validate(tree.get("lora") or {})
     except (CheckpointError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{_KEY}={path}: {reason}; name another checkpoint") from error
+        place = "run.dir" if is_own else f"{_KEY}={path}"
+        remedy = _other_source(is_own=is_own)
+        raise ValueError(f"{place}: {reason}; {remedy}") from error
     leaves = {
         name.removeprefix("params."): leaf
         for name, leaf in record["leaves"].items()

@@ -7,8 +7,8 @@ from model.config import ModelConfig
 from model.families.base import Family, Fields, Keys, Rule, register
 from model.families.rope import Rope
 from model.families.rules import (
+    HEADS_DIVIDE_HIDDEN,
     FixedKey,
-    HeadsDivideHidden,
     IgnoredKeys,
     Key,
     dimensions,
@@ -103,7 +103,7 @@ DEEPSEEK_V2 = register(
         model_type="deepseek_v2",
         rules=(
             *dimensions(eps=1e-6, has_head_dim=False),
-            HeadsDivideHidden(),
+            HEADS_DIVIDE_HIDDEN,
             *_LATENT,
             FixedKey("mlp_bias", (False,), optional=True),
             *_ROUTED,

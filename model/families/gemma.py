@@ -4,9 +4,9 @@ from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, full_every
 from model.families.rope import Rope, RopeOfLayerTypes
 from model.families.rules import (
+    HEADS_DIVIDE_HIDDEN,
     Bias,
     FixedKey,
-    HeadsDivideHidden,
     IgnoredKeys,
     Key,
     Named,
@@ -18,7 +18,7 @@ from model.families.tensors import vector
 
 _RULES = (
     *dimensions(eps=1e-6, tied=True, kv_heads=4, head_dim=256),
-    HeadsDivideHidden(),
+    HEADS_DIVIDE_HIDDEN,
     ScaledEmbedding(),
     Named("hidden_activation", "hidden_act", (("gelu_pytorch_tanh", "gelu_tanh"),)),
     IgnoredKeys(("hidden_act", "sliding_window_size")),

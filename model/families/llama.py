@@ -2,7 +2,7 @@
 
 from model.families.base import Family, register
 from model.families.rope import Rope
-from model.families.rules import Bias, FixedKey, HeadsDivideHidden, dimensions
+from model.families.rules import HEADS_DIVIDE_HIDDEN, Bias, FixedKey, dimensions
 from model.families.shared import ATTENTION, DENSE_MLP, OUTER, PRE_NORMS
 
 LLAMA = register(
@@ -11,7 +11,7 @@ LLAMA = register(
         model_type="llama",
         rules=(
             *dimensions(eps=1e-6),
-            HeadsDivideHidden(),
+            HEADS_DIVIDE_HIDDEN,
             Rope(),
             FixedKey("hidden_act", ("silu",)),
             Bias("attention_bias", ("qkv", "o")),

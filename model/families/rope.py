@@ -3,7 +3,7 @@
 Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor`. New: all of them in
 `rope_parameters`. The old spelling is written, because all versions of transformers read it. For
 longrope, versions before 5 take `max_position_embeddings` divided by the original number for the
-factor; `write.py` sets it accordingly.
+factor, so it is written too.
 """
 
 from collections.abc import Mapping
@@ -76,6 +76,7 @@ class Rope:
             keys["rope_scaling"] = {"rope_type": "default"}  # null would be the family's default
         if scaling is not None and scaling["rope_type"] == "longrope":
             keys[_ORIGINAL] = scaling[_ORIGINAL]
+            keys["max_position_embeddings"] = round(scaling["factor"] * scaling[_ORIGINAL])
 
 
 @dataclass(frozen=True)

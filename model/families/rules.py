@@ -1,5 +1,6 @@
 """Rules for the keys of config.json, as model families use them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,25 +112,36 @@ class HeadDim:
 
 
 @dataclass(frozen=True)
-class HeadsDivideHidden:
-    """Check that `num_attention_heads` divides `hidden_size`, where transformers requires it.
+class Condition:
+    """A condition that transformers has for the sizes of an architecture.
 
-    It does so even if config.json has another `head_dim`.
+    find_problem: returns what is wrong with the fields that the rules before have read, or None.
     """
 
+    find_problem: Callable[[Fields], str | None]
     names: tuple[str, ...] = ()
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        """Check the sizes. Raises: FamilyError."""
-        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-        if hidden % heads:
-            raise FamilyError(
-                f"config.json: hidden_size={hidden} is not a multiple of num_attention_heads="
-                f"{heads}, as this architecture requires; correct one of them"
-            )
+        """Check the fields. Raises: FamilyError."""
+        if (problem := self.find_problem(fields)) is not None:
+            raise FamilyError(f"config.json: {problem}")
 
     def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
-        """Write nothing; `read` checks what the other rules have written."""
+        """Write nothing: `read` also checks what the other rules have written."""
+
+
+def _find_uneven_heads(fields: Fields) -> str | None:
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if not hidden % heads:
+        return None
+    return (
+        f"hidden_size={hidden} is not a multiple of num_attention_heads={heads}, as this "
+        "architecture requires; correct one of them"
+    )
+
+
+HEADS_DIVIDE_HIDDEN = Condition(_find_uneven_heads)
+"""Whether the heads divide `hidden_size`, even if config.json has another `head_dim`."""
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from model.mla_config import MLAConfig
 from model.plan import make_plan
 from model.rope import RopeScaling
 from model.transformer import Transformer
+from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import checksum
 from training.fingerprint import leaf_name
-from training.initial_parameters import SHAPE_KEYS
+from training.initial_parameters import SHAPE_KEYS, _open_checkpoint
 
 pytestmark = pytest.mark.usefixtures("signals")
 QUIET = ("training.sample_tokens=0", "training.eval_every=100", "checkpoint.every=100")
@@ -222,6 +223,16 @@ def test_a_damaged_checkpoint_0_of_a_run_is_said_to_be_its_own(first, tmp_path, 
     error = capsys.readouterr().err
     assert "run.dir: checkpoint 0 is damaged: " in error
     assert error.endswith("; convert the model again, into a new run.dir\n")
+
+
+def test_an_unreadable_record_of_checkpoint_0_is_said_to_be_the_runs_own(first, tmp_path):
+    shutil.copytree(first / "run", tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "4"
+    (checkpoint / "_CHECKPOINT_METADATA").write_text("{")
+    for is_own, begin in ((True, "run.dir: "), (False, f"training.init_from={checkpoint}: ")):
+        with pytest.raises(ValueError) as error:
+            _open_checkpoint(checkpoint, ProcessGroup(), has_modules=False, is_own=is_own)
+        assert str(error.value).startswith(begin), error.value
 
 
 def test_a_resumed_run_does_not_read_its_source_again(first, tmp_path):

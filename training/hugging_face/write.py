@@ -118,18 +118,15 @@ def _keys(
     Ids of tokens in `others` are those of another tokenizer than that of the source.
     `max_position_embeddings` in `others` covers the longest rows of the run.
     """
-    scaling = config.rope_scaling
-    if scaling.type == "longrope" and scaling.factor and scaling.original_max_position_embeddings:
-        longest = round(scaling.factor * scaling.original_max_position_embeddings)
-        others = {**others, "max_position_embeddings": longest}
     written = family.write(config)
     if source is None:
         return {**others, **written}
     tokens = {name: value for name, value in others.items() if name.endswith("_token_id")}
     known = {name: value for name, value in source.config.items() if name != "quantization_config"}
     keys = known | tokens
-    if "max_position_embeddings" in others and "max_position_embeddings" in known:
-        keys["max_position_embeddings"] = others["max_position_embeddings"]
+    longest = "max_position_embeddings"
+    if longest in known and longest in others:
+        keys[longest] = written.get(longest, others[longest])
     if mathematics(model_config(family.read(keys))) == mathematics(config):
         return keys
     return {name: value for name, value in keys.items() if name in IGNORED} | written

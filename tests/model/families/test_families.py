@@ -467,6 +467,13 @@ def test_a_model_is_written_as_a_family_that_allows_its_heads() -> None:
         find_family(scaled)
 
 
+def test_longrope_is_written_with_the_positions_that_give_its_factor() -> None:
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    scaling = {"type": "longrope", "factor": 8.0, "original_max_position_embeddings": 512, **lists}
+    written = FAMILIES["Phi3ForCausalLM"].write(read("Phi3ForCausalLM", rope_scaling=scaling))
+    assert written["max_position_embeddings"] == 8 * 512
+
+
 def test_a_missing_size_is_named() -> None:
     found = keys("LlamaForCausalLM")
     del found["hidden_size"]
