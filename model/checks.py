@@ -60,11 +60,9 @@ def _linears(model: ModelConfig) -> Iterator[str]:
             f"model.mup_base_width={model.mup_base_width}: muP gives embedding and head different "
             "learning rates; set model.tie_word_embeddings=false, or remove mup_base_width"
         )
-    if model.matmul_dtype is None and model.matmul_products != ("forward", "dgrad"):
-        yield (
-            f"model.matmul_products={[*model.matmul_products]} has no effect without "
-            "model.matmul_dtype; set it, or remove matmul_products"
-        )
+    for name in ("matmul_products", "matmul_scales") if model.matmul_dtype is None else ():
+        if getattr(model, name) != type(model).model_fields[name].default:
+            yield f"model.{name} has no effect without model.matmul_dtype; set it, or remove {name}"
 
 
 def _norms(model: ModelConfig) -> Iterator[str]:

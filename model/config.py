@@ -22,7 +22,7 @@ from model.mla_config import MLAConfig
 from model.rope import RopeScaling
 from model.segments import LayerKind, LayerType, Segment, divide_layers
 from parallel.experts.names import ExchangeMethod, ExpertRule, RowDtype
-from parallel.linear.quantized import MatmulDtype, Product, QuantizedMatmul
+from parallel.linear.quantized import MatmulDtype, Product, QuantizedMatmul, Scales
 
 
 class BlockSizes(BaseModel, frozen=True, extra="forbid", use_attribute_docstrings=True):
@@ -227,14 +227,17 @@ class ModelConfig(
     """Type of parameters, and of the optimizer state unless optimizer.moments_dtype is set.
     Routers, gates of shared experts and attention sinks are float32."""
     matmul_dtype: MatmulDtype | None = None
-    """Type to which the linears of attention and MLPs quantize both operands of a product, with a
-    scale per row and per column; null: multiply in dtype. Embedding, head, routers, experts and the
+    """Type to which the linears of attention and MLPs quantize both operands of a product; null:
+    multiply in dtype. Embedding, head, routers, experts and the
     projections of multi-token prediction keep dtype."""
     matmul_products: Annotated[
         tuple[Product, ...], BeforeValidator(as_tuple), Field(min_length=1)
     ] = ("forward", "dgrad")
     """Products that matmul_dtype quantizes: forward (y = x W), dgrad (dx = dy W^T), wgrad
     (dW = x^T dy)."""
+    matmul_scales: Scales = "channel"
+    """Scales of matmul_dtype; channel: one per row of activations and per column of a kernel;
+    tensor: one per array of a device."""
     attention: str = "auto"
     """Attention operation; auto: the preferred one that supports every feature of the layer."""
     operation_configs: OperationConfigs = OperationConfigs()
@@ -277,7 +280,7 @@ class ModelConfig(
         """Quantization of the linears of attention and MLPs; None: they multiply in `dtype`."""
         if self.matmul_dtype is None:
             return None
-        return QuantizedMatmul(self.matmul_dtype, self.matmul_products)
+        return QuantizedMatmul(self.matmul_dtype, self.matmul_products, self.matmul_scales)
 
     @property
     def head_size(self) -> int:

@@ -38,7 +38,7 @@ ids, caches, outputs, initial values, and losses and dropout of training."""
 NOT_MATHEMATICS = frozenset(
     """
     pad_vocab_to_multiple_of attention_dropout initializer_range mup_base_width dtype param_dtype
-    matmul_dtype matmul_products attention
+    matmul_dtype matmul_products matmul_scales attention
     operation_configs scan_ring_attention zigzag mtp_loss_weights remat loss_chunk
     moe.router_aux_loss_coef moe.router_z_loss_coef moe.bias_update_speed moe.exchange
     moe.capacity_factor moe.exchange_chunks moe.dispatch_dtype moe.grouped_matmul moe.expert_rule

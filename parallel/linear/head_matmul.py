@@ -80,7 +80,8 @@ class HeadMatmul(NamedTuple):
 
     def _by_head(self, w: jax.Array) -> jax.Array:
         if self.side == "out":
-            return w.reshape(w.shape[0], -1, self.width)
+            width = min(self.width, w.shape[1])  # 1: one scale for all columns
+            return w.reshape(w.shape[0], -1, width)
         if w.shape[0] == 1:  # one scale for all rows
             return w.reshape(1, 1, w.shape[1])
         return w.reshape(-1, self.width, w.shape[1])

@@ -1,14 +1,15 @@
 """Matmuls of int8 or float8 values: operands are quantized before they are multiplied or sent.
 
-Every row of activations and every column of a kernel has a scale of its own, so that its largest
-entry becomes the largest value of the type. Parameters, sums and what a remat policy saves keep
-their types. Libraries such as qwix replace the matmuls of a model and derive their gradients; here
-matmuls are parts of rings that have derivative rules of their own, so only products are needed.
+Every row of activations and every column of a kernel has a scale of its own, or every array one
+scale, so that the largest entry becomes the largest value of the type. Parameters, sums and what a
+remat policy saves keep their types. Libraries such as qwix replace the matmuls of a model and
+derive their gradients; here matmuls are parts of rings that have derivative rules of their own, so
+only products are needed.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -21,6 +22,8 @@ RESULT_NAME = "quantized_product"
 Product = Literal["forward", "dgrad", "wgrad"]
 """y = x W, dx = dy W^T, and dW = x^T dy."""
 MatmulDtype = Literal["int8", "fp8_e4m3"]
+Scales = Literal["channel", "tensor"]
+"""A scale per row of activations and per column of a kernel, or one per array of a device."""
 
 # (type, largest value, type in which products are summed)
 _TYPES: dict[MatmulDtype, tuple[Any, float, Any]] = {
@@ -60,25 +63,26 @@ Operand = jax.Array | Quantized
 
 @dataclass(frozen=True)
 class QuantizedMatmul:
-    """Quantization of a matmul, passed as its precision: a type, and the products that it is for.
-
-    Other products have the type of their operands.
-    """
+    """Quantization of a matmul, passed as its precision."""
 
     dtype: MatmulDtype
     products: tuple[Product, ...]
+    """Products that it is for; others have the type of their operands."""
+    scales: Scales = "channel"
 
     def quantize(
         self, x: jax.Array, over: Sequence[int], axes: str | tuple[str, ...] = ()
     ) -> Quantized:
         """Return an array with one scale for all entries along the dims `over`.
 
-        Source: symmetric quantization by the largest entry, as in arXiv 2105.03536.
+        With one scale per array, `over` is all dims. Source: symmetric quantization by the largest
+        entry, as in arXiv 2105.03536.
 
         axes: Mesh axes whose devices share the scales. Communication: an all-reduce of these.
         """
         dtype, largest, _ = _TYPES[self.dtype]
         wide = x.astype(jnp.float32)
+        over = range(x.ndim) if self.scales == "tensor" else over
         absmax = jnp.max(jnp.abs(wide), axis=tuple(over), keepdims=True)
         absmax = lax.pmax(absmax, axes) if axes else absmax
         # A scale below the normal numbers could become 0. NaN and infinities stay in the scale.
@@ -153,7 +157,11 @@ def _fold(
 
 
 def rows_for(x: jax.Array, precision: Any, product: Product) -> Operand:
-    """Return rows as they travel before this product: quantized, if the product is."""
-    if isinstance(precision, QuantizedMatmul) and product in precision.products:
-        return precision.quantize(x, (x.ndim - 1,))
-    return x
+    """Return rows as they travel before this product: quantized, if the product is.
+
+    Every row has a scale, equal ones if it is one per array: rings cut values and scales alike.
+    """
+    if not isinstance(precision, QuantizedMatmul) or product not in precision.products:
+        return x
+    rows = precision.quantize(x, (x.ndim - 1,))
+    return replace(rows, scale=jnp.broadcast_to(rows.scale, (*x.shape[:-1], 1)))

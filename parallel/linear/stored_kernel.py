@@ -109,8 +109,9 @@ def _gather(ring: Ring, dim: int, precision: Any, w_shard: jax.Array) -> Operand
     """Return the kernel, quantized before it travels if both of its products are."""
     if not isinstance(precision, QuantizedMatmul) or not _BOTH.issubset(precision.products):
         return ring.all_gather(w_shard, dim)
-    w = precision.quantize(w_shard, (0,), ring.axis_name if dim == 0 else ())
-    scale = w.scale if dim == 0 else ring.all_gather(w.scale, dim)
+    is_shared = dim == 0 or precision.scales == "tensor"
+    w = precision.quantize(w_shard, (0,), ring.axis_name if is_shared else ())
+    scale = w.scale if is_shared else ring.all_gather(w.scale, dim)
     return Quantized(ring.all_gather(w.values, dim), scale)
 
 

@@ -422,7 +422,7 @@ def test_the_reference_imports_none_of_our_packages() -> None:
 WITHOUT_EFFECT = {
     ModelConfig: {"dtype", "param_dtype", "initializer_range", "attention", "operation_configs"}
     | {"scan_ring_attention", "zigzag", "remat", "attention_dropout", "mup_base_width"}
-    | {"matmul_dtype", "matmul_products", "mtp_loss_weights"},
+    | {"matmul_dtype", "matmul_products", "matmul_scales", "mtp_loss_weights"},
     MoEConfig: {"exchange", "exchange_chunks", "dispatch_dtype", "grouped_matmul", "expert_rule"},
     MLAConfig: set(),
     RopeScaling: set(),

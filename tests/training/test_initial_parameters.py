@@ -328,6 +328,7 @@ OTHER_VALUES = {
     "mup_base_width": 16,
     "matmul_dtype": "int8",
     "matmul_products": ("forward",),
+    "matmul_scales": "tensor",
     "dtype": "float32",
     "param_dtype": "bfloat16",
     "attention": "vanilla",

@@ -81,11 +81,14 @@ def test_gradients_over_rings_equal_those_of_one_device(fields, mesh, overlap, r
     assert_same_gradients(leaves(grads), want)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [("int8", 0.08), ("fp8_e4m3", 0.3)])
+@pytest.mark.parametrize(
+    ("dtype", "scales", "most"),
+    [("int8", "channel", 0.08), ("int8", "tensor", 0.12), ("fp8_e4m3", "channel", 0.3)],
+)
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, GRID, MESHES["tp8"], MESHES["fsdp8"]], ids=str)
 @pytest.mark.costly
-def test_quantized_matmuls_change_the_gradients_by_their_rounding(fields, mesh, dtype, most):
-    program = program_on(mesh, f"model.matmul_dtype={dtype}")
+def test_quantized_matmuls_change_the_gradients_by_their_rounding(fields, mesh, dtype, scales, most):
+    program = program_on(mesh, f"model.matmul_dtype={dtype}", f"model.matmul_scales={scales}")
     with jax.set_mesh(program.tp.mesh):
         means, _, grads = jax.jit(program.gradients)(fresh_on(mesh).params, placed(program, fields))
     want_loss, want = gradients(fields, mesh=ONE_DEVICE)

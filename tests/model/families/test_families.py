@@ -235,7 +235,7 @@ def test_a_model_is_written_as_it_was_read(architecture) -> None:
 
 TRAINED_AS = [
     {"dtype": "float32", "param_dtype": "bfloat16", "remat": "full", "initializer_range": 0.01},
-    {"matmul_dtype": "int8", "matmul_products": ("forward", "dgrad", "wgrad")},
+    {"matmul_dtype": "int8", "matmul_products": ("wgrad",), "matmul_scales": "tensor"},
     {"mup_base_width": 16, "attention_dropout": 0.1, "loss_chunk": 128},
 ]
 

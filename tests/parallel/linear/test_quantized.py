@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from test_collective_matmul import both, island_of
 from model.remat import REMAT_POLICIES
 from parallel.linear.head_matmul import PLAIN, HeadMatmul
 from parallel.linear.local_matmul import kernel_gradient, matmul, matmul_transposed, plain_matmul
-from parallel.linear.quantized import Quantized, QuantizedMatmul
+from parallel.linear.quantized import Quantized, QuantizedMatmul, Scales
 from parallel.linear.ring import Ring
 from parallel.linear.stored_kernel import stored_matmul
 
@@ -24,7 +25,7 @@ ALL = ("forward", "dgrad", "wgrad")
 TYPES = ("int8", "fp8_e4m3")
 
 
-def rounded(x: np.ndarray, dtype: str, axis: int | tuple[int, ...]) -> np.ndarray:
+def rounded(x: np.ndarray, dtype: str, axis: int | tuple[int, ...] | None) -> np.ndarray:
     """Round to the values that a dtype has, times a scale for all entries along `axis`."""
     largest = {"int8": 127, "fp8_e4m3": 448}[dtype]
     most = np.max(np.abs(x), axis=axis, keepdims=True).astype(np.float32)
@@ -48,14 +49,17 @@ def close(got, want, scale=None) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("scales", get_args(Scales))
 @pytest.mark.parametrize("dtype", TYPES)
-def test_products_equal_numpy_and_others_are_exact(dtype):
+def test_products_equal_numpy_and_others_are_exact(dtype, scales):
     x, w, dy = random(3, 4, 16), random(16, 8, seed=1), random(3, 4, 8, seed=2)
-    quantized = QuantizedMatmul(dtype, ALL)
-    rows = (0, 1)
+    quantized = QuantizedMatmul(dtype, ALL, scales)
+    first, second, last, rows = (
+        axes if scales == "channel" else None for axes in (0, 1, -1, (0, 1))
+    )
     wanted = {
-        "forward": rounded(x, dtype, -1) @ rounded(w, dtype, 0),
-        "dgrad": rounded(dy, dtype, -1) @ rounded(w, dtype, 1).T,
+        "forward": rounded(x, dtype, last) @ rounded(w, dtype, first),
+        "dgrad": rounded(dy, dtype, last) @ rounded(w, dtype, second).T,
         "wgrad": np.einsum("blD,blF->DF", rounded(x, dtype, rows), rounded(dy, dtype, rows)),
     }
     exact = {
@@ -70,7 +74,7 @@ def test_products_equal_numpy_and_others_are_exact(dtype):
     }
     for product, function in functions.items():
         close(jax.jit(function, static_argnums=0)(quantized), wanted[product])
-        others = QuantizedMatmul(dtype, tuple(name for name in ALL if name != product))
+        others = QuantizedMatmul(dtype, tuple(name for name in ALL if name != product), scales)
         np.testing.assert_allclose(function(others), exact[product], rtol=1e-4, atol=1e-3)
         assert np.abs(wanted[product] - exact[product]).max() > 1e-3
 
@@ -143,11 +147,19 @@ def shards(x: np.ndarray, axis: int) -> list[np.ndarray]:
     return np.split(x, N, axis)
 
 
-def gathered(x, w1, w2, dy1, dy2, dtype):
+def rounded_in_blocks(x, dtype, scales, axis, cut):
+    """Round to a scale per row or column, or to one scale per block of a device along `cut`."""
+    axis = axis if scales == "channel" else None
+    return np.concatenate([rounded(block, dtype, axis) for block in shards(x, cut)], cut)
+
+
+def gathered(x, w1, w2, dy1, dy2, dtype, scales):
     """Values and gradients of `gather_matmul`: rows are rounded once, columns where they lie."""
-    ys = [rounded(x, dtype, -1) @ rounded(w, dtype, 0) for w in (w1, w2)]
+    x = rounded_in_blocks(x, dtype, scales, -1, 1)
+    ys = [x @ rounded_in_blocks(w, dtype, scales, 0, 1) for w in (w1, w2)]
     dx = sum(
-        rounded(np.concatenate(dys, -1), dtype, -1) @ rounded(np.concatenate(ws, 1), dtype, 1).T
+        rounded_in_blocks(np.concatenate(dys, -1), dtype, scales, -1, 1)
+        @ rounded(np.concatenate(ws, 1), dtype, 1 if scales == "channel" else None).T
         for *dys, ws in zip(
             shards(dy1, -1),
             shards(dy2, -1),
@@ -155,35 +167,42 @@ def gathered(x, w1, w2, dy1, dy2, dtype):
             strict=True,
         )
     )
-    dws = [np.einsum("blD,blF->DF", rounded(x, dtype, -1), dy) for dy in (dy1, dy2)]
+    dws = [np.einsum("blD,blF->DF", x, dy) for dy in (dy1, dy2)]
     return ys, [dx, *dws]
 
 
-def scattered(x, w, dy, dtype):
+def scattered(x, w, dy, dtype, scales):
     """Values and gradients of `matmul_scatter`: every device rounds its own features."""
     parts = list(zip(shards(x, -1), shards(w, 0), strict=True))
-    y = sum(rounded(x, dtype, -1) @ rounded(w, dtype, 0) for x, w in parts)
-    dx = [rounded(dy, dtype, -1) @ rounded(w, dtype, 1).T for _, w in parts]
-    dw = [np.einsum("blF,blD->FD", x, rounded(dy, dtype, -1)) for x, _ in parts]
+    dy = rounded_in_blocks(dy, dtype, scales, -1, 1)
+    first, second = (0, 1) if scales == "channel" else (None, None)
+    y = sum(rounded_in_blocks(x, dtype, scales, -1, 1) @ rounded(w, dtype, first) for x, w in parts)
+    dx = [dy @ rounded(w, dtype, second).T for _, w in parts]
+    dw = [np.einsum("blF,blD->FD", x, dy) for x, _ in parts]
     return y, [np.concatenate(dx, -1), np.concatenate(dw, 0)]
 
 
-@pytest.mark.parametrize("overlap", ["ring", "bidirectional", "split", "hypercube"])
+# A scale per array depends on the pieces of a ring: the plain ring sends whole blocks.
+RINGS = [(overlap, "channel") for overlap in ("ring", "bidirectional", "split", "hypercube")]
+RINGS += [("ring", "tensor")]
+
+
+@pytest.mark.parametrize(("overlap", "scales"), RINGS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.costly
-def test_rings_equal_numpy(dtype, overlap):
-    precision, mesh = QuantizedMatmul(dtype, ("forward", "dgrad")), ring(N)
+def test_rings_equal_numpy(dtype, overlap, scales):
+    precision, mesh = QuantizedMatmul(dtype, ("forward", "dgrad"), scales), ring(N)
     x, w1, w2 = random(B, L, D), random(D, F, seed=1), random(D, F, seed=2)
     dys = [random(B, L, F, seed=seed) for seed in (3, 4)]
     specs, island = island_of("gather_rows", mesh, overlap, precision=precision)
     ys, grads = both(mesh, specs, island, [x, w1, w2], tuple(dys))
-    wanted = gathered(x, w1, w2, *dys, dtype)
+    wanted = gathered(x, w1, w2, *dys, dtype, scales)
     for got, want in zip((*ys, *grads), (*wanted[0], *wanted[1]), strict=True):
         close(got, want)
     h, w, dy = random(B, L, F, seed=5), random(F, D, seed=6), random(B, L, D, seed=7)
     specs, island = island_of("scatter_rows", mesh, overlap, precision=precision)
     y, grads = both(mesh, specs, island, [h, w], dy)
-    wanted = scattered(h, w, dy, dtype)
+    wanted = scattered(h, w, dy, dtype, scales)
     for got, want in zip((y, *grads), (wanted[0], *wanted[1]), strict=True):
         close(got, want)
 
@@ -207,19 +226,29 @@ def test_a_chain_equals_its_two_linears_one_after_the_other(overlap):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("overlap", ["ring", "split"])
+@pytest.mark.parametrize(("overlap", "scales"), RINGS[::2])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_stored_kernels_are_rounded_once_for_both_products(dtype, overlap, dim):
-    mesh, precision = ring(N), QuantizedMatmul(dtype, ("forward", "dgrad"))
+def test_stored_kernels_are_rounded_once_for_both_products(dtype, overlap, scales, dim):
+    mesh, precision = ring(N), QuantizedMatmul(dtype, ("forward", "dgrad"), scales)
     x, w, dy = random(B * N, L, D), random(D, F, seed=1), random(B * N, L, F, seed=2)
     kernel = P("ring", None) if dim == 0 else P(None, "ring")
     specs = (P("ring"), kernel)
     body = partial(stored_matmul, ring=Ring(("ring",), overlap), dim=dim, precision=precision)
     island = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("ring"))
     y, (dx, dw) = both(mesh, specs, island, [x, w], dy)
-    close(y, rounded(x, dtype, -1) @ rounded(w, dtype, 0))
-    scale = np.float64(precision.quantize(w, (0,)).scale)
-    close(dx, rounded(dy * scale, dtype, -1) @ (rounded(w, dtype, 0) / scale).T)
+    first = 0 if scales == "channel" else None
+    kernel, scale = rounded(w, dtype, first), np.float64(precision.quantize(w, (0,)).scale)
+
+    def rows(x):  # of every device
+        last = -1 if scales == "channel" else None
+        return np.concatenate([rounded(block, dtype, last) for block in np.split(x, N)])
+
+    close(y, rows(x) @ kernel)
+    if scales == "channel":  # multiplied into dy, because dx is a sum over columns
+        dy_rows, kernel = rows(dy * scale), kernel / scale
+    else:
+        dy_rows = rows(dy)
+    close(dx, dy_rows @ kernel.T)
     close(dw, np.einsum("blD,blF->DF", np.float64(x), dy))
 
 
@@ -256,9 +285,10 @@ def test_a_quantized_array_is_a_pytree_of_its_values_and_scales():
 
 @pytest.mark.parametrize("side", ["out", "in"])
 @pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("scales", get_args(Scales))
 @pytest.mark.costly
-def test_products_by_head_equal_plain_ones(side, is_stored):
-    precision, heads = QuantizedMatmul("int8", ALL), HeadMatmul(4, side)
+def test_products_by_head_equal_plain_ones(side, is_stored, scales):
+    precision, heads = QuantizedMatmul("int8", ALL, scales), HeadMatmul(4, side)
     x, w, dy = random(B, L, D), random(D, F, seed=1), random(B, L, F, seed=2)
     kernel = precision.quantize(w, (0,)) if is_stored else w
     arguments = {"forward": (x, kernel), "dgrad": (dy, kernel), "wgrad": (x, dy)}
