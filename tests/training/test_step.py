@@ -87,7 +87,7 @@ def test_gradients_over_rings_equal_those_of_one_device(fields, mesh, overlap, r
 )
 @pytest.mark.parametrize("mesh", [ONE_DEVICE, GRID, MESHES["tp8"], MESHES["fsdp8"]], ids=str)
 @pytest.mark.costly
-def test_quantized_matmuls_change_the_gradients_by_their_rounding(fields, mesh, dtype, scales, most):
+def test_quantized_matmuls_change_gradients_by_their_rounding(fields, mesh, dtype, scales, most):
     program = program_on(mesh, f"model.matmul_dtype={dtype}", f"model.matmul_scales={scales}")
     with jax.set_mesh(program.tp.mesh):
         means, _, grads = jax.jit(program.gradients)(fresh_on(mesh).params, placed(program, fields))
