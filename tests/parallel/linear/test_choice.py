@@ -6,6 +6,7 @@ from parallel.linear.choice import RingShape, choose_fsdp_overlap, choose_overla
 from parallel.sharding.devices import CHIPS, Chip
 
 V5P, V5E = CHIPS["TPU v5"], CHIPS["TPU v5 lite"]
+V6E = CHIPS["TPU v6 lite"]
 
 
 def block(rows: int, width: int, gather: int = 0, scatter: int = 0, **more) -> RingShape:
@@ -78,7 +79,9 @@ def test_two_devices_use_both_directions() -> None:
     [
         (512, V5P, "bidirectional", "travel under matmuls"),
         (256, V5E, "bidirectional", "travel under matmuls"),
-        (128, V5P, "none", "bound by memory below 166"),
+        (128, V5P, "none", "bound by memory below 146"),
+        (512, V6E, "bidirectional", "travel under matmuls"),
+        (256, V6E, "none", "bound by memory below 493"),
         (512, CHIPS["NVIDIA H200"], "none", "link bandwidth unknown"),
         (512, None, "none", "link bandwidth unknown"),
     ],
