@@ -21,7 +21,8 @@ RUN case "$ACCELERATOR" in \
         *) echo "ACCELERATOR=$ACCELERATOR is none of tpu, cuda, cpu" >&2; exit 2 ;; \
     esac \
     && pip install --no-cache-dir --constraint constraints/python3.12.txt --editable ".${extras:+[$extras]}"
-COPY . .
+# A clone may be readable for its owner alone.
+COPY --chown=torus . .
 
 # Logs of a pod appear line by line.
 ENV PYTHONUNBUFFERED=1

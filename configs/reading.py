@@ -89,36 +89,40 @@ def import_plugins(tree: dict[str, Any]) -> None:
     for name in names:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"plugins: cannot import {name!r} ({error}); put the folder of the module on "
-                "PYTHONPATH"
-            ) from error
         except Exception as error:  # a plugin may raise anything while it is imported
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{name}.".startswith(f"{missing}."):
+                raise ConfigError(
+                    f"plugins: cannot import {name!r} ({error}); put the folder of the module on "
+                    "PYTHONPATH"
+                ) from error
             raise ConfigError(
                 f"plugins: importing {name!r} failed with {type(error).__name__}: {error}"
             ) from error
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set `section.key=value` in a tree; the last override of a key wins. Raises: ConfigError."""
+    """Set `section.key=value` in a tree; the last override of a key wins.
+
+    A name of a section that the tree has may contain dots. Raises: ConfigError.
+    """
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path:
             wanted = f"{path}=VALUE" if "." in path else "section.key=value"
             raise ConfigError(f"override {override!r}: write {wanted}")
-        *sections, key = path.split(".")
-        node = tree
-        for depth, name in enumerate(sections):
+        node, parts = tree, path.split(".")
+        while len(parts) > 1:
+            longest_first = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+            name = next((name for name in longest_first if name in node), parts[0])
+            parts = parts[name.count(".") + 1 :]
             if node.get(name) is None:
                 node[name] = {}
             node = node[name]
             if not isinstance(node, dict):
-                raise ConfigError(
-                    f"override {override!r}: {'.'.join(sections[: depth + 1])} is a value, "
-                    "not a section"
-                )
-        node[key] = _value(text, f"override {override!r}")
+                section = path.removesuffix("." + ".".join(parts))
+                raise ConfigError(f"override {override!r}: {section} is a value, not a section")
+        node[parts[0]] = _value(text, f"override {override!r}")
 
 
 def _value(text: str, what: str) -> Any:
@@ -151,6 +155,7 @@ def validate(tree: dict[str, Any], model: type[Section], prefix: str = "") -> Se
                 rule = f"{path}: {rule[0].lower()}{rule[1:]}"
             elif not is_section:  # the rule of a section names its own keys
                 hint = _default_hint(keys, model) if rule.startswith("Input should be") else ""
+                hint += _spelling_hint(path, item["type"], item["input"])
                 rule = f"{path}={_shown(item['input'])}: {rule[0].lower()}{rule[1:]}{hint}"
             messages.setdefault(path, rule)
         raise ConfigError("; ".join(messages.values())) from error
@@ -173,20 +178,23 @@ def _parse(text: str, where: str) -> Any:
         reason = str(error)
         if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
             mark = error.problem_mark
-            reason = f"line {mark.line + 1}, column {mark.column + 1}: {_yaml_problem(error)}"
+            reason = f"line {mark.line + 1}, column {mark.column + 1}: "
+            reason += _yaml_problem(error, is_file=where.startswith("--config"))
         reason = re.sub(r"\s+", " ", reason).strip()
         raise ConfigError(f"{where} is not YAML: {reason}") from error
 
 
-def _yaml_problem(error: MarkedYAMLError) -> str:
+def _yaml_problem(error: MarkedYAMLError, is_file: bool) -> str:
     """Return what is wrong with a YAML text, with a hint for the most frequent mistakes."""
     problem = str(error.problem)
     if isinstance(error, DuplicateKeyError):
         return re.sub(
             r'found duplicate key (".+?") with value.*', r"the key \1 is given twice", problem
         )
-    if "document start" in problem:
+    if "document start" in problem and is_file:
         return "this text is no mapping; give a file of sections such as 'mesh: {tp: 8}'"
+    if "document start" in problem:
+        return "text follows the value; write a text with such characters as KEY='\"TEXT\"'"
     if "'\\t'" in problem:
         return f"{problem}; indent with spaces"
     if ("stream end" in problem or "end of stream" in problem) and error.context_mark is not None:
@@ -291,6 +299,17 @@ def _default_hint(keys: Sequence[str], model: type[BaseModel]) -> str:
         return ", or null (the default)" if info.default is None else ", or null"
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     return "" if default is None else f" (default {as_yaml(default)})"
+
+
+def _spelling_hint(path: str, rule: str, value: Any) -> str:
+    """Return how to spell a value that YAML reads as something else, or an empty text."""
+    if rule == "string_type" and value is not None and not isinstance(value, bool):
+        return f"; write a text that looks like another value as {path}='\"TEXT\"'"
+    if isinstance(value, dict) and any(
+        isinstance(key, str) and ":" in key and number is None for key, number in value.items()
+    ):
+        return "; write a space after each colon"
+    return ""
 
 
 def _keys_of(loc: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], bool]:

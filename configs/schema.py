@@ -334,7 +334,7 @@ def _check_registered(config: Config) -> None:
     """Check the names that refer to registered implementations."""
     model, optimizer = config.model, config.optimizer
     if model.attention != AUTO:
-        _require("model.attention", lambda: backends_of(model.attention))
+        _require("model.attention", lambda: backends_of(model.attention), AUTO)
     for name in model.operation_configs.root:
         if name not in blockwise_names():
             raise ConfigError(
@@ -342,9 +342,10 @@ def _check_registered(config: Config) -> None:
                 f"one of {', '.join(blockwise_names())}"
             )
     if model.moe.grouped_matmul != "auto":
-        _require("model.moe.grouped_matmul", lambda: GROUPED_MATMULS[model.moe.grouped_matmul])
+        given = model.moe.grouped_matmul
+        _require("model.moe.grouped_matmul", lambda: GROUPED_MATMULS[given], "auto")
     if model.remat != AUTO_REMAT:
-        _require("model.remat", lambda: REMAT_POLICIES[model.remat])
+        _require("model.remat", lambda: REMAT_POLICIES[model.remat], AUTO_REMAT)
     _require("optimizer.name", lambda: OPTIMIZERS[optimizer.name])
     _require("optimizer", lambda: check_optimizer(optimizer))
     if model.mup_base_width is not None and not OPTIMIZERS[optimizer.name].width_powers:
@@ -358,12 +359,15 @@ def _check_registered(config: Config) -> None:
         _require("training.writers", partial(WRITERS.__getitem__, name))
 
 
-def _require(key: str, look_up: Callable[[], object]) -> None:
-    """Raise a ConfigError that names the key if a name is not registered."""
+def _require(key: str, look_up: Callable[[], object], other: str | None = None) -> None:
+    """Raise a ConfigError that names the key if a name is not registered.
+
+    other: A name that is allowed beside those that the error lists.
+    """
     try:
         look_up()
     except ValueError as error:
-        text = str(error)
+        text = str(error) if other is None else f"{error}, or {other}"
         raise ConfigError(text if text.startswith(key) else f"{key}: {text}") from error
 
 

@@ -30,6 +30,7 @@ from typing import IO
 from _clone import ROOT
 
 from configs.command_line import CommandLine, one_line_errors
+from configs.reading import ConfigError, read_tree
 from exit_codes import (
     EXIT_BAD_INPUT,
     EXIT_DEVICE_FAULT,
@@ -301,6 +302,19 @@ def launch(
         log(f"restart {restart} of {restarts}")
 
 
+def _starts_over(arguments: Sequence[str]) -> bool:
+    """Return whether the configuration of train.py sets checkpoint.resume=never."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    known, others = parser.parse_known_args(arguments)
+    overrides = [word for word in others if "=" in word and not word.startswith("-")]
+    try:
+        checkpoint = read_tree(known.config or os.devnull, overrides).get("checkpoint")
+    except ConfigError:  # which train.py reports
+        return False
+    return isinstance(checkpoint, dict) and checkpoint.get("resume") == "never"
+
+
 @one_line_errors(OSError)
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and launch; bad input is one line on stderr and exit code 2."""
@@ -338,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         example = "-- --config configs/tp8.yaml"
         what = f"{args.misplaced[0]} is no option" if args.misplaced else "nothing for train.py"
         raise ValueError(f"{what}; put the arguments of train.py after --, as in {example}")
-    if args.restarts and any("resume=never" in argument for argument in arguments):
+    if args.restarts and _starts_over(arguments):
         raise ValueError(
             "checkpoint.resume=never with --restarts would start over each time; leave one of "
             "them out"

@@ -139,6 +139,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error('--plot needs matplotlib: pip install -e ".[plan]"')
     if options.plot is not None and options.plot.suffix != ".png":
         parser.error(f"--plot {options.plot}: the picture is a PNG; write a name ending in .png")
+    names = ("fail_if", "json", "tokens", "search", "trace", "scale")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if options.check_mesh and given:
+        parser.error(f"--check-mesh compiles nothing; leave out {', '.join(given)}")
     for path in (options.trace, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"{path}: the folder does not exist; create it first")
@@ -186,6 +190,9 @@ def _plan(options: argparse.Namespace, config: Config) -> int:
         if options.scale is not None:
             result["scale"] = _scale(options, plan, show)
     else:
+        for name in ("trace", "scale"):
+            if getattr(options, name) is not None:
+                print(f"no --{name}: the step does not fit", file=sys.stderr)
         if plan.memory is not None:
             show("", *report.memory_table(plan.memory))
         if not options.no_advice:

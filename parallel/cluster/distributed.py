@@ -43,10 +43,12 @@ def is_cluster(environment: Mapping[str, str]) -> bool:
     """Whether the environment variables describe a run with several processes.
 
     They do in a SLURM step with several tasks, and on GKE with several TPU workers or slices. On a
-    Cloud TPU VM they do not.
+    Cloud TPU VM they do not, nor in an interactive shell of `salloc`, a step of one task in which
+    SLURM_NTASKS is that of the job.
     """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or 1
     return (
-        (int(environment.get("SLURM_NTASKS", 1)) > 1 and "SLURM_STEP_NODELIST" in environment)
+        (int(tasks) > 1 and "SLURM_STEP_NODELIST" in environment)
         or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
         or int(environment.get("MEGASCALE_NUM_SLICES", 1)) > 1
     )

@@ -42,12 +42,31 @@ check_restarts() {
   [[ $1 =~ ^[0-9]+$ ]] || die "--restarts=$1 is not a number; give 0 or more"
 }
 
+# Print the configuration files among arguments, one per line.
+config_files() {
+  local word previous=""
+  for word in "$@"; do
+    if [[ $previous == --config ]]; then
+      printf '%s\n' "$word"
+    elif [[ $word == --config=* ]]; then
+      printf '%s\n' "${word#*=}"
+    fi
+    previous=$word
+  done
+}
+
 # Check that a restart would continue the run: checkpoint.resume=never moves it aside each time.
 # check_resume RESTARTS arguments of train.py
 check_resume() {
-  local restarts=$1
+  local restarts=$1 word file resume="" never=$'(^|\n)[^#\n]*resume: *["\']?never'
   shift
-  ((restarts == 0)) || [[ " $*" != *resume=never* ]] ||
+  while read -r file; do
+    [[ ! -r $file || ! $(< "$file") =~ $never ]] || resume=never
+  done < <(config_files "$@")
+  for word in "$@"; do
+    [[ $word != checkpoint.resume=* ]] || resume=${word#*=}
+  done
+  ((restarts == 0)) || [[ $resume != *never* ]] ||
     die "checkpoint.resume=never with restarts would start over each time; give --restarts 0, or leave it out"
 }
 

@@ -108,14 +108,24 @@ apply() {
   fi
 }
 
+# Check that relative paths of configurations are in the image, which has the folder configs/ alone.
+check_in_image() {
+  local file
+  while read -r file; do
+    [[ $file == /* || $file == configs/* ]] ||
+      die "$file is not in the image; move it to configs/ and build again, or give its path on the volume"
+  done < <(config_files "$@")
+}
+
 connect() {
   run gcloud container clusters get-credentials "$cluster" "${place[@]}"
 }
 
 up() {
-  local filled copies="" code=0
+  local filled copies="" code=0 ended="" state
   ((slices == 1)) || copies="*$slices"
   check_config "${train[@]}"
+  check_in_image "${train[@]}"
   check_resume "$restarts" "${train[@]}"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of train.py has a line break; remove it"
   if [[ $xpk ]]; then
@@ -136,6 +146,11 @@ up() {
   filled=$(manifest)
   ask_planner "$accelerator:$topology$copies" python3 -- "${train[@]}"
   connect
+  # One that has ended would stay as it is.
+  state=(kubectl get "jobset/$name" --namespace="$namespace" --ignore-not-found
+    --output='jsonpath={.status.terminalState}')
+  if [[ $dry ]]; then show "${state[@]}"; else ended=$("${state[@]}"); fi
+  [[ ! $ended ]] || run kubectl delete "jobset/$name" --namespace="$namespace"
   # A second `up` replaces the secret: the pods that run keep theirs, the next attempt takes it.
   apply "$filled"
 }
@@ -144,6 +159,7 @@ prepare() {
   local job=job/$name-data made=job/$name-data end=Complete template=gke_prepare.yaml text tries=0
   need name image cluster location pvc
   ((${#train[@]})) || die "give the arguments of scripts/prepare_data.py after --"
+  check_in_image "${train[@]}"
   [[ ${train[*]} != *$'\n'* ]] || die "an argument of prepare_data.py has a line break; remove it"
   if ((nodes > 1)); then
     job=job/$name-data-head-0 made=jobset/$name-data end=Completed template=gke_prepare_nodes.yaml

@@ -108,6 +108,14 @@ ready() {
             "$name" "$state" >&2
           exit 1
         fi
+        if [[ $state == FAILED && ! $dry ]]; then
+          if ((++failures > restarts)); then
+            printf 'error: %s is FAILED %s times; gcloud compute tpus queued-resources describe %s says why\n' \
+              "$name" "$failures" "$name" >&2
+            exit 1
+          fi
+          sleep 30
+        fi
         queued delete "$name" --force
         state=NONE
         ;;
@@ -125,15 +133,13 @@ say() {
 
 # The hosts get the files of the last commit, and the planner reads those of the working tree.
 check_committed() {
-  local word previous=""
-  for word in "$@"; do
-    [[ $word != --config=* ]] || previous=--config word=${word#*=}
-    if [[ $previous == --config && $word != /* ]] &&
-      ! { git cat-file -e "HEAD:$word" 2>/dev/null && git diff --quiet HEAD -- "$word"; }; then
-      die "$word is not committed as it is, and the hosts get committed files; commit it"
+  local file
+  while read -r file; do
+    if [[ $file != /* ]] &&
+      ! { git cat-file -e "HEAD:$file" 2>/dev/null && git diff --quiet HEAD -- "$file"; }; then
+      die "$file is not committed as it is, and the hosts get committed files; commit it"
     fi
-    previous=$word
-  done
+  done < <(config_files "$@")
 }
 
 up() {
@@ -167,7 +173,7 @@ up() {
 
 check_bash
 action="" name="" zone="" project="" accelerator="" runtime="" setup=":" extras=tpu,data,gcs spot="" dry=""
-no_plan="" slices=1 restarts=0 state=NONE shown=2 train=()
+no_plan="" slices=1 restarts=0 failures=0 state=NONE shown=2 train=()
 archive=.cache/torus.tar.gz token=.cache/torus.token
 while (($#)); do
   case $1 in

@@ -416,6 +416,16 @@ def test_a_bad_argument_is_one_line_and_2(capsys, arguments, line):
     assert capsys.readouterr().err == f"{line}\n"
 
 
+@pytest.mark.parametrize("where", ["file", "override"])
+def test_restarts_of_a_run_that_starts_over_are_refused(capsys, tmp_path, where):
+    config = tmp_path / "config.yaml"
+    config.write_text("checkpoint: {resume: never}" if where == "file" else "{}")
+    overrides = [] if where == "file" else ["checkpoint.resume=never"]
+    given = ["--processes", "1", "--devices-per-process", "1", "--restarts", "1", "--"]
+    assert launch_local.main([*given, "--config", str(config), *overrides]) == 2
+    assert "would start over each time" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "given",
     [

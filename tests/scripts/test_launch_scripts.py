@@ -150,6 +150,9 @@ BAD = [
       "--pvc", "p"], "arguments of scripts/prepare_data.py"),
     (["gke.sh", "up", "--name", "n", "--", *TRAIN, "checkpoint.resume=never"], "--restarts 0"),
     (["slurm.sbatch", *TRAIN, "checkpoint.resume=never"], "--restarts 0"),
+    (["gke.sh", "up", "--name", "n", "--", "--config", "mine.yaml"], "mine.yaml is not in the im"),
+    (["gke.sh", "prepare", "--name", "n", "--image", "i", "--cluster", "c", "--location", "l",
+      "--pvc", "p", "--", "--config=mine.yaml"], "mine.yaml is not in the image"),
     (["slurm.sbatch"], "needs --config"),
     (["slurm.sbatch", "--restarts", "x", *TRAIN], "--restarts=x"),
 ]  # fmt: skip
@@ -161,6 +164,40 @@ def test_bad_arguments_are_one_line_and_exit_code_2(checkout, command, message) 
     code, out, err = run(checkout, script(name), *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and message in err
+
+
+@pytest.mark.parametrize(
+    "text", ["checkpoint:\n  resume: never\n", "checkpoint: {resume: 'never'}"]
+)
+def test_a_file_that_starts_over_is_refused_with_restarts(checkout, text) -> None:
+    write_program(checkout / "bin" / "srun", RECORD)
+    (checkout / "never.yaml").write_text(text)
+    job = [script("slurm.sbatch"), "--config", "never.yaml"]
+    code, _, err = run(checkout, *job)
+    assert code == 2 and "give --restarts 0" in err
+    job = [script("slurm.sbatch"), "--config=never.yaml", "checkpoint.resume=auto"]
+    assert run(checkout, *job, system=True)[0] == 0
+    (checkout / "never.yaml").write_text("# resume: never\n")
+    assert run(checkout, *job[:2], system=True)[0] == 0
+
+
+def test_a_dry_run_of_a_job_takes_the_sizes_of_its_file(checkout) -> None:
+    job = checkout / script("slurm.sbatch")
+    job.write_text(job.read_text().replace("#SBATCH --nodes=2", "#SBATCH --nodes=3"))
+    _, out, _ = run(checkout, script("slurm.sbatch"), "--dry-run", *TRAIN)
+    assert "--topology 'h100-8*3'" in out
+
+
+def test_an_ended_job_set_is_replaced(checkout) -> None:
+    ended = "[[ $1 != get ]] || echo Failed\n"
+    write_program(checkout / "bin" / "kubectl", RECORD + ended)
+    for name in ("gcloud", "python3"):
+        write_program(checkout / "bin" / name, "exit 1" if name == "python3" else "exit 0")
+    options = "--name n --image i --cluster c --location l --accelerator a --topology 2x2x2 --pvc p"
+    up = [script("gke.sh"), "up", *options.split(), "--", *TRAIN]
+    assert run(checkout, *up, system=True)[0] == 0
+    called = (checkout / "record").read_bytes().split(b"\1")
+    assert [call.split(b"\0")[1] for call in called[:-1]] == [b"get", b"delete", b"apply"]
 
 
 def test_a_batch_job_is_refused_outside_the_repository(checkout) -> None:
@@ -206,7 +243,8 @@ if [[ $4 == list && -s deaf ]]; then sed -i 1d deaf; echo 'ERROR: 503' >&2; exit
 case "$3 $4" in
   "tpu-vm list") cat nodes ;;
   *list) [[ ! -e queue ]] || cat queue ;;
-  *create) echo ACTIVE > queue; echo READY > nodes ;;
+  *create) if [[ -e no_quota ]]; then echo FAILED > queue; else echo ACTIVE > queue; fi
+    echo READY > nodes ;;
   *delete) rm -rf queue host ;;
   *scp)
     mkdir -p host/.local/bin host/venv/bin
@@ -326,6 +364,13 @@ def test_without_restarts_no_slice_is_deleted(pod) -> None:
 def test_the_number_of_restarts_is_limited(pod) -> None:
     assert go(pod, "1", "76", "1", "0", restarts=2)[0] == 1
     assert (pod / "started").read_text().count("\n") == 3
+
+
+def test_slices_that_cannot_be_created_are_tried_as_often_as_restarts(pod) -> None:
+    (pod / "no_quota").touch()
+    code, _, err = go(pod, "0", restarts=2)
+    assert code == 1 and "torus is FAILED 3 times; gcloud" in err
+    assert calls(pod) == "create delete create delete create"
 
 
 def test_bad_input_does_not_restart(pod) -> None:

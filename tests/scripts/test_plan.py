@@ -87,6 +87,15 @@ def test_a_mesh_of_another_size_is_refused_with_the_axis_to_change(
     check_mesh(llama(*changed), read_topology(topology))
 
 
+@pytest.mark.parametrize("option", [["--json"], ["--fail-if", "hbm>0.9"], ["--tokens", "1B"]])
+def test_check_mesh_refuses_what_it_would_ignore(capsys, option) -> None:
+    arguments = ["--config", str(LLAMA), "--topology", "v5p-16", "--check-mesh", *option]
+    with pytest.raises(SystemExit) as ended:
+        plan_script.main(arguments)
+    assert ended.value.code == 2
+    assert f"leave out {option[0]}" in capsys.readouterr().err
+
+
 def test_check_mesh_confirms_a_mesh_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan_script.main(["--config", str(LLAMA), "--topology", "v5p-16", "--check-mesh"]) == 0
     assert capsys.readouterr() == (

@@ -41,6 +41,8 @@ SLURM = {
         ({}, False),
         (SLURM, True),
         (SLURM | {"SLURM_NTASKS": "1"}, False),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, False),  # an interactive shell of salloc
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "8"}, True),
         ({"SLURM_NTASKS": "8"}, False),  # within an allocation, but not started by srun
         ({"TPU_WORKER_HOSTNAMES": "t-0.job,t-1.job", "TPU_WORKER_ID": "1"}, True),
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, False),
