@@ -130,7 +130,10 @@ def _describe_start(
     config: Config, program: Program, dataset: Dataset, table: Any, notice: str | None
 ) -> list[str]:
     """Return the first lines of the log. notice: about the devices."""
-    problems = describe_schedule_warnings(config.optimizer, config.training.steps)
+    problems = [
+        *describe_schedule_warnings(config.optimizer, config.training.steps),
+        *config.optimizer.warnings(config.model.param_dtype),
+    ]
     return [
         *([f"devices: {notice}"] if notice else []),
         *program.plan.describe(),

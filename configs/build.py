@@ -43,7 +43,7 @@ from parallel.sharding.specs import FEATURES, mesh_axes_of
 from safe_files import make_private
 from training.logs import log
 from training.multi_token_step import MultiTokenProgram
-from training.optimizers import gradient_point, make_optimizer
+from training.optimizers import frozen_kinds, gradient_point, make_optimizer
 from training.preference_step import PreferenceProgram
 from training.schedules import make_schedule
 from training.step import Program
@@ -80,7 +80,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
     Raises:
         ValueError: The configuration cannot run on these devices; names the key and a remedy.
     """
-    config = fill_mesh(config, len(devices))
+    config = _without_losses_of_frozen_routers(fill_mesh(config, len(devices)))
     tp = TensorParallelConfig(
         mesh=build_mesh(config.mesh, devices),
         partition_axis=residual_rules(config.parallel.residual),
@@ -113,6 +113,15 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
     )
 
 
+def _without_losses_of_frozen_routers(config: Config) -> Config:
+    """Return the configuration; with adapters, without losses that only routers can lower."""
+    if not config.lora.rank:
+        return config
+    losses = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0}
+    moe = config.model.moe.model_copy(update=losses)
+    return config.model_copy(update={"model": config.model.model_copy(update={"moe": moe})})
+
+
 def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
     """Return the jitted functions of this configuration on these devices.
 
@@ -128,6 +137,7 @@ def build_program(config: Config, devices: Sequence[jax.Device]) -> Program:
         training.guard,
         config.optimizer.ema_decay,
         gradient_point(config.optimizer),
+        frozen_kinds(config.optimizer),
     )
     if training.objective == "dpo":
         return PreferenceProgram(*parts, dpo=training.dpo)

@@ -23,6 +23,7 @@ from data.sharded_store import ShardedStore
 from data.store_job import StoreJob
 from data.tokenizers.byte_level import ByteTokenizer
 from training.batch_wait import BatchWait
+from training.checkpoint_record import read_record
 
 pytestmark = pytest.mark.usefixtures("signals")
 PIECES = 12
@@ -127,11 +128,12 @@ def test_a_run_that_waits_in_vain_saves_and_says_what_to_do(tmp_path, monkeypatc
     monkeypatch.setattr("training.batch_wait.WAIT_SECONDS", 0.2)
     config, source = write_config(tmp_path), write_texts(tmp_path / "texts", PIECES)
     store = Growing(source, tmp_path / "store", first=4)
-    assert run(config, f"data.files={store.folder}") == 1
+    assert run(config, f"data.files={store.folder}", "training.eval_every=1") == 1
     error = capsys.readouterr().err
     assert "data text had no new shard in" in error and "run the command that prepares" in error
     step = int(error.partition("no rows for step ")[2].partition(":")[0])
-    assert (tmp_path / "run" / "checkpoints" / str(step - 1)).exists()
+    saved = read_record(tmp_path / "run" / "checkpoints" / str(step - 1), step - 1)
+    assert saved["metrics"]["eval_loss"] > 0
     store.finish()
     assert run(config, f"data.files={store.folder}") == 0
 

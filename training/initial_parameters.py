@@ -138,6 +138,7 @@ class CheckpointParameters:
         for name in sorted(self.leaves.keys() | shapes.keys()):
             there = tuple(self.leaves[name][0]) if name in self.leaves else "no"
             if (here := shapes.get(name, "no")) != there:
+                here = here if name in shapes else "none"
                 return f"it has {there} {name}, but the model of this run has {here}"
         return None
 
@@ -318,8 +319,12 @@ def _remedy(different: Differences, has_adapters: bool) -> str:
     # Weights do not have to be equal, only the number of modules, and only if both have some.
     before, now = map(len, different.get(_MODULES, ((), ())))
     keys = [key for key in keys if key != _MODULES or (before != now and before and now)]
-    if keys:  # as the command line takes them
-        return "set " + ", ".join(f"model.{key}={json.dumps(different[key][0])}" for key in keys)
+    values = {f"model.{key}": different[key][0] for key in keys}
+    if values.get("model.moe.bias_update_speed"):  # a frozen bias fits too, and adapters need it
+        del values["model.moe.bias_update_speed"]
+        values["model.moe.router_bias"] = True
+    if values:  # as the command line takes them
+        return "set " + ", ".join(f"{key}={json.dumps(value)}" for key, value in values.items())
     return "set the section lora as in that run" if has_adapters else "name another"
 
 

@@ -41,6 +41,11 @@ def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[
             f"optimizer.warmup_steps={config.warmup_steps} is more than the {length} steps of the "
             f"schedule, so the rate rises over all of them; lower it, or raise {key}"
         )
+    if stable == 0 < steps - length and config.schedule not in ("inverse_sqrt", "constant"):
+        yield (
+            f"optimizer.warmup_steps={config.warmup_steps} leaves no step of the schedule for a "
+            f"decay, so the rate falls at once after step {length}; lower it, or raise {key}"
+        )
     if config.schedule in ("cosine", "linear", "inverse_sqrt", "constant") and config.decay_steps:
         yield (
             f"optimizer.decay_steps={config.decay_steps} has no effect with optimizer.schedule="
@@ -113,7 +118,8 @@ def linear(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
 def inverse_sqrt(config: OptimizerConfig, steps: int, warmup: int) -> optax.Schedule:
     """Return the peak times sqrt(warmup / step), which does not depend on the end of the run."""
     first = max(1, warmup)
-    return lambda count: config.learning_rate * jnp.sqrt(first / (first + count))
+    # Below 0 before the end of the warm-up, where `join_schedules` selects another value.
+    return lambda count: config.learning_rate * jnp.sqrt(first / (first + jnp.maximum(count, 0)))
 
 
 @register("wsd")

@@ -33,7 +33,7 @@ from training.guard import GuardConfig, fresh_guard, judge
 from training.moving_average import init_ema, update_ema
 from training.noise_scale import noise_terms, part_terms
 from training.norms import global_norm, norms_by_kind
-from training.optimizers import GradientPoint, tree_where
+from training.optimizers import GradientPoint, tree_where, without_kinds
 from training.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -50,6 +50,7 @@ class Program:
     guard: GuardConfig = field(default_factory=GuardConfig)
     ema_decay: float | None = None
     gradient_point: GradientPoint | None = None
+    frozen: frozenset[str] = frozenset()  # kinds of layers with a learning rate of 0
     loss_terms: LossTerms = CROSS_ENTROPY
     measures_noise: bool = False
 
@@ -304,6 +305,7 @@ class Program:
             # Also around the derivative: custom derivative rules are traced after the forward.
             with jax.default_matmul_precision(self.precision):
                 (_, output), grads = jax.value_and_grad(ordered, has_aux=True)(trained)
+            grads = without_kinds(grads, self.frozen)
             return output, observe(grads, part), grads
 
         return sum_over_parts(micro, trained, batch, self._platform)
@@ -325,8 +327,7 @@ class Program:
         before = self.trained(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, before, is_good=is_good)
         params = optax.apply_updates(before, updates)
-        num_updates = state.step - state.guard.skipped_steps
-        rate = self.schedule(num_updates)
+        rate = self.schedule(state.step - state.guard.skipped_steps)
         metrics: dict[str, Any] = {
             "loss": loss,
             "grad_norm": norm,
@@ -342,8 +343,7 @@ class Program:
         # The sums of the new parameters are a part of the loop that updates them.
         metrics["norms"] = norms_by_kind(grads, before, params)
         params = self.with_trained(state.params, params)
-        step, reference = state.step + 1, state.reference
-        return TrainState(step, params, opt_state, guard, ema, reference), metrics
+        return TrainState(state.step + 1, params, opt_state, guard, ema, state.reference), metrics
 
     @cached_property
     def train_step(self) -> Any:

@@ -64,6 +64,7 @@ class Trainer:
     writers: MetricsWriter
     goodput: Goodput
     clock: StepClock
+    _last_evaluation: tuple[int, float | None] = (0, None)
 
     def train(self) -> int:
         """Train to the last step, to an early stop or until a signal; return the exit code.
@@ -154,8 +155,10 @@ class Trainer:
         self.reporter.finish_step()
         self.group.set_phase(None)
         wait = BatchWait(self.group, self.dataset, runner)
+        evaluated, loss = self._last_evaluation
+        loss = loss if evaluated == step - 1 else None
         if self.group.num_processes > 1 and step - 1 > self.resume_point.step:
-            self._save(step - 1, state, None)
+            self._save(step - 1, state, loss)
         with self.goodput.spend("data_wait"):
             while not wait.is_over(step):
                 stop = self.coordinator.late_stop
@@ -165,7 +168,7 @@ class Trainer:
                 runner.read_on(step)
                 return None
         if step - 1 > self.resume_point.step:
-            self._save(step - 1, state, None)
+            self._save(step - 1, state, loss)
         self.checkpointing.finish()
         raise TrainingError(wait.failure(step))
 
@@ -206,6 +209,7 @@ class Trainer:
         evaluated = self.evaluation.run(step, state)
         self.reporter.finish_step(evaluated)
         self.early_stop.add(step, evaluated)
+        self._last_evaluation = step, evaluated.get("eval_loss")
         return evaluated.get("eval_loss")
 
     def _sample(self, step: int, state: TrainState) -> None:

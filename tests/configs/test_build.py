@@ -168,6 +168,14 @@ def test_kernels_that_no_ring_can_gather_have_a_reason(overrides, why) -> None:
     assert choice.overlap == program.tp.fsdp_overlap == "none" and why in choice.reason
 
 
+def test_adapters_are_not_trained_on_losses_that_only_routers_can_lower() -> None:
+    experts = ("model.moe.num_experts=4", "model.moe.router_z_loss_coef=0.1")
+    moe = build(MeshConfig(), *experts)[1].config.moe
+    assert moe.router_aux_loss_coef > 0 and moe.router_z_loss_coef > 0
+    moe = build(MeshConfig(), *experts, "lora.rank=2", "training.init_from=x")[1].config.moe
+    assert moe.router_aux_loss_coef == moe.router_z_loss_coef == 0
+
+
 def test_attention_across_documents_reaches_the_plan() -> None:
     for across in (True, False):
         _, program = build(MeshConfig(), f"data.attend_across_documents={str(across).lower()}")

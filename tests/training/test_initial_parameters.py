@@ -22,7 +22,7 @@ from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import checksum
 from training.fingerprint import leaf_name
-from training.initial_parameters import SHAPE_KEYS, _open_checkpoint
+from training.initial_parameters import SHAPE_KEYS, _open_checkpoint, _remedy
 
 pytestmark = pytest.mark.usefixtures("signals")
 QUIET = ("training.sample_tokens=0", "training.eval_every=100", "checkpoint.every=100")
@@ -140,7 +140,7 @@ def test_every_key_of_the_model_that_differs_is_one_line(first, tmp_path):
         ),
         (
             ("model.tie_word_embeddings=true",),
-            "(32, 264) head.kernel, but the model of this run has no; set "
+            "(32, 264) head.kernel, but the model of this run has none; set "
             "model.tie_word_embeddings=false",
         ),
         (
@@ -416,3 +416,11 @@ def test_the_keys_that_decide_shapes_are_those_that_change_them():
         if shapes_of(with_value(key, value)) != wanted[id(base_of(key))]
     ]
     assert sorted(changing) == sorted(SHAPE_KEYS)
+
+
+@pytest.mark.parametrize("before", [0.1, 0.0])
+def test_a_router_bias_that_no_longer_moves_is_kept_by_its_own_key(before):
+    differences = {"moe.bias_update_speed": (before, 0.1 - before)}
+    remedy = _remedy(differences, has_adapters=False)
+    wanted = "moe.router_bias=true" if before else "moe.bias_update_speed=0.0"
+    assert remedy == f"set model.{wanted}"

@@ -104,6 +104,14 @@ def test_without_warm_up_the_first_step_has_the_peak(schedule, warmup):
 
 
 @pytest.mark.parametrize("schedule", NAMES)
+def test_a_schedule_takes_python_numbers_from_the_first_step_on(schedule):
+    config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=4)
+    assert [float(make_schedule(config, 12)(step)) for step in range(12)] == pytest.approx(
+        [float(rate) for rate in rates(config, 12)[:12]], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("warmup", [12, 13, 1000])
 def test_a_warm_up_longer_than_the_run_reaches_the_peak_at_the_last_step(schedule, warmup):
     config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup_steps=warmup)
@@ -120,6 +128,19 @@ def test_a_warm_up_longer_than_the_run_is_said():
     assert [*describe_schedule_warnings(kept, 10)] == []
     (line,) = describe_schedule_warnings(config.model_copy(update={"schedule_steps": 9}), 40)
     assert line.endswith("raise optimizer.schedule_steps")
+    (line,) = describe_schedule_warnings(kept, 40)
+    assert "leaves no step of the schedule for a decay" in line
+    assert [*describe_schedule_warnings(kept.model_copy(update={"schedule": "constant"}), 40)] == []
+
+
+@pytest.mark.parametrize(
+    ("moments", "param_dtype", "count"),
+    [(None, "bfloat16", 1), ("bfloat16", "bfloat16", 0), (None, "float32", 0)],
+)
+def test_moments_that_are_rounded_to_the_nearest_value_are_said(moments, param_dtype, count):
+    lines = [*OptimizerConfig(moments_dtype=moments).warnings(param_dtype)]
+    assert len(lines) == count
+    assert all("set optimizer.moments_dtype=bfloat16" in line for line in lines)
 
 
 def test_a_decay_longer_than_the_run_is_said():

@@ -98,6 +98,25 @@ def test_quantized_matmuls_change_gradients_by_their_rounding(fields, mesh, dtyp
         assert 1e-4 < distance < most, name
 
 
+def test_gradients_of_frozen_layers_are_zero_and_count_in_no_norm(fields):
+    program = program_on(GRID, "optimizer.groups={embedding: {learning_rate: 0}}")
+    with jax.set_mesh(program.tp.mesh):
+        batch = placed(program, fields)
+        _, _, grads = jax.jit(program.gradients)(fresh_on(GRID).params, batch)
+        _, metrics = program.train_step(program.init(), batch)
+    _, want = gradients(fields)
+    found, kinds = leaves(grads), {name: "embed" in name for name in want}
+    assert set(kinds.values()) == {True, False}
+    for name, is_frozen in kinds.items():
+        np.testing.assert_allclose(
+            found[name], 0 * want[name] if is_frozen else want[name], rtol=1e-4, atol=1e-7
+        )
+    norm = np.sqrt(
+        sum(np.sum(np.square(want[name])) for name, frozen in kinds.items() if not frozen)
+    )
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-5)
+
+
 def test_terms_of_the_objective_are_in_the_gradients_and_not_in_the_loss(fields):
     program = program_on(GRID, "training.z_loss=0.01", "training.label_smoothing=0.1")
 

@@ -2,7 +2,7 @@
 
 from training.optimizers import adafactor, adamw, lion, muon, schedule_free, sgd, soap
 from training.optimizers.config import OptimizerConfig
-from training.optimizers.parameters import decay_weights, decays
+from training.optimizers.parameters import decay_weights, decays, frozen_kinds, without_kinds
 from training.optimizers.registry import (
     OPTIMIZERS,
     GradientPoint,
@@ -23,6 +23,7 @@ __all__ = [
     "check_optimizer",
     "decay_weights",
     "decays",
+    "frozen_kinds",
     "gradient_point",
     "keep_if_bad",
     "lion",
@@ -33,4 +34,5 @@ __all__ = [
     "sgd",
     "soap",
     "tree_where",
+    "without_kinds",
 ]

@@ -1,5 +1,6 @@
 """Configuration of the optimizer, its learning-rate schedule and clipping."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat
@@ -69,6 +70,15 @@ class OptimizerConfig(
     ema_decay: Fraction | None = None
     """Decay of an exponential moving average of the parameters, which is evaluated in their place;
     null: none."""
+
+    def warnings(self, param_dtype: str) -> Iterator[str]:
+        """Yield a line if moments would not follow the gradients."""
+        if self.moments_dtype is None and param_dtype == "bfloat16":
+            yield (
+                "moments in bfloat16 are rounded to the nearest value, so small changes of them "
+                "are lost; set optimizer.moments_dtype=bfloat16, which rounds at random and takes "
+                "the same memory"
+            )
 
     def describe(self, param_dtype: str) -> str:
         """Return the optimizer, with parameters in `param_dtype`, as one line for a person."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from training.optimizers.config import GroupConfig, OptimizerConfig
@@ -98,6 +99,18 @@ def scale_groups(config: OptimizerConfig, updates: Any) -> Any:
     """Return updates, multiplied by the learning rates of their groups."""
     return jax.tree_util.tree_map_with_path(
         lambda path, update: _group(config, path).learning_rate * update, updates
+    )
+
+
+def frozen_kinds(config: OptimizerConfig) -> frozenset[str]:
+    """Return the kinds of layers whose learning rate is 0."""
+    return frozenset(kind for kind, group in config.groups.items() if group.learning_rate == 0)
+
+
+def without_kinds(grads: Any, kinds: frozenset[str]) -> Any:
+    """Return gradients that are 0 for these kinds of layers, so that no norm counts them."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, grad: jnp.zeros_like(grad) if kind_of_parameter(path) in kinds else grad, grads
     )
 
 
