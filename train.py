@@ -48,6 +48,7 @@ from exit_codes import (
 )
 from model.generation.generator import Generator
 from model.generation.sampling import SamplingConfig
+from model.router import describe_router_warnings
 from parallel.cluster.config import ProcessGroupError
 from parallel.cluster.distributed import initialize, select_cluster
 from parallel.cluster.process_group import ProcessGroup
@@ -133,6 +134,7 @@ def _describe_start(
     problems = [
         *describe_schedule_warnings(config.optimizer, config.training.steps),
         *config.optimizer.warnings(config.model.param_dtype),
+        *describe_router_warnings(config.model.moe),
     ]
     return [
         *([f"devices: {notice}"] if notice else []),

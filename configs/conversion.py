@@ -17,6 +17,7 @@ from configs.schema import Config, dump_config, fill_mesh, load_config, make_con
 from data.tokenizers.base import (
     TOKENIZER_FILE,
     TOKENIZER_FOLDER,
+    document_bos,
     open_tokenizer,
     saved_tokenizer,
 )
@@ -39,6 +40,7 @@ from training.hugging_face.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Adapter
 from training.hugging_face.companions import (
     COMPANIONS,
     SOURCE_FILE,
+    adapt_companions,
     copy_companions,
     export_companions,
     load_source,
@@ -250,6 +252,10 @@ def export_model(
             write_tensors(directory, export, stored.chunks, progress)
             exported = None if saved == run / TOKENIZER_FOLDER else tokenizer
             export_companions(run, exported, directory)
+            if saved is not None:
+                opened = open_tokenizer(str(saved), config.data.eos_token)
+                bos_id = document_bos(opened, config.data.add_bos)
+                adapt_companions(directory, opened, bos_id)
             write_config(directory, export)
     return stored.step
 

@@ -334,13 +334,17 @@ class ModelConfig(
         types = self.layer_types
         return tuple(types[layer % len(types)] for layer in range(self.num_hidden_layers))
 
-    def visible_keys(self, layer_type: LayerType, length: int) -> float:
-        """Return the keys that a query attends to, on average over a row of `length` tokens."""
-        reach = {
+    def reach(self, layer_type: LayerType, length: int) -> int:
+        """Return the keys that a query attends to at most, in a row of `length` tokens."""
+        return {
             "full_attention": length,
             "sliding_attention": min(self.sliding_window or length, length),
             "chunked_attention": min(self.attention_chunk_size or length, length),
         }[layer_type]
+
+    def visible_keys(self, layer_type: LayerType, length: int) -> float:
+        """Return the keys that a query attends to, on average over a row of `length` tokens."""
+        reach = self.reach(layer_type, length)
         if layer_type == "chunked_attention":
             chunks, rest = divmod(length, reach)
             return (chunks * reach * (reach + 1) + rest * (rest + 1)) / (2 * length)

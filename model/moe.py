@@ -29,7 +29,7 @@ from model.load_balancing import (
     update_router_bias,
 )
 from model.plan import ExecutionPlan
-from model.router import ROUTERS, check_router, route
+from model.router import check_is_causal, check_router, route
 from parallel.experts.expert import ExpertColumnParallelLinear, ExpertRowParallelLinear
 from parallel.experts.expert_layer import RoutedTokens, apply_experts
 from parallel.experts.expert_mlp import ExpertKernels, ExpertLayerSpec
@@ -194,11 +194,8 @@ class MoE(nnx.Module):
         Raises: ValueError if text is generated with a router that is not causal.
         """
         moe, manager, axis = self.config.moe, self.tp.manager, self.tp.axis_name
-        if mode != MODE_TRAIN and not ROUTERS[moe.router].is_causal:
-            raise ValueError(
-                f"model.moe.router={moe.router} reads later tokens of a row, so it cannot generate "
-                "text; use another router"
-            )
+        if mode != MODE_TRAIN:
+            check_is_causal(moe)
         spec = jax.typeof(x_BLD).sharding.spec
         rows = P(*spec[:2])
         if valid_BL is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from model.attention.pallas_kernels import LANES
 from model.attention.registry import AttentionChoice, choose_for_layer
-from model.attention.ring import row_order
+from model.attention.ring import row_order, wants_zigzag
 from model.config import LayerType, ModelConfig
 from model.lora import FrozenDtype, LoRAConfig
 from model.loss_chunk import tokens_per_chunk
@@ -106,8 +106,15 @@ class ExecutionPlan:
         Entry i is the index of the token at place i. In zigzag order every device of sp holds an
         early and a late part of each row, which balances causal attention.
         """
-        choices = [self.attention_of(kind, length) for kind in {*self.model.layer_kinds}]
-        return row_order(choices, self.model, self.tp.manager, length)
+        return row_order(self._choices(length), self.model, self.tp.manager, length)
+
+    def _is_unbalanced(self, length: int) -> bool:
+        """Whether zigzag order is left out because the row has no equal parts for it."""
+        wanted = wants_zigzag(self._choices(length), self.model, self.tp.manager, length)
+        return wanted and self.row_order(length) is None
+
+    def _choices(self, length: int) -> AttentionByType:
+        return {kind: self.attention_of(kind, length) for kind in self.model.layer_kinds}
 
     @property
     def groups_hops(self) -> bool:
@@ -168,6 +175,12 @@ class ExecutionPlan:
         if zigzag := [length for length in lengths if self.row_order(length) is not None]:
             rows = self._of_lengths(zigzag)
             yield f"rows{rows} in zigzag order: balances causal ring attention over sp"
+        if uneven := [length for length in lengths if self._is_unbalanced(length)]:
+            yield (
+                f"rows{self._of_lengths(uneven)} in natural order: they are no multiple of 2 * "
+                f"mesh.sp={2 * sizes['sp']}, so ring attention waits for the device with the last "
+                "tokens"
+            )
         if self.experts is not None:
             moe, chosen = model.moe, self.experts
             yield (

@@ -8,7 +8,7 @@ device (S of the whole row), G groups, M experts per group, C expert capacity pe
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial, wraps
 
@@ -100,6 +100,27 @@ def check_router(moe: MoEConfig) -> None:
         raise ValueError(
             f"num_experts_per_tok={k}: the topk_group={top} best groups hold {reach} experts; "
             f"use at most {reach}, or more topk_group"
+        )
+
+
+def check_is_causal(moe: MoEConfig) -> None:
+    """Check that text can be generated and scored. Raises: ValueError if experts look ahead."""
+    if moe.num_experts and not ROUTERS[moe.router].is_causal:
+        raise ValueError(
+            f"model.moe.router={moe.router} reads later tokens of a row, so it can neither "
+            "generate nor score text; use another router"
+        )
+
+
+def describe_router_warnings(moe: MoEConfig) -> Iterator[str]:
+    """Yield a line if the weights of the chosen experts do not depend on the router."""
+    is_normalised = moe.router == "topk_softmax" or (
+        ROUTERS[moe.router].uses_normalise and moe.norm_topk_prob
+    )
+    if moe.num_experts and moe.num_experts_per_tok == 1 and is_normalised:
+        yield (
+            "the weight of a single expert per token is always 1, so that the router learns from "
+            "the balance loss alone; set model.moe.router=switch, or model.moe.norm_topk_prob=false"
         )
 
 

@@ -61,6 +61,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("limit", "batch_size"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: use at least 1")
+    if args.seed < 0:
+        raise ValueError(f"--seed {args.seed}: use at least 0")
     if args.output is not None:  # an evaluation may take hours: fail before it
         args.output.parent.mkdir(parents=True, exist_ok=True)
         if args.output.is_dir():

@@ -123,7 +123,8 @@ def read_messages() -> Iterator[str]:
         return
     with contextlib.suppress(EOFError, KeyboardInterrupt):  # Ctrl-D and Ctrl-C
         while True:
-            yield input("> ")
+            print("> ", end="", file=sys.stderr, flush=True)  # stdout has the text only
+            yield input()
     print(file=sys.stderr)  # after the last prompt
 
 
@@ -298,8 +299,8 @@ def main(argv: list[str] | None = None) -> int:
         generate(args)
     except jax.errors.JaxRuntimeError as error:
         remedy = (
-            "give fewer or shorter prompts, --cache int8 or --weights int8, or use more devices "
-            "(mesh.tp)"
+            "lower --max-new-tokens, give fewer or shorter prompts, --cache int8 or --weights "
+            "int8, or use more devices (mesh.tp)"
         )
         if (explained := memory_error(error, None, None, remedy)) is None:
             raise

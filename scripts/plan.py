@@ -140,9 +140,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if options.plot is not None and options.plot.suffix != ".png":
         parser.error(f"--plot {options.plot}: the picture is a PNG; write a name ending in .png")
     names = ("fail_if", "json", "tokens", "search", "trace", "scale")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    if options.check_mesh and given:
-        parser.error(f"--check-mesh compiles nothing; leave out {', '.join(given)}")
+    ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
+    if options.check_mesh and ignored:
+        parser.error(f"--check-mesh compiles nothing; leave out {', '.join(ignored)}")
     for path in (options.trace, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"{path}: the folder does not exist; create it first")

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from data.batch import FIELDS
 from model.generation.generator import ROWS_PER_DEVICE
 from model.plan import make_plan
+from model.router import check_is_causal
 from parallel.linear.scheduling import scheduling_groups
 from parallel.sharding.axes import BATCH, LENGTH, TokenSharding
 from training.step import Batch, Program
@@ -48,7 +49,8 @@ class Scorer:
         batch_size: rows of a batch.
         progress: called with the number of sequences after every batch.
 
-    Raises: ValueError if the batch size does not fit the mesh.
+    Raises: ValueError if the batch size does not fit the mesh, or if scores would depend on later
+        tokens.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Scorer:
         batch_size: int,
         progress: Callable[[int], None] = lambda count: None,
     ):
+        check_is_causal(program.config.moe)
         manager = program.tp.manager
         parts = manager.axis_size(BATCH)
         if batch_size < 1 or batch_size % parts:

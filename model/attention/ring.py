@@ -11,7 +11,7 @@ Letters: B batch, L queries, T keys, H query heads, K kv heads, h head dim; n de
 Source: Ring Attention (arXiv 2310.01889).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from model.attention.mask import AttentionInputs, AttentionSpec, MaskSpec, with_
 from model.attention.pallas_flash import KernelOptions, attend, attend_gradients
 from model.attention.pallas_kernels import LANES
 from model.attention.registry import ALL, RESULT_NAME, AttentionChoice, Capabilities, register
-from model.config import ModelConfig
+from model.config import LayerType, ModelConfig
 from parallel.linear.ring import add_arriving, pcast_varying
 from parallel.sharding.axes import QUERY_LENGTH
 from parallel.sharding.partition import PartitionManager
@@ -43,20 +43,42 @@ _FEATURES = ALL - {"bias", "mask", "decode"}
 
 
 def row_order(
-    choices: Iterable[AttentionChoice], config: ModelConfig, manager: PartitionManager, length: int
+    choices: Mapping[LayerType, AttentionChoice],
+    config: ModelConfig,
+    manager: PartitionManager,
+    length: int,
 ) -> np.ndarray | None:
     """Return the zigzag order for training rows of `length` tokens; None for the natural order.
 
-    choices: the attention operations of all types of layers in training. Zigzag order needs ring
-    attention over sp in one of them, and the feature row_order in all.
+    The arguments are those of `wants_zigzag`. Rows also need 2 equal parts per device.
     """
     sp = manager.axis_size(QUERY_LENGTH)
-    if not config.zigzag or sp == 1 or length % (2 * sp):
+    if length % (2 * sp) or not wants_zigzag(choices, config, manager, length):
         return None
-    choices = tuple(choices)
-    rings = [choice.name == "ring" for choice in choices]
-    reorders = ["row_order" in choice.backend.capabilities.features for choice in choices]
-    return zigzag_order(length, sp) if any(rings) and all(reorders) else None
+    return zigzag_order(length, sp)
+
+
+def wants_zigzag(
+    choices: Mapping[LayerType, AttentionChoice],
+    config: ModelConfig,
+    manager: PartitionManager,
+    length: int,
+) -> bool:
+    """Return whether zigzag order balances the attention of training rows.
+
+    choices: the attention operations of all types of layers in training. Zigzag order needs ring
+    attention over sp in one of them, and the feature row_order in all. Layers that see a part of
+    the row are balanced in natural order, in which their keys take fewer hops: if all rings are of
+    such layers, the order is natural.
+    """
+    if not config.zigzag or manager.axis_size(QUERY_LENGTH) == 1:
+        return False
+    rings = [
+        choice.name == "ring" and config.reach(kind, length) == length
+        for kind, choice in choices.items()
+    ]
+    reorders = ["row_order" in each.backend.capabilities.features for each in choices.values()]
+    return any(rings) and all(reorders)
 
 
 def zigzag_order(length: int, n: int) -> np.ndarray:

@@ -102,6 +102,8 @@ class Family:
         fields: Fields = dict(self.fields)
         for rule in self.rules:
             rule.read(keys, fields)
+        if self.is_sparse:
+            fields["moe.router_aux_loss_coef"] = _balance_coefficient(keys, fields)
         return fields
 
     def write(self, model: ModelConfig) -> dict[str, Any]:
@@ -190,6 +192,18 @@ def nested(fields: Fields) -> dict[str, Any]:
 def model_config(fields: Fields) -> ModelConfig:
     """Return the model configuration of fields by dotted path."""
     return ModelConfig.model_validate(nested(fields))
+
+
+def _balance_coefficient(keys: Keys, fields: Fields) -> float:
+    """Return the coefficient of the balance loss per layer with which transformers would train.
+
+    It has one loss over all layers, and none unless `output_router_logits` is true.
+    """
+    model = model_config(fields)
+    if not keys.get("output_router_logits") or not model.moe.num_experts:
+        return 0.0
+    coefficient = float(keys.get("router_aux_loss_coef") or 0.0)
+    return coefficient * model.moe.num_experts_per_tok / sum(model.sparse_layers)
 
 
 def get_field(model: ModelConfig, path: str) -> Any:

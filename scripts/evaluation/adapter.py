@@ -100,6 +100,8 @@ class TorusLM(TemplateLM):
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
+        for numbers in groups.values():  # fail before the first is generated
+            self._check(requests[numbers[0]].args[1])
         for numbers in groups.values():
             # The longest first, so that a batch has contexts of about the same length.
             ids = {n: self.tok_encode(requests[n].args[0]) for n in numbers}
@@ -127,22 +129,8 @@ class TorusLM(TemplateLM):
         """Return continuations of contexts, all with the same options of lm-eval.
 
         fill: further rows of the batch, whose continuations are dropped.
-        Raises: ValueError for an option or a length that the run does not support.
         """
-        unknown = options.keys() - _OPTIONS
-        if options.get("num_beams") == 1:  # no beams
-            unknown -= {"num_beams"}
-        if unknown:
-            raise ValueError(
-                f"the task asks for {', '.join(sorted(unknown))} in generation_kwargs, which is "
-                f"not supported; use some of {', '.join(sorted(_OPTIONS))}"
-            )
-        count = next((options[k] for k in _SIZES if options.get(k)), DEFAULT_NEW_TOKENS)
-        if count >= self.max_length:
-            raise ValueError(
-                f"the task generates {count} tokens, but rows have {self.max_length}; raise "
-                "data.sequence_length, or lower max_gen_toks of the task"
-            )
+        count = _new_tokens(options)
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         room = self.max_length - count
@@ -163,15 +151,33 @@ class TorusLM(TemplateLM):
                     break
         return [_cut(self._decode(row), stops) for row in tokens]
 
+    def _check(self, options: dict[str, Any]) -> None:
+        """Raise a ValueError for an option or a length that the run does not support."""
+        unknown = options.keys() - _OPTIONS
+        if options.get("num_beams") == 1:  # no beams
+            unknown -= {"num_beams"}
+        if unknown:
+            raise ValueError(
+                f"the task asks for {', '.join(sorted(unknown))} in generation_kwargs, which is "
+                f"not supported; use some of {', '.join(sorted(_OPTIONS))}"
+            )
+        count = _new_tokens(options)
+        if count >= self.max_length:
+            raise ValueError(
+                f"the task generates {count} tokens, but rows have {self.max_length}; raise "
+                "data.sequence_length, or lower max_gen_toks of the task"
+            )
+
     def _generator(self, options: dict[str, Any], seed: int) -> Generator:
-        temperature = float(options.get("temperature") or 0.0)
-        is_sampled = options.get("do_sample", temperature > 0)
+        given = options.get("temperature")
+        temperature = float(given or 0.0)
+        is_sampled = options.get("do_sample", temperature > 0) and given != 0
         return Generator(
             self._program.definition,
             self._program.plan,
             sampling=SamplingConfig(
                 temperature=(temperature or 1.0) if is_sampled else 0.0,
-                top_k=options.get("top_k") if is_sampled else None,
+                top_k=(options.get("top_k") or None) if is_sampled else None,
                 top_p=options.get("top_p") if is_sampled else None,
             ),
             seed=seed,
@@ -188,6 +194,11 @@ class TorusLM(TemplateLM):
         """Return the text of generated ids, without the id that ended them."""
         ends = self._run.tokenizer.eos_ids
         return self._run.tokenizer.decode([token for token in row if token not in ends])
+
+
+def _new_tokens(options: dict[str, Any]) -> int:
+    """Return how many tokens a task of lm-eval generates at most."""
+    return next((options[name] for name in _SIZES if options.get(name)), DEFAULT_NEW_TOKENS)
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:

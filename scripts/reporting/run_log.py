@@ -17,7 +17,7 @@ _EVENTS = (
     ("skipped", re.compile(r"step (\d+): loss .*; the update was skipped")),
     ("spike", re.compile(r"step (\d+): loss .*; the update was applied")),
     ("straggler", re.compile(r"step (\d+): .* is a straggler")),
-    ("damage", re.compile(r"checkpoint (\d+) is damaged")),
+    ("damage", re.compile(r"checkpoint (\d+) (?:is damaged|cannot be read|has no record)")),
 )
 _UNNUMBERED = (
     ("change", re.compile(r"changed since checkpoint |other library versions than ")),

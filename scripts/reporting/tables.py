@@ -49,7 +49,7 @@ def _name(number: int, run: RunRecord) -> str:
 def overview(runs: Sequence[RunRecord]) -> str:
     """Return one row per run: how far it got, its losses, its speed, and what went wrong."""
     head = ["run", "steps", "loss", "best eval loss", "tokens", "tokens/s", "mfu", "goodput"]
-    head += ["training time", "restarts", "spikes", "skipped"]
+    head += ["training time", "restarts", "rollbacks", "spikes", "skipped"]
     rows = [[_name(n, run), *_overview_of(n, run)] for n, run in enumerate(runs)]
     return f'<div class="card">{_table(head, rows)}</div>'
 
@@ -72,7 +72,8 @@ def _overview_of(number: int, run: RunRecord) -> Iterator[str]:
     spent = goodput_of(run)
     yield f"{spent.get('step', 0.0) / sum(spent.values()):.1%}" if any(spent.values()) else "-"
     yield format_duration(3600 * passed["hours"][-1]) if passed["hours"] else "-"
-    yield str(sum(event.kind == "restart" for event in run.log.events))
+    for kind in ("restart", "rollback"):  # the metrics lack spikes that were rolled back
+        yield str(sum(event.kind == kind for event in run.log.events))
     yield str(len(run.spikes()))
     yield str(len(run.skipped_steps()))
 

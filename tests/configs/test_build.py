@@ -168,6 +168,22 @@ def test_kernels_that_no_ring_can_gather_have_a_reason(overrides, why) -> None:
     assert choice.overlap == program.tp.fsdp_overlap == "none" and why in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("length", "kinds", "line"),
+    [
+        (64, "full_attention", "rows in zigzag order"),
+        (68, "full_attention", "rows in natural order: they are no multiple of 2 * mesh.sp=8"),
+        (64, "sliding_attention", None),
+    ],
+)
+def test_the_plan_says_how_rows_are_ordered_for_ring_attention(length, kinds, line) -> None:
+    keys = ("model.attention=ring", f"model.layer_types=[{kinds}]", "model.sliding_window=8")
+    keys = keys if "sliding" in kinds else keys[:2]
+    plan = build(MeshConfig(sp=4), *keys, f"data.sequence_length={length}")[1].plan
+    lines = [text for text in plan.describe() if "order" in text]
+    assert [text.startswith(line) for text in lines] == [True] if line else lines == []
+
+
 def test_adapters_are_not_trained_on_losses_that_only_routers_can_lower() -> None:
     experts = ("model.moe.num_experts=4", "model.moe.router_z_loss_coef=0.1")
     moe = build(MeshConfig(), *experts)[1].config.moe

@@ -29,6 +29,11 @@ def test_a_number_below_one_is_refused(capsys, option):
     assert capsys.readouterr().err == f"error: {option} 0: use at least 1\n"
 
 
+def test_a_negative_seed_is_refused_before_the_evaluation(capsys):
+    assert script.main(["--run", "x", "--tasks", "y", "--seed", "-1"]) == 2
+    assert capsys.readouterr().err == "error: --seed -1: use at least 0\n"
+
+
 def test_an_output_that_cannot_be_written_fails_before_the_evaluation(tmp_path, capsys):
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "results.json"

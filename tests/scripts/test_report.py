@@ -211,6 +211,20 @@ def test_restarts_skips_and_samples_come_from_the_log(made, tmp_path):
     assert "old.yaml" not in page.text and "13,000" not in page.text
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "checkpoint 100 is damaged (params/embed: fingerprint mismatch); resuming from 50",
+        "checkpoint 100 cannot be read: no array; renamed to 100.damaged; resuming from 50",
+        "checkpoint 100 has no record: ended early; renamed to 100.damaged; resuming from 50",
+    ],
+)
+def test_every_damage_of_a_checkpoint_is_an_event(tmp_path, text):
+    (tmp_path / "log.txt").write_text(f"2026-11-24 11:00:05,100 {text}\n")
+    (event,) = read_log(tmp_path / "log.txt").events
+    assert (event.kind, event.step) == ("damage", 100)
+
+
 def test_names_that_a_page_could_execute_are_shown_as_text(made, tmp_path):
     name = "data/</script><b>{{style}}/tokens"
     directory = write_run(tmp_path / "<i>", [{"loss": 1.0, name: 5.0}])

@@ -103,6 +103,13 @@ def test_a_batch_size_that_does_not_fit_the_mesh_is_refused(size):
         Scorer(program, None, max_length=64, batch_size=size)
 
 
+def test_a_router_that_reads_later_tokens_is_refused():
+    choice = ("model.moe.router=expert_choice", "training.sample_tokens=0")
+    program = program_on(ONE_DEVICE, *EXPERTS, *choice)
+    with pytest.raises(ValueError, match=r"expert_choice reads later tokens .* nor score text"):
+        Scorer(program, None, max_length=64, batch_size=1)
+
+
 @pytest.mark.parametrize(
     ("longest", "multiple", "lengths"),
     [

@@ -16,6 +16,7 @@ from safe_files import replace_file
 from training.hugging_face.model_directory import CONFIG
 
 SOURCE_FILE = "hugging_face.json"
+GENERATION, SETTINGS = "generation_config.json", "tokenizer_config.json"
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -25,7 +26,7 @@ COMPANIONS = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
-    "generation_config.json",
+    GENERATION,
     CONFIG,
 )
 
@@ -82,8 +83,6 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
     """
     folder, template = run / TOKENIZER_FOLDER, run / TEMPLATE_FILE
     content = template.read_text("utf-8") if template.is_file() else None
-    if content is not None:
-        replace_file(directory / TEMPLATE_FILE, content)
     if tokenizer is None:
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             if path.name != CONFIG:
@@ -94,10 +93,55 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ends[0]}
         answer_end = [IM_END] if content == CHATML_JINJA else []
         for name, values in (
-            ("tokenizer_config.json", settings),
-            ("generation_config.json", token_ids(tokenizer, answer_end)),
+            (SETTINGS, settings),
+            (GENERATION, token_ids(tokenizer, answer_end)),
         ):
             replace_file(directory / name, json.dumps(values, indent=2))
+    if content is not None:
+        replace_file(directory / TEMPLATE_FILE, content)
+
+
+def adapt_companions(directory: Path, tokenizer: Tokenizer, bos_id: int | None) -> None:
+    """Change exported files so that texts begin, and answers end, as in the run.
+
+    tokenizer: that of the run. bos_id: token before its documents; None: there is none, and the
+    exported tokenizer adds none either. Answers in ChatML end with its end marker.
+    """
+    template, ends = directory / TEMPLATE_FILE, tokenizer.controls
+    if template.is_file() and template.read_text("utf-8") == CHATML_JINJA and IM_END in ends:
+        settings = _read(directory / GENERATION) or token_ids(tokenizer)
+        found = settings.get("eos_token_id")
+        known = found if isinstance(found, list) else [] if found is None else [found]
+        if ends[IM_END] not in known:
+            settings["eos_token_id"] = [*known, ends[IM_END]]
+            replace_file(directory / GENERATION, json.dumps(settings, indent=2))
+    if bos_id is not None:
+        return
+    content = _read(directory / TOKENIZER_FILE)
+    if content is not None and (kept := _without_template(content.get("post_processor"))) != (
+        content.get("post_processor")
+    ):
+        content["post_processor"] = kept
+        replace_file(directory / TOKENIZER_FILE, json.dumps(content, ensure_ascii=False))
+    settings = _read(directory / SETTINGS) or {}
+    if settings.get("add_bos_token"):
+        replace_file(
+            directory / SETTINGS, json.dumps(settings | {"add_bos_token": False}, indent=2)
+        )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def _without_template(processor: Any) -> Any:
+    """Return a post-processor of a tokenizer.json without the part that adds tokens."""
+    if not isinstance(processor, dict) or processor.get("type") == "TemplateProcessing":
+        return None
+    if processor.get("type") != "Sequence":
+        return processor
+    parts = [_without_template(part) for part in processor["processors"]]
+    return {**processor, "processors": [part for part in parts if part is not None]}
 
 
 def token_ids(tokenizer: Tokenizer, ends_of_answers: Sequence[str] = ()) -> dict[str, Any]:

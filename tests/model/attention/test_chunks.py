@@ -56,7 +56,7 @@ def run(layer_type: str, name: str, mesh: MeshConfig, x, positions, segments, re
     )
     tp = tensor_parallel(mesh)
     choice = choose_for_layer(config, layer_type, tp.manager, length=x.shape[1])
-    order = row_order([choice], config, tp.manager, x.shape[1])
+    order = row_order({"full_attention": choice}, config, tp.manager, x.shape[1])
     place = np.arange(x.shape[1]) if order is None else order
     put = jax.device_put
     with jax.set_mesh(tp.mesh):

@@ -175,13 +175,19 @@ def test_rows_are_in_zigzag_order_if_a_layer_is_a_ring_and_every_choice_allows_i
     ring = choose_for_layer(config, "full_attention", manager, length=8192)
     flash = choose_operation(request())
     fixed_order = choose_operation(request("window", **CUDNN))
-    assert row_order([ring, flash], config, manager, 8).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
-    for choices, changes, mesh, length in (
-        ([flash], {}, "tp4-sp2", 8),
-        ([ring, fixed_order], {}, "tp4-sp2", 8),
-        ([ring], {"zigzag": False}, "tp4-sp2", 8),
-        ([ring], {}, "tp4-sp2", 6),
-        ([ring], {}, "tp8", 8),
-    ):
+    zigzag, window = [0, 1, 6, 7, 2, 3, 4, 5], {"sliding_window": 4}
+
+    def order(full, sliding, mesh="tp4-sp2", length=8, **changes):
+        given = {"full_attention": full, "sliding_attention": sliding}
+        choices = {kind: choice for kind, choice in given.items() if choice is not None}
         other = tensor_parallel(MESHES[mesh]).manager
-        assert row_order(choices, config.model_copy(update=changes), other, length) is None
+        return row_order(choices, config.model_copy(update=changes), other, length)
+
+    assert order(ring, flash).tolist() == order(ring, ring, **window).tolist() == zigzag
+    assert order(None, ring, sliding_window=8).tolist() == zigzag
+    assert order(flash, None) is None
+    assert order(flash, ring, **window) is None  # no layer sees the whole row around the ring
+    assert order(ring, fixed_order) is None
+    assert order(ring, None, zigzag=False) is None
+    assert order(ring, None, length=6) is None
+    assert order(ring, None, mesh="tp8") is None
