@@ -21,7 +21,12 @@ from model.loss_chunk import tokens_per_chunk
 from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
 from parallel.linear.config import TensorParallelConfig
-from parallel.sharding.axes import MODE_TRAIN, RUNTIME_MODE_TYPES, ResidualSharding
+from parallel.sharding.axes import (
+    MODE_TRAIN,
+    QUERY_LENGTH,
+    RUNTIME_MODE_TYPES,
+    ResidualSharding,
+)
 from parallel.sharding.residual import residual_name
 from parallel.sharding.specs import FEATURES, ROWS, split_dim
 
@@ -108,10 +113,19 @@ class ExecutionPlan:
         """
         return row_order(self._choices(length), self.model, self.tp.manager, length)
 
-    def _is_unbalanced(self, length: int) -> bool:
-        """Whether zigzag order is left out because the row has no equal parts for it."""
-        wanted = wants_zigzag(self._choices(length), self.model, self.tp.manager, length)
-        return wanted and self.row_order(length) is None
+    def _row_order_lines(self) -> Iterator[str]:
+        manager = self.tp.manager
+        lengths = dict.fromkeys(length for _, length, _ in self.attention)
+        wanted = [n for n in lengths if wants_zigzag(self._choices(n), self.model, manager, n)]
+        if zigzag := [length for length in wanted if self.row_order(length) is not None]:
+            rows = self._of_lengths(zigzag)
+            yield f"rows{rows} in zigzag order: balances causal ring attention over sp"
+        if uneven := [length for length in wanted if self.row_order(length) is None]:
+            yield (
+                f"rows{self._of_lengths(uneven)} in natural order: they are no multiple of 2 * "
+                f"mesh.sp={2 * manager.axis_size(QUERY_LENGTH)}, so ring attention waits for the "
+                "device with the last tokens"
+            )
 
     def _choices(self, length: int) -> AttentionByType:
         return {kind: self.attention_of(kind, length) for kind in self.model.layer_kinds}
@@ -171,16 +185,7 @@ class ExecutionPlan:
             yield self._tpu_line()
         if model.mla is not None:
             yield self._latent_line()
-        lengths = dict.fromkeys(length for _, length, _ in self.attention)
-        if zigzag := [length for length in lengths if self.row_order(length) is not None]:
-            rows = self._of_lengths(zigzag)
-            yield f"rows{rows} in zigzag order: balances causal ring attention over sp"
-        if uneven := [length for length in lengths if self._is_unbalanced(length)]:
-            yield (
-                f"rows{self._of_lengths(uneven)} in natural order: they are no multiple of 2 * "
-                f"mesh.sp={2 * sizes['sp']}, so ring attention waits for the device with the last "
-                "tokens"
-            )
+        yield from self._row_order_lines()
         if self.experts is not None:
             moe, chosen = model.moe, self.experts
             yield (

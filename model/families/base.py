@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from model.config import ModelConfig
+from model.config import ModelConfig, MoEConfig
 from model.families.tensors import Entry
+from model.router import ROUTERS
 from registry import Registry
 
 Keys = Mapping[str, Any]
@@ -216,6 +217,22 @@ def get_field(model: ModelConfig, path: str) -> Any:
     return value
 
 
+def _canonical_router(moe: MoEConfig) -> dict[str, Any]:
+    """Return the fields that decide the weights of experts, without those that have no effect.
+
+    Probabilities of the top k that are divided by their sum are a softmax over the top k.
+    """
+    name, normalises, all_groups = moe.router, moe.norm_topk_prob, moe.topk_group == moe.n_group
+    if name == "softmax" and normalises and all_groups and not moe.has_router_bias:
+        name = "topk_softmax"
+    return {
+        "moe.router": name,
+        "moe.norm_topk_prob": normalises if ROUTERS[name].uses_normalise else None,
+        "moe.n_group": 1 if all_groups else moe.n_group,
+        "moe.topk_group": 1 if all_groups else moe.topk_group,
+    }
+
+
 def mathematics(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that decide what a model computes, in a canonical form.
 
@@ -226,6 +243,7 @@ def mathematics(model: ModelConfig) -> dict[str, Any]:
     moe = values.pop("moe")
     if model.moe.num_experts:
         values |= {f"moe.{name}": value for name, value in moe.items()}
+        values |= _canonical_router(model.moe)
         values["moe.moe_intermediate_size"] = model.expert_size
         values["moe.router_bias"] = model.moe.has_router_bias
         values["moe.first_k_dense_replace"] = values["moe.decoder_sparse_step"] = None

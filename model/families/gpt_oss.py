@@ -7,7 +7,7 @@ from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, full_every
 from model.families.layouts import IDENTITY, Interleaved
 from model.families.rope import Rope
-from model.families.rules import Bias, FixedKey, IgnoredKeys, Key, dimensions
+from model.families.rules import Bias, ExpertWidth, FixedKey, IgnoredKeys, Key, dimensions
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS
 from model.families.tensors import Entry, vector, weight
 
@@ -19,7 +19,7 @@ GPT_OSS = register(
         architecture="GptOssForCausalLM",
         model_type="gpt_oss",
         rules=(
-            *dimensions(eps=1e-5, kv_heads=8, head_dim=64),
+            *dimensions(eps=1e-5, kv_heads=8, head_dim=64, width=ExpertWidth()),
             Rope(
                 theta=150000.0,
                 scaling={

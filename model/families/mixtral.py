@@ -3,7 +3,7 @@
 from model.families.base import Family, register
 from model.families.layer_rules import LayerTypes, every_layer
 from model.families.rope import Rope
-from model.families.rules import FixedKey, Key, dimensions
+from model.families.rules import ExpertWidth, FixedKey, Key, dimensions
 from model.families.shared import ATTENTION, OUTER, PRE_NORMS, experts
 from model.families.tensors import weight
 
@@ -12,7 +12,7 @@ MIXTRAL = register(
         architecture="MixtralForCausalLM",
         model_type="mixtral",
         rules=(
-            *dimensions(eps=1e-5, kv_heads=8),
+            *dimensions(eps=1e-5, kv_heads=8, width=ExpertWidth()),
             Rope(theta=1e6),
             LayerTypes(every_layer, listed=False),
             FixedKey("hidden_act", ("silu",)),

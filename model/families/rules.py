@@ -112,6 +112,21 @@ class HeadDim:
 
 
 @dataclass(frozen=True)
+class ExpertWidth:
+    """`intermediate_size` of families whose layers all have experts, of this width."""
+
+    names: tuple[str, ...] = ("intermediate_size",)
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        """Set the width of the MLPs, which is that of experts too. Raises: FamilyError."""
+        Key("intermediate_size", size=True).read(keys, fields)
+
+    def write(self, model: ModelConfig, keys: dict[str, Any]) -> None:
+        """Set the key to the width of an expert."""
+        keys["intermediate_size"] = model.expert_size
+
+
+@dataclass(frozen=True)
 class Condition:
     """A condition that transformers has for the sizes of an architecture.
 
@@ -269,11 +284,12 @@ def dimensions(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     has_head_dim: bool = True,
+    width: Rule = Key("intermediate_size", size=True),
 ) -> tuple[Rule, ...]:
     """Return the rules that all families need: sizes, epsilon of the norms, tied embeddings.
 
-    has_head_dim: `head_dim` is the width of a head. The other arguments are Hugging Face's defaults
-    that differ between families.
+    has_head_dim: `head_dim` is the width of a head. width: rule of `intermediate_size`. The other
+    arguments are Hugging Face's defaults that differ between families.
     """
     return (
         Key("vocab_size", size=True),
@@ -282,7 +298,7 @@ def dimensions(
         Key("num_attention_heads", size=True),
         KeyValueHeads(kv_heads),
         *([HeadDim(head_dim)] if has_head_dim else []),
-        Key("intermediate_size", size=True),
+        width,
         Key("rms_norm_eps", default=eps),
         Key("tie_word_embeddings", default=tied),
         Key("attention_dropout", default=0.0),
