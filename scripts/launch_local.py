@@ -305,7 +305,7 @@ def launch(
 def _starts_over(arguments: Sequence[str]) -> bool:
     """Return whether the configuration of train.py sets checkpoint.resume=never."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
+    parser.add_argument("--config", help="as for train.py")
     known, others = parser.parse_known_args(arguments)
     overrides = [word for word in others if "=" in word and not word.startswith("-")]
     try:
