@@ -228,8 +228,8 @@ class ModelConfig(
     Routers, gates of shared experts and attention sinks are float32."""
     matmul_dtype: MatmulDtype | None = None
     """Type to which the linears of attention and MLPs quantize both operands of a product; null:
-    multiply in dtype. Embedding, head, routers, experts and the
-    projections of multi-token prediction keep dtype."""
+    multiply in dtype. Embedding, head, routers, experts and the projections of multi-token
+    prediction keep dtype."""
     matmul_products: Annotated[
         tuple[Product, ...], BeforeValidator(as_tuple), Field(min_length=1)
     ] = ("forward", "dgrad")

@@ -8,7 +8,7 @@ may roll the run back to a checkpoint.
 import contextlib
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 
@@ -64,7 +64,7 @@ class Trainer:
     writers: MetricsWriter
     goodput: Goodput
     clock: StepClock
-    _last_evaluation: tuple[int, float | None] = (0, None)
+    _last_evaluation: tuple[int, float | None] = field(init=False, default=(0, None))
 
     def train(self) -> int:
         """Train to the last step, to an early stop or until a signal; return the exit code.

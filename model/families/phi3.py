@@ -9,7 +9,10 @@ from model.families.tensors import linear
 
 
 def _find_other_head_size(fields: Fields) -> str | None:
-    """With longrope, transformers takes the size of a head for hidden_size / heads."""
+    """Return why transformers cannot load this size of a head, or None if it can.
+
+    With longrope it computes the size as hidden_size / num_attention_heads.
+    """
     heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
     size = fields.get("head_dim") or hidden // heads
     if fields["rope_scaling"]["type"] != "longrope" or size * heads == hidden:

@@ -117,10 +117,9 @@ def adapt_companions(directory: Path, tokenizer: Tokenizer, bos_id: int | None) 
             replace_file(directory / GENERATION, json.dumps(settings, indent=2))
     if bos_id is not None:
         return
-    content = _read(directory / TOKENIZER_FILE)
-    if content is not None and (kept := _without_template(content.get("post_processor"))) != (
-        content.get("post_processor")
-    ):
+    content = _read(directory / TOKENIZER_FILE) or {}
+    processor = content.get("post_processor")
+    if (kept := _without_template(processor)) != processor:
         content["post_processor"] = kept
         replace_file(directory / TOKENIZER_FILE, json.dumps(content, ensure_ascii=False))
     settings = _read(directory / SETTINGS) or {}
