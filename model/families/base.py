@@ -220,11 +220,11 @@ def get_field(model: ModelConfig, path: str) -> Any:
 def _canonical_router(moe: MoEConfig) -> dict[str, Any]:
     """Return the fields that decide the weights of experts, without those that have no effect.
 
-    Probabilities of the top k that are divided by their sum are a softmax over the top k.
+    A softmax over the top k gives the probabilities of the top k divided by their sum.
     """
     name, normalises, all_groups = moe.router, moe.norm_topk_prob, moe.topk_group == moe.n_group
-    if name == "softmax" and normalises and all_groups and not moe.has_router_bias:
-        name = "topk_softmax"
+    if name == "topk_softmax" and not moe.has_router_bias:
+        name, normalises = "softmax", True
     return {
         "moe.router": name,
         "moe.norm_topk_prob": normalises if ROUTERS[name].uses_normalise else None,
