@@ -67,7 +67,8 @@ class Run:
             steps = ", ".join(map(str, found)) or "none"
             remedy = "" if found else "; run train.py on it until it saves one (checkpoint.every)"
             raise ValueError(f"run {self.directory} has no {wanted}; found: {steps}{remedy}")
-        checkpoints = Checkpoints(folder, CheckpointConfig(), read_only=True)
+        model = self.config.model
+        checkpoints = Checkpoints(folder, CheckpointConfig(), read_only=True, model=model)
         with contextlib.closing(checkpoints):
             chosen = checkpoints.latest_step if step is None else step
             if chosen is None:

@@ -146,7 +146,8 @@ class ModelConfig(
     """Number of token ids; at least the size of the tokenizer's vocabulary."""
     pad_vocab_to_multiple_of: PositiveInt = 1
     """Round the rows of the embedding and the columns of the head up to a multiple of this, so that
-    tp divides them. Loss and sampling leave the added ids out."""
+    tp divides them. Loss and sampling leave the added ids out. A run may change it when it
+    resumes."""
     hidden_size: PositiveInt = 256
     """Width of the residual stream (D)."""
     num_hidden_layers: PositiveInt = 4

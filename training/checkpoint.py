@@ -19,6 +19,7 @@ import jax
 from orbax.checkpoint import v1
 
 from data.bucket_path import AnyPath, to_path
+from model.config import ModelConfig
 from parallel.cluster.process_group import ProcessGroup
 from training.bucket_arrays import orbax_options
 from training.checkpoint_folders import (
@@ -26,13 +27,13 @@ from training.checkpoint_folders import (
     delete_partial,
     find_leftovers,
     listing,
+    missing_steps,
     orbax_path,
     rename_damaged,
 )
 from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
     CheckpointError,
-    DamageError,
     check_leaves,
     checksum,
     holds_only_parameters,
@@ -45,7 +46,8 @@ from training.fingerprint import fingerprints
 from training.logs import log, silence_orbax
 from training.save_barrier import SaveBarrier, compare_saves
 from training.state import TrainState
-from training.stored_arrays import Chunk, by_name, chunked, in_place_of, read_chunks
+from training.stored_arrays import Chunk, by_name, chunked, in_place_of, read_chunks, verify
+from training.vocabulary_rows import as_stored, fit_rows
 
 _ocp = v1.training
 _READ_BYTES = 2**31  # read concurrently, at least
@@ -64,6 +66,7 @@ class Checkpoints:
         group: ProcessGroup | None = None,
         write_bytes: int | None = None,
         publish: Callable[[], None] = lambda: None,
+        model: ModelConfig | None = None,
     ):
         """Open the checkpoint directory.
 
@@ -76,12 +79,14 @@ class Checkpoints:
                 beyond the largest array; None: all.
             publish: called before each save; copies the other files of the run to its bucket, so
                 that none is older than a checkpoint.
+            model: the model to restore for, which may pad the vocabulary differently from that of
+                a checkpoint. None: it does not.
         """
         self.group = group or ProcessGroup()
         silence_orbax()
         self._options = orbax_options(to_path(directory))
         self._directory, self.config, self._read_only = to_path(directory), config, read_only
-        self._write_bytes, self._publish = write_bytes, publish
+        self._write_bytes, self._publish, self._model = write_bytes, publish, model
         self._losses: dict[int, float] = {}
         self._saver = self._open_read_only() if read_only else self._open()
         if config.keep_best:
@@ -172,10 +177,7 @@ class Checkpoints:
 
     def _note_deleted(self) -> None:
         """Log and forget checkpoints on a disk that something else has deleted."""
-        if not isinstance(self._directory, Path):  # a request for each
-            return
-        deleted = [n for n in self.steps if not (self._directory / str(n)).exists()]
-        if deleted:
+        if deleted := missing_steps(self._directory, self.steps):
             names = f"{str(deleted)[1:-1]} are missing from {self._directory}"
             log.warning("checkpoints %s; something else deleted them", names)
             self.reload()
@@ -297,10 +299,9 @@ class Checkpoints:
                 dtype.
             CheckpointError: the record cannot be read.
         """
-        found, wanted = self.record(step)["leaves"], shapes_and_dtypes(by_name(abstract_state))
-        if holds_only_parameters(found):
-            wanted = {name: leaf for name, leaf in wanted.items() if name.startswith("params.")}
-        check_leaves(step, found, wanted)
+        record = self.record(step)
+        stored = as_stored(by_name(abstract_state), record, self._model)
+        check_leaves(step, record["leaves"], shapes_and_dtypes(stored))
 
     def restore(self, step: int, abstract_state: TrainState) -> TrainState:
         """Return the state of a step on the mesh of `abstract_state`, bit-equal to what was saved.
@@ -325,10 +326,13 @@ class Checkpoints:
         wanted = {part: getattr(abstract_state, part)}
         return in_place_of(wanted, self._load(step, by_name(wanted)))[part]
 
-    def read(self, step: int, name: str, sharding: jax.sharding.Sharding) -> jax.Array:
-        """Return one array by its dotted path; read nothing else."""
-        shape, dtype = self.record(step)["leaves"][name]
-        return self._load(step, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)})[name]
+    def read(
+        self, step: int, name: str, sharding: jax.sharding.Sharding, shape: Any = None
+    ) -> jax.Array:
+        """Return one array by its dotted path; read nothing else. shape: None: as it is stored."""
+        stored, dtype = self.record(step)["leaves"][name]
+        want = jax.ShapeDtypeStruct(shape or stored, dtype, sharding=sharding)
+        return self._load(step, {name: want})[name]
 
     def chunks(self, step: int, name: str, sharding: jax.sharding.NamedSharding) -> Iterator[Chunk]:
         """Yield an array as it is stored, in chunks of about 64 MiB; see `read_chunks`."""
@@ -337,25 +341,21 @@ class Checkpoints:
 
     def _load(self, step: int, abstract: dict[str, Any]) -> dict[str, jax.Array]:
         """Return arrays by name, verified against their fingerprints."""
-        expected = self.record(step)["fingerprints"]
+        record = self.record(step)
+        stored = as_stored(abstract, record, self._model)
         options = v1.options.PyTreeOptions
         loading = options(loading=options.Loading(partial_load=True))
         # Host memory beyond the arrays themselves; the largest array must be below it.
-        above = max(math.prod(x.shape) * x.dtype.itemsize for x in abstract.values()) + 1
+        above = max(math.prod(x.shape) * x.dtype.itemsize for x in stored.values()) + 1
         memory = v1.options.MemoryOptions(read_concurrent_bytes=max(_READ_BYTES, above))
         try:
             with v1.Context(self._options, pytree_options=loading, memory_options=memory):
-                arrays = self._saver.load_checkpointables(step, {"state": abstract})["state"]
+                arrays = self._saver.load_checkpointables(step, {"state": stored})["state"]
         except Exception as error:
             what, is_remote = f"checkpoint {step}", not isinstance(self._directory, Path)
             raise read_error(f"{what} cannot be read", error, is_remote=is_remote) from error
-        # A partial load returns its argument where an array is not stored.
-        if missing := [n for n, x in arrays.items() if not isinstance(x, jax.Array)]:
-            raise DamageError(f"checkpoint {step} is damaged: {missing[0]} is missing")
-        for name, found in fingerprints(arrays).items():
-            if found != expected[name]:
-                raise DamageError(f"checkpoint {step} is damaged: {name}: fingerprint mismatch")
-        return arrays
+        verify(step, arrays, record["fingerprints"])
+        return {name: fit_rows(x, abstract[name]) for name, x in arrays.items()}
 
     def set_aside(self, step: int) -> AnyPath:
         """Rename a damaged checkpoint to `STEP.damaged`, so that it is never restored."""

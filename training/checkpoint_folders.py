@@ -7,7 +7,7 @@ file `commit_success.txt` last.
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.bucket_path import AnyPath, BucketPath
@@ -32,6 +32,15 @@ def listing(folder: AnyPath) -> Iterator[None]:
 def orbax_path(folder: AnyPath) -> str:
     """Return a folder as orbax takes it."""
     return os.path.abspath(folder) if isinstance(folder, Path) else folder.url
+
+
+def missing_steps(folder: AnyPath, steps: Sequence[int]) -> list[int]:
+    """Return those of these checkpoints that a disk no longer has; in a bucket none is looked up.
+
+    A bucket would need a request for each.
+    """
+    on_disk = isinstance(folder, Path)
+    return [step for step in steps if on_disk and not (folder / str(step)).exists()]
 
 
 def delete_partial(folder: AnyPath, step: int) -> None:

@@ -138,7 +138,7 @@ def holds_only_parameters(leaves: Leaves) -> bool:
 
 
 def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
-    """Check that the arrays of a checkpoint are those of this model.
+    """Check that the arrays of a checkpoint are those of this model, or its parameters.
 
     Without the check orbax would silently cast a differing dtype.
 
@@ -146,6 +146,8 @@ def check_leaves(step: int, found: Leaves, wanted: Leaves) -> None:
         ValueError: names the first array that is missing, extra, or differs, parameters first; or
             says that adapters or a moving average are missing or extra.
     """
+    if holds_only_parameters(found):
+        wanted = {name: leaf for name, leaf in wanted.items() if name.startswith("params.")}
     has_adapters, needs_adapters = (any(map(is_adapter, x)) for x in (found, wanted))
     if has_adapters and not needs_adapters:
         raise ValueError(

@@ -36,16 +36,17 @@ from training.hugging_face.read import read_parameters
 from training.logs import log
 from training.state import TrainState
 from training.step import Program
+from training.vocabulary_rows import VocabularyRows
 
 _KEY = "training.init_from"
 _MODULES = "mtp_loss_weights"
 _SPARSE_LAYERS = ("moe.num_experts", "moe.first_k_dense_replace", "moe.decoder_sparse_step")
-# Keys of the model that decide which parameters there are, and their shapes.
+# Keys of the model that decide which parameters there are, and their shapes. Another padding of the
+# vocabulary fits too.
 SHAPE_KEYS = (
     *_SPARSE_LAYERS,
     _MODULES,
     "vocab_size",
-    "pad_vocab_to_multiple_of",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
@@ -109,6 +110,10 @@ class CheckpointParameters:
     lora: LoRAConfig
     leaves: Leaves
     """Shape and dtype of every parameter that may be read, by its dotted path."""
+    config: ModelConfig
+    """The model of this run."""
+    rows: VocabularyRows | None = None
+    """Numbers of vocabulary rows, if the two models pad the same vocabulary differently."""
     is_own: bool = False
     """Whether it is checkpoint 0 of this run, as `scripts/convert.py` writes it."""
 
@@ -135,6 +140,10 @@ class CheckpointParameters:
         """Return the first parameter that is missing, extra, or has another shape."""
         if not self.has_scales:  # kernels are quantized when they are read
             shapes = {name: shape for name, shape in shapes.items() if not is_scale(name)}
+        if (rows := self.rows) is not None:
+            both = {name: leaf[0] for name, leaf in self.leaves.items() if name in shapes}
+            stored = {n: rows.stored_shape(tuple(x), shapes[n]) for n, x in both.items()}
+            shapes = {**shapes, **stored}
         for name in sorted(self.leaves.keys() | shapes.keys()):
             there = tuple(self.leaves[name][0]) if name in self.leaves else "no"
             if (here := shapes.get(name, "no")) != there:
@@ -160,7 +169,8 @@ class CheckpointParameters:
             return jax.ShapeDtypeStruct(want.shape, dtype, sharding=want.sharding)
 
         wanted = self.select(abstract_state.params)
-        checkpoints = Checkpoints(self.folder, CheckpointConfig(), read_only=True)
+        settings = CheckpointConfig()
+        checkpoints = Checkpoints(self.folder, settings, read_only=True, model=self.config)
         with contextlib.closing(checkpoints):
             try:
                 if not self.has_scales and without_scales(wanted) != wanted:
@@ -180,7 +190,7 @@ class CheckpointParameters:
         arrays = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(without_scales(wanted)):
             name = leaf_name(path)
-            array = checkpoints.read(self.step, f"params.{name}", leaf.sharding)
+            array = checkpoints.read(self.step, f"params.{name}", leaf.sharding, leaf.shape)
             if leaf.dtype == np.int8:
                 arrays[name], arrays[scale_path(name)] = quantize_array(array)
             else:
@@ -273,9 +283,8 @@ def open_initial_parameters(
     if group.num_processes > 1:
         seen = "no Hugging Face model" if model is None else f"model {model.digest[:16]}"
         group.check_equal("initial parameters", {f"{_KEY}={path}": seen})
-    has_modules = MODULES in program.abstract_state.params
     found: InitialParameters = (
-        _open_checkpoint(folder, group, has_modules=has_modules, is_own=is_own)
+        _open_checkpoint(folder, group, program, is_own=is_own)
         if model is None
         else HuggingFaceParameters(model, program.config)
     )
@@ -334,11 +343,11 @@ def _other_source(*, is_own: bool) -> str:
 
 
 def _open_checkpoint(
-    path: Path, group: ProcessGroup, *, has_modules: bool, is_own: bool
+    path: Path, group: ProcessGroup, program: Program, *, is_own: bool
 ) -> CheckpointParameters:
     """Return the parameters of RUN_DIR/checkpoints/STEP, or of the newest step of RUN_DIR.
 
-    has_modules: whether those of modules of multi-token prediction are read.
+    Those of modules of multi-token prediction are left out if the program has none.
     """
     run, asked = path, None
     if path.name.isdecimal() and path.parent.name == "checkpoints":
@@ -362,9 +371,10 @@ def _open_checkpoint(
         for name, leaf in record["leaves"].items()
         if name.startswith("params.")
     }
-    if not has_modules:
+    if MODULES not in program.abstract_state.params:
         leaves = {name: leaf for name, leaf in leaves.items() if not is_module(name)}
-    return CheckpointParameters(folder, step, model, lora, leaves, is_own)
+    rows = VocabularyRows.between(record, program.config)
+    return CheckpointParameters(folder, step, model, lora, leaves, program.config, rows, is_own)
 
 
 def _find_step(path: Path, folder: AnyPath, asked: int | None) -> int:

@@ -103,14 +103,10 @@ def open_run(
         terminal = find_terminal() if group.is_primary else None
         log_file, group.stack_file = _files_of_process(directory, group)
         stack.enter_context(logging_to(log_file, terminal, silent=not group.is_primary))
-        folder = checkpoint_folder(directory)
-        checkpoints = Checkpoints(folder, settings.checkpoint, group=group, publish=publish)
+        checkpoints = _open_checkpoints(directory, program, settings, group, publish)
         # However the run ends, a save in progress is completed.
         stack.push(checkpoints.on_exit)
-        if settings.checkpoint.keep_best:
-            read = partial(read_values, directory / "metrics.jsonl", "eval_loss")
-            for step, loss in group.broadcast("eval losses", lambda: [*read().items()]):
-                checkpoints.set_eval_loss(step, loss)
+        _restore_eval_losses(checkpoints, directory)
         config, resolved = settings.training, settings.resolved_config
         resumer = Resumer(checkpoints, dataset, program.abstract_state, config.steps, resolved)
         start = _find_start(resumer, program, settings, directory)
@@ -301,6 +297,25 @@ def build_trainer(
         goodput=goodput,
         clock=clock,
     )
+
+
+def _open_checkpoints(
+    directory: Path,
+    program: Program,
+    settings: RunSettings,
+    group: ProcessGroup,
+    publish: Callable[[], None],
+) -> Checkpoints:
+    folder, model = checkpoint_folder(directory), program.config
+    return Checkpoints(folder, settings.checkpoint, group=group, publish=publish, model=model)
+
+
+def _restore_eval_losses(checkpoints: Checkpoints, directory: Path) -> None:
+    """Read the evaluation losses that earlier processes have written, for `keep_best`."""
+    if checkpoints.config.keep_best:
+        read = partial(read_values, directory / "metrics.jsonl", "eval_loss")
+        for step, loss in checkpoints.group.broadcast("eval losses", lambda: [*read().items()]):
+            checkpoints.set_eval_loss(step, loss)
 
 
 def _find_start(

@@ -15,7 +15,7 @@ from orbax.checkpoint import v1
 from data.bucket_path import AnyPath
 from training.bucket_arrays import key_value_store
 from training.checkpoint_record import DamageError, read_error
-from training.fingerprint import RunningFingerprint, leaf_name
+from training.fingerprint import RunningFingerprint, fingerprints, leaf_name
 
 Chunk = tuple[tuple[int, ...], np.ndarray]
 """Where a chunk begins in its array, and its values."""
@@ -31,6 +31,19 @@ def by_name(state: Any) -> dict[str, Any]:
 def in_place_of(abstract: Any, arrays: Mapping[str, jax.Array]) -> Any:
     """Return the tree of `abstract` with its leaves replaced by the arrays of the same path."""
     return jax.tree_util.tree_map_with_path(lambda path, _: arrays[leaf_name(path)], abstract)
+
+
+def verify(step: int, arrays: Mapping[str, Any], expected: Mapping[str, str]) -> None:
+    """Check arrays that were read from a checkpoint, by name, against its fingerprints.
+
+    Raises: DamageError if an array is missing or differs.
+    """
+    # A partial load returns its argument where an array is not stored.
+    if missing := [n for n, x in arrays.items() if not isinstance(x, jax.Array)]:
+        raise DamageError(f"checkpoint {step} is damaged: {missing[0]} is missing")
+    for name, found in fingerprints(arrays).items():
+        if found != expected[name]:
+            raise DamageError(f"checkpoint {step} is damaged: {name}: fingerprint mismatch")
 
 
 def chunked(
