@@ -20,7 +20,12 @@ from configs.reading import ConfigError, import_plugins, read_tree, validate
 from data.batch_schedule import BatchSchedule
 from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
-from model.attention.registry import AUTO, backends_of, blockwise_names
+from model.attention.registry import (
+    AUTO,
+    backends_of,
+    blockwise_names,
+    operation_for_generation,
+)
 from model.checks import check_model
 from model.config import ModelConfig
 from model.lora import LoRAConfig, LoRATarget, check_lora
@@ -230,16 +235,17 @@ def _check_heads(config: Config) -> None:
     """Check the heads of attention; `check_model` checks those of latent attention."""
     model, mesh = config.model, config.mesh
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    has_rope = True in model.rope_pattern
     if model.mla is not None:
         check_divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
         return
     if model.head_dim is None:
         check_divides(
-            "model.hidden_size", model.hidden_size, "model.num_attention_heads", heads, even=True
-        )
-    if model.head_size % 2:
-        raise ConfigError(
-            f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
+            "model.hidden_size",
+            model.hidden_size,
+            "model.num_attention_heads",
+            heads,
+            even=has_rope,
         )
     check_divides("model.num_attention_heads", heads, "model.num_key_value_heads", kv_heads)
     check_divides("model.num_attention_heads", heads, "mesh.tp", mesh.tp)
@@ -330,11 +336,24 @@ def _check_groups(config: Config) -> None:
         raise ConfigError("optimizer.groups.norms.weight_decay: norms do not decay; remove it")
 
 
+def _check_generates(config: Config) -> None:
+    """Check that an operation of the user can generate samples, because none replaces it."""
+    name = operation_for_generation(config.model.attention)
+    if name == AUTO or not config.training.sample_tokens:
+        return
+    if not any("decode" in backend.capabilities.features for backend in backends_of(name)):
+        raise ConfigError(
+            f"model.attention={name} has no feature decode and cannot generate text; set "
+            "training.sample_tokens=0, or register it with this feature"
+        )
+
+
 def _check_registered(config: Config) -> None:
     """Check the names that refer to registered implementations."""
     model, optimizer = config.model, config.optimizer
     if model.attention != AUTO:
         _require("model.attention", lambda: backends_of(model.attention), AUTO)
+        _check_generates(config)
     for name in model.operation_configs.root:
         if name not in blockwise_names():
             raise ConfigError(

@@ -121,7 +121,7 @@ def _rope(model: ModelConfig) -> Iterator[str]:
                     f"layer with rope; remove {name}, or list a layer with true"
                 )
         return
-    layers = zip(model.layer_kinds, model.rope_pattern, strict=True)
+    layers = [*zip(model.layer_kinds, model.rope_pattern, strict=True)]
     if model.rope_local_theta is not None and not any(
         has_rope and kind != "full_attention" for kind, has_rope in layers
     ):
@@ -130,6 +130,20 @@ def _rope(model: ModelConfig) -> Iterator[str]:
             "chunked_attention layers only, and this model has none with rope; remove it, or add "
             "such a layer to model.layer_types"
         )
+    if model.rope_local_theta is not None and not any(
+        has_rope and kind == "full_attention" for kind, has_rope in layers
+    ):
+        for name in ("rope_theta", "rope_scaling"):
+            value = getattr(model, name)
+            if value != ModelConfig.model_fields[name].default:
+                yield (
+                    f"model.{name}={value} has no effect, because every layer with rope has "
+                    f"model.rope_local_theta; remove {name}, or add full_attention to "
+                    "model.layer_types"
+                )
+    if model.rotary_size % 2 and model.partial_rotary_factor == 1:
+        yield f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
+        return
     if model.rotary_size < 2 or model.rotary_size % 2:
         yield (
             f"model.partial_rotary_factor={model.partial_rotary_factor} rotates "

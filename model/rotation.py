@@ -39,7 +39,7 @@ class Rotation:
 def layer_rotations(
     config: ModelConfig, positions_BL: jax.Array, *, by_matmul: bool
 ) -> Mapping[LayerType, Rotation]:
-    """Return the rotation of every type of layer; equal ones are computed once.
+    """Return the rotation of every type of layer with rope; equal ones are computed once.
 
     by_matmul: see `Rotation`. On TPU, halves of a head would use half of the lanes of a vector
     register, and have to be moved between lanes. On other platforms the matmul is slower.
@@ -48,7 +48,8 @@ def layer_rotations(
     matmul_width = head_dim if by_matmul else None
     found: dict[tuple[bytes, float], Rotation] = {}
     rotations: dict[LayerType, Rotation] = {}
-    for layer_type in dict.fromkeys(config.layer_kinds):
+    layers = zip(config.layer_kinds, config.rope_pattern, strict=True)
+    for layer_type in dict.fromkeys(kind for kind, has_rope in layers if has_rope):
         frequency_h, factor = layer_frequencies(config, layer_type)
         key = frequency_h.tobytes(), factor
         if key not in found:

@@ -118,9 +118,15 @@ def describe_router_warnings(moe: MoEConfig) -> Iterator[str]:
         ROUTERS[moe.router].uses_normalise and moe.norm_topk_prob
     )
     if moe.num_experts and moe.num_experts_per_tok == 1 and is_normalised:
+        has_groups = (moe.n_group, moe.topk_group) != (1, 1)
+        remedies = {
+            "model.moe.router=switch": not has_groups and not moe.has_router_bias,
+            "model.moe.norm_topk_prob=false": ROUTERS[moe.router].uses_normalise,
+        }
+        possible = [value for value, is_possible in remedies.items() if is_possible]
         yield (
             "the weight of a single expert per token is always 1, so that the router learns from "
-            "the balance loss alone; set model.moe.router=switch, or model.moe.norm_topk_prob=false"
+            f"the balance loss alone; set {' or '.join(possible or ['another model.moe.router'])}"
         )
 
 

@@ -49,7 +49,7 @@ def find_tasks(args: argparse.Namespace) -> tuple[list[str], Any]:
     for name in names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            hint = f"did you mean {' or '.join(near)}?" if near else "name one of lm-eval's tasks"
+            hint = f"did you mean {' or '.join(near)}?" if near else "name one of lm-eval's tasks;"
             raise ValueError(
                 f"--tasks {name}: unknown task; {hint} --include DIR adds tasks of your own"
             )

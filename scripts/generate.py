@@ -195,6 +195,8 @@ def generate(args: argparse.Namespace) -> None:
         raise ValueError(f"--page-size {args.page_size}: needs --cache paged")
     asked = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     asked = {key: value for key, value in asked.items() if value is not None}
+    if asked.get("top_k") == 0:
+        asked["top_k"] = None
     SamplingConfig(**asked)  # before the run is opened
     run = load_run(open_local(args.run), args.overrides)
     if run.bos_id is None and "" in args.prompt:
@@ -258,7 +260,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--top-k",
         type=int,
-        help="sample from the K most likely tokens only (default: as for --temperature, else all)",
+        help="sample from the K most likely tokens, 0: from all (default: as for --temperature, "
+        "else 0)",
     )
     parser.add_argument(
         "--top-p",

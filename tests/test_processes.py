@@ -349,6 +349,17 @@ def test_sigterm_to_the_launcher_stops_all_after_the_same_step_and_the_run_resum
     assert lab.differences("undisturbed", name, 0.0 if processes == 2 else CLOSE) == []
 
 
+@pytest.mark.slow
+def test_sigterm_before_the_first_step_of_a_resumed_run_stops_all(lab):
+    shutil.copytree(lab.folder / "half", lab.folder / "resumed")
+    # Without the cache the first step is compiled for seconds, in which jax notices the signal.
+    command = lab.launch("resumed", "run.compilation_cache=null", "training.sample_every=1")
+    command.until(lambda: "resumed from" in lab.log("resumed", 1))
+    command.process.terminate()
+    assert command.finish() == 75, command.err
+    check_stopped(lab, "resumed", 2)
+
+
 def check_stopped(lab: Lab, name: str, processes: int) -> None:
     """Check that all processes stopped after one step, and that it was saved."""
     steps = [

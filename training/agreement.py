@@ -57,7 +57,7 @@ class StepCoordinator:
             save_failed: Whether it has failed.
             wants_save: Whether this process asks all processes for a checkpoint.
         """
-        stop = self._stop.agree(step)
+        stop = self._stop.agree()
         self._save_requested |= self._stop.take_checkpoint_request()
         if self._group.num_processes == 1:
             save, self._save_requested = self._save_requested or wants_save, False

@@ -98,6 +98,8 @@ def attend_cached(
     Communication: that of the operation over sp, where a dense cache is split.
     """
     if isinstance(view.cache, PagedCache):
+        block_q, block_k = metadata.block_sizes(choice.name)
+        spec = replace(spec, block_q=block_q, block_k=block_k)
         return _attend_pages(choice.backend, q_BLHh, view, spec, sinks_H)
     specs = view.cache.specs(view.config, view.tp)
     read = jax.shard_map(

@@ -32,12 +32,13 @@ _FEATURES: frozenset[Feature] = frozenset(
     {"window", "soft_cap", "gqa", "decode", "paged", "chunk", "prefix", "sinks", "shared_values"}
 )
 _TPU_FEATURES = _FEATURES - {"chunk", "prefix", "sinks", "shared_values"}
+_capabilities = partial(Capabilities, blockwise=True)
 
 
-@register("ragged_page_attention_v2", capabilities=Capabilities(features=_FEATURES, preference=20))
+@register("ragged_page_attention_v2", capabilities=_capabilities(features=_FEATURES, preference=20))
 @register(
     "ragged_page_attention_v3",
-    capabilities=Capabilities(features=_FEATURES | {"mixed"}, preference=10),
+    capabilities=_capabilities(features=_FEATURES | {"mixed"}, preference=10),
 )
 def any_queries_each(
     q_THh: Array, pages_PSKh: Array, inputs: PagedInputs, spec: AttentionSpec

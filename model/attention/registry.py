@@ -15,6 +15,7 @@ folder, or `plugins` of the configuration, must import the file.
 import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
@@ -275,6 +276,17 @@ def operation_names() -> tuple[str, ...]:
     return tuple(sorted(_OPERATIONS, key=preference, reverse=True))
 
 
+def operation_for_generation(name: str) -> str:
+    """Return the operation to ask for while generating, where training uses the named one.
+
+    Those of this package compute the same function, so any that supports a cache replaces another:
+    auto. One of a user may compute another function, and serves generation too.
+    """
+    functions = [backend.function for backend in backends_of(name)] if name != AUTO else []
+    modules = [f.func.__module__ if isinstance(f, partial) else f.__module__ for f in functions]
+    return AUTO if all(module.startswith(f"{__package__}.") for module in modules) else name
+
+
 def blockwise_names() -> tuple[str, ...]:
     """Return the names of operations that take block sizes."""
     return tuple(
@@ -398,8 +410,7 @@ def choose_for_layer(
     """Return the operation of a layer of this model on this mesh, for rows of `length` tokens.
 
     paged: the keys are in pages. documents: rows of a batch have several documents, which do not
-    see each other. While generating, the configured operation is not asked for: it need not
-    support a cache.
+    see each other. While generating, see `operation_for_generation`.
     Raises: ValueError if the configured one cannot do what the layer needs.
     """
     generating = mode in GENERATION_MODES
@@ -435,7 +446,8 @@ def choose_for_layer(
         sp=sp,
         compute_capability=compute_capability(device),
     )
-    choice = choose_operation(request, AUTO if generating else config.attention)
+    name = operation_for_generation(config.attention) if generating else config.attention
+    choice = choose_operation(request, name)
     reason = f"on latents; {choice.reason}" if spec.shared_values else choice.reason
     return replace(choice, reason=reason, latent_keys=spec.shared_values)
 

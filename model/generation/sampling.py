@@ -6,7 +6,6 @@ batch. Each row needs the logits of the whole vocabulary.
 Letters: B batch, V vocabulary, k candidate tokens, most likely first.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
@@ -19,19 +18,20 @@ class SamplingConfig:
     """Sampling parameters; hashable, so that they can be a static argument of jax.jit."""
 
     temperature: float = 0.0
-    """Divisor of the logits; 0: greedy, the most likely token."""
+    """Divisor of the logits, 1e-30 to 1e30; 0: greedy, the most likely token."""
     top_k: int | None = None
     """Number of most likely tokens to sample from; None: all."""
     top_p: float | None = None
     """Total probability of the smallest set of most likely tokens, after top_k; None: all."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
+        # Beyond this range, quotients in float32 could become infinite, or 0 / 0.
+        if self.temperature != 0 and not 1e-30 <= self.temperature <= 1e30:
             raise ValueError(
-                f"temperature={self.temperature}: use a number above 0, or 0 for greedy decoding"
+                f"temperature={self.temperature}: use 1e-30 to 1e30, or 0 for greedy decoding"
             )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k}: use an integer of at least 1, or none")
+            raise ValueError(f"top_k={self.top_k}: use an integer of at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use more than 0 and at most 1")
 

@@ -83,6 +83,7 @@ def select_cluster(
 ) -> Cluster | None:
     """Return the cluster that the command line or the environment names; None: this process alone.
 
+    A cluster of one process is None: it needs no service of jax, which would take its signals.
     given: coordinator, number of processes and number of this process. detect: ask the metadata
     server of a Cloud TPU. The token of the run comes from the environment only: a command line is
     visible to all users of a machine. Raises: ValueError if they do not describe a cluster.
@@ -90,12 +91,15 @@ def select_cluster(
     token = environment.get(TOKEN_VARIABLE, "").strip()
     coordinator, num_processes, process_id = given
     if coordinator is not None and num_processes is not None and process_id is not None:
-        return Cluster(coordinator, num_processes, process_id, token=token)
+        cluster = Cluster(coordinator, num_processes, process_id, token=token)
+        _check(cluster)
+        return cluster if num_processes > 1 else None
     if any(value is not None for value in given):
         raise ValueError("give all of --coordinator, --num-processes and --process-id, or none")
     if not detect and not is_cluster(environment):
         return None
-    return replace(find_cluster(config), token=token)
+    cluster = find_cluster(config)
+    return replace(cluster, token=token) if cluster.num_processes > 1 else None
 
 
 def initialize(cluster: Cluster, config: ClusterConfig, num_devices: int | None) -> ProcessGroup:

@@ -63,7 +63,7 @@ class StopRequest:
         """Whether to raise `StoppedEarly` at a signal instead of setting the flag."""
         self._wants_checkpoint = self._wants_profile = False
         self._is_interrupted = self._is_agreed = False
-        self._interrupted_at = -_SAME_SIGNAL
+        self._interrupted_at, self._num_calls = -_SAME_SIGNAL, 0
 
     def install(
         self,
@@ -104,10 +104,10 @@ class StopRequest:
         requested, self._wants_profile = self._wants_profile, False
         return requested
 
-    def agree(self, step: int) -> signal.Signals | None:
+    def agree(self) -> signal.Signals | None:
         """Return the signal for which all processes stop after this step, None to go on.
 
-        Every process calls this once per step, with increasing steps.
+        Every process calls this after every step, also after one that is repeated.
         """
         if not jax.distributed.is_initialized():
             return self.signal
@@ -115,10 +115,13 @@ class StopRequest:
             # It came before jax listened: pass it on to jax's handler.
             self.signal = None
             os.kill(os.getpid(), signal.SIGTERM)
-        if multihost_utils.reached_preemption_sync_point(step):
+        # The service chooses the number after the largest that a process has asked about, or 1. So
+        # these are calls of this process: steps begin anywhere, and go back after a rollback.
+        self._num_calls += 1
+        if multihost_utils.reached_preemption_sync_point(self._num_calls):
             self.signal, self._is_agreed = signal.SIGTERM, True
-            self._is_interrupted = True
-            signal.signal(signal.SIGTERM, self._on_stop)  # from jax: the next one exits
+            # From jax. If another process was signalled, the first one here is no second request.
+            signal.signal(signal.SIGTERM, self._on_stop)
         return self.signal
 
     def _answer(

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from configs.reading import ConfigError
+from configs.schema import make_config
 from model.config import ModelConfig
 from model.rope import RopeScaling, rope_frequencies
 from model.rotation import layer_rotations, rotate, rotation
@@ -169,6 +171,37 @@ def test_layers_of_equal_frequencies_share_a_rotation(by_matmul) -> None:
     own = shared.model_copy(update={"rope_local_theta": 500.0})
     found = layer_rotations(own, positions_BL, by_matmul=by_matmul)
     assert not np.array_equal(found[types[0]].cos, found[types[1]].cos)
+    local = own.model_copy(update={"rope_layers": (False, True)})
+    assert [*layer_rotations(local, positions_BL, by_matmul=by_matmul)] == [types[1]]
+    none = own.model_copy(update={"rope_layers": (False,), "head_dim": 33})
+    assert layer_rotations(none, positions_BL, by_matmul=by_matmul) == {}
+
+
+WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": 4, "rope_local_theta": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ({"head_dim": 33, "rope_layers": [False]}, None),
+        ({"head_dim": 45, "partial_rotary_factor": 0.8}, None),
+        ({"head_dim": 33}, "model.head_dim=33: rope rotates pairs; use an even head_dim"),
+        (WINDOWED, None),
+        ({**WINDOWED, "rope_theta": 5e3}, "model.rope_theta=5000.0 has no effect, because every"),
+        (
+            {**WINDOWED, "rope_scaling": {"type": "linear", "factor": 2}},
+            "has no effect, because every layer with rope has model.rope_local_theta; remove rope_",
+        ),
+    ],
+)
+def test_keys_of_rope_are_checked_where_a_layer_has_rope(model, error) -> None:
+    tree = {"model": model, "mesh": {"tp": 1}}
+    if error is None:
+        make_config(tree)
+        return
+    with pytest.raises(ConfigError) as refused:
+        make_config(tree)
+    assert error in str(refused.value)
 
 
 @FORMS

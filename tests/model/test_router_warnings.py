@@ -28,3 +28,22 @@ def test_a_single_expert_whose_weight_is_constant_is_said(changes, count) -> Non
         logits = jnp.asarray([[1.0, -0.5, 0.2, 0.1]], jnp.float32)
         gradient = jax.grad(lambda logits: route(logits, moe).weights_TK.sum())(logits)
         assert (np.abs(np.asarray(gradient)).max() < 1e-6) == bool(count)
+
+
+BOTH = "set model.moe.router=switch or model.moe.norm_topk_prob=false"
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"router": "sigmoid"}, BOTH),
+        ({"router": "softmax", "n_group": 2}, "set model.moe.norm_topk_prob=false"),
+        ({"router": "sigmoid", "router_bias": True}, "set model.moe.norm_topk_prob=false"),
+        ({"router": "topk_softmax"}, "set model.moe.router=switch"),
+        ({"router": "topk_softmax", "router_bias": True}, "set another model.moe.router"),
+    ],
+)
+def test_only_remedies_that_the_configuration_allows_are_named(changes, remedy) -> None:
+    moe = MoEConfig(num_experts=4, num_experts_per_tok=1, **changes)
+    (line,) = describe_router_warnings(moe)
+    assert line.endswith(f"; {remedy}")

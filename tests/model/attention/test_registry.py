@@ -6,17 +6,21 @@ import jax.numpy as jnp
 import pytest
 from conftest import MESHES, ONE_DEVICE, tensor_parallel
 
+from configs.reading import ConfigError
+from configs.schema import make_config
 from model.attention import registry
 from model.attention.api import OperationRegistry
 from model.attention.metadata import OperationMetadata
 from model.attention.registry import (
     ALL,
+    AUTO,
     Capabilities,
     Request,
     backends_of,
     blockwise_names,
     choose_for_layer,
     choose_operation,
+    operation_for_generation,
     operation_names,
     register,
 )
@@ -156,6 +160,28 @@ def test_a_model_chooses_per_layer_type_and_mode() -> None:
             config, "full_attention", manager, length=paged_length, mode=MODE_DECODE, paged=True
         )
         assert paged.name == name
+
+
+def test_operations_of_ours_replace_each_other_in_generation_and_those_of_users_do_not(
+    monkeypatch,
+) -> None:
+    everything = {name: dict(backends) for name, backends in registry._OPERATIONS.items()}
+    monkeypatch.setattr(registry, "_OPERATIONS", everything)
+    assert {operation_for_generation(name) for name in (*operation_names(), AUTO)} == {AUTO}
+    for name, features in (("own", ALL), ("no_cache", ALL - {"decode"})):
+        can = Capabilities(features=features)
+        register(name, capabilities=can)(lambda q, k, v, inputs, spec: q)
+        assert operation_for_generation(name) == name
+    manager = tensor_parallel(ONE_DEVICE).manager
+    choose = partial(choose_for_layer, layer_type="full_attention", manager=manager, length=1)
+    own, none = (ModelConfig(attention=name) for name in ("own", "no_cache"))
+    assert choose(own, mode=MODE_DECODE).name == choose(own).name == choose(own).backend.operation
+    with pytest.raises(ValueError, match=r"no_cache cannot serve .*has no decode"):
+        choose(none, mode=MODE_DECODE)
+    settings = {"model": {"attention": "no_cache"}, "mesh": {"tp": 1}}
+    with pytest.raises(ConfigError, match="cannot generate text; set training"):
+        make_config(settings)
+    make_config({**settings, "training": {"sample_tokens": 0}})
 
 
 def test_only_rows_of_several_documents_ask_for_segments(monkeypatch) -> None:

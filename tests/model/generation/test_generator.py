@@ -11,6 +11,8 @@ from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
 
 from data.tokenizers.byte_level import ByteTokenizer
+from model.attention import registry
+from model.attention.dense import vanilla
 from model.config import ModelConfig
 from model.generation.cache import DenseCache, PagedCache
 from model.generation.generator import (
@@ -180,8 +182,28 @@ def test_every_mesh_and_cache_generates_the_same_text(mesh: str, cache: str) -> 
 
 @pytest.mark.slow
 def test_greedy_generation_follows_the_argmax_of_the_full_forward() -> None:
-    (text,) = write("one", PROMPTS[:1], max_new_tokens=NEW)
-    tp, definition, params = program("one")
+    check_follows_the_argmax(CONFIG)
+
+
+def test_an_operation_of_a_user_generates_as_it_trains(monkeypatch) -> None:
+    everything = {name: dict(backends) for name, backends in registry._OPERATIONS.items()}
+    monkeypatch.setattr(registry, "_OPERATIONS", everything)
+
+    @registry.register("cosine", capabilities=registry.Capabilities(features=registry.ALL))
+    def cosine(q_BLHh, k_BTKh, v_BTKh, inputs, spec):
+        # Keys in unused slots of the cache are zero.
+        q, k = (y / (jnp.linalg.norm(y, axis=-1, keepdims=True) + 1e-6) for y in (q_BLHh, k_BTKh))
+        return vanilla(q * 10 / spec.scale, k, v_BTKh, inputs, spec)
+
+    config = CONFIG.model_copy(update={"attention": "cosine", "attn_logit_softcapping": None})
+    check_follows_the_argmax(config)
+    with pytest.raises(ValueError, match=r"attention operation cosine .*has no paged"):
+        write("one", PROMPTS, config, cache="paged", max_new_tokens=2)
+
+
+def check_follows_the_argmax(config: ModelConfig) -> None:
+    (text,) = write("one", PROMPTS[:1], config, max_new_tokens=NEW)
+    tp, definition, params = program("one", config)
     with jax.set_mesh(tp.mesh):
         model = nnx.merge(definition, params)
         tokens, index = jnp.asarray([text]), jnp.arange(len(text))[None]

@@ -182,16 +182,27 @@ def test_bfloat16_logits_are_sampled_in_float32() -> None:
     np.testing.assert_array_equal(sample(logits_BV, keys(64), sampling=sampling), wide)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e30])
+@pytest.mark.parametrize("limits", [{}, {"top_k": 2}, {"top_p": 0.9}])
+def test_extreme_temperatures_draw_allowed_tokens_only(temperature, limits) -> None:
+    logits_BV = jnp.asarray([[1.0, 5.0, 4.0, -jnp.inf]] * 64)
+    drawn = sample(logits_BV, keys(64), sampling=SamplingConfig(temperature=temperature, **limits))
+    allowed = {1} if temperature < 1 else {1, 2} if "top_k" in limits else {0, 1, 2}
+    assert set(np.asarray(drawn).tolist()) == allowed
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (
             {"temperature": -1.0},
-            r"temperature=-1.0: use a number above 0, or 0 for greedy decoding",
+            r"temperature=-1.0: use 1e-30 to 1e30, or 0 for greedy decoding",
         ),
         ({"temperature": math.inf}, r"temperature=inf: use"),
         ({"temperature": math.nan}, r"temperature=nan: use"),
-        ({"top_k": 0}, r"top_k=0: use an integer of at least 1, or none"),
+        ({"temperature": 1e-40}, r"temperature=1e-40: use"),
+        ({"temperature": 1e38}, r"temperature=1e\+38: use"),
+        ({"top_k": 0}, r"top_k=0: use an integer of at least 1"),
         ({"top_k": 2.0}, r"top_k=2.0: use"),
         ({"top_k": True}, r"top_k=True: use"),
         ({"top_p": 0.0}, r"top_p=0.0: use more than 0 and at most 1"),

@@ -131,6 +131,15 @@ def test_the_processes_of_one_machine_need_no_token(monkeypatch, start_calls, cl
         initialize(Cluster(*cluster), ClusterConfig(), 8)
 
 
+def test_a_cluster_of_one_process_is_a_process_alone(monkeypatch):
+    options = {"config": ClusterConfig(), "environment": {}}
+    assert select_cluster(("host:1", 1, 0), **options, detect=False) is None
+    with pytest.raises(ValueError, match="--process-id=1 is out of range"):
+        select_cluster(("host:1", 1, 1), **options, detect=False)
+    monkeypatch.setattr(distributed, "find_cluster", lambda _: Cluster("host:1", 1, 0))
+    assert select_cluster((None, None, None), **options, detect=True) is None
+
+
 def test_the_token_comes_from_the_environment_and_is_never_shown(no_cluster):
     environment = {"TORUS_RUN_TOKEN": f"{TOKEN}\n"}
     given = select_cluster(("host:1", 2, 1), ClusterConfig(), environment, detect=False)

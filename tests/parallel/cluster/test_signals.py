@@ -26,6 +26,7 @@ def service(monkeypatch) -> dict[str, Any]:
     found: dict[str, Any] = {"step": None, "signals": []}
 
     def reached(step: int) -> bool:
+        found.get("asked", []).append(step)
         return found["step"] is not None and step >= found["step"]
 
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
@@ -35,9 +36,9 @@ def service(monkeypatch) -> dict[str, Any]:
 
 
 def test_one_process_stops_after_the_step_in_which_it_was_signalled(stop):
-    assert stop.agree(1) is None
+    assert stop.agree() is None
     signal.raise_signal(signal.SIGINT)
-    assert stop.agree(2) == signal.SIGINT
+    assert stop.agree() == signal.SIGINT
 
 
 def test_another_request_takes_the_place_of_the_last_one(stop):
@@ -60,16 +61,38 @@ def test_a_checkpoint_request_is_taken_once(stop):
     assert not stop.take_checkpoint_request()
     signal.raise_signal(signal.SIGUSR1)
     assert stop.take_checkpoint_request() and not stop.take_checkpoint_request()
-    assert stop.agree(1) is None
+    assert stop.agree() is None
 
 
 def test_several_processes_stop_where_the_service_decides(stop, service):
     signal.raise_signal(signal.SIGINT)  # jax handles SIGTERM
     assert service["signals"] == [signal.SIGTERM]
-    assert stop.agree(1) is None
+    assert stop.agree() is None
     service["step"] = 3
-    assert [stop.agree(step) for step in (2, 3, 4)] == [None, signal.SIGTERM, signal.SIGTERM]
+    assert [stop.agree() for _ in range(3)] == [None, signal.SIGTERM, signal.SIGTERM]
     assert service["signals"] == [signal.SIGTERM]
+
+
+def test_the_service_counts_calls_and_not_steps(stop, service):
+    asked: list[int] = []
+    service["asked"] = asked
+    for _ in range(3):
+        stop.agree()
+    assert asked == [1, 2, 3]  # the service stops after number 1 if the signal came before it
+
+
+def test_a_signal_that_comes_later_than_the_agreement_does_not_end_the_save(
+    stop, service, monkeypatch
+):
+    exits: list[int] = []
+    monkeypatch.setattr(module, "_quit", lambda: exits.append(1))
+    monkeypatch.setattr(module, "_SAME_SIGNAL", 0.0)
+    service["step"] = 1
+    assert stop.agree() == signal.SIGTERM  # another process was signalled
+    stop._on_stop(signal.SIGTERM, None)
+    assert exits == []
+    stop._on_stop(signal.SIGTERM, None)
+    assert exits == [1]
 
 
 def test_a_signal_from_before_jax_started_is_passed_on_to_the_service(stop, service, monkeypatch):
@@ -77,9 +100,9 @@ def test_a_signal_from_before_jax_started_is_passed_on_to_the_service(stop, serv
     signal.raise_signal(signal.SIGTERM)
     assert stop.signal == signal.SIGTERM
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert [stop.agree(step) for step in (1, 2)] == [None, None]
+    assert [stop.agree() for _ in range(2)] == [None, None]
     service["step"] = 3
-    assert stop.agree(3) == signal.SIGTERM and service["signals"] == [signal.SIGTERM]
+    assert stop.agree() == signal.SIGTERM and service["signals"] == [signal.SIGTERM]
 
 
 def test_the_first_signal_is_answered_at_once_and_the_second_one_exits(signals, monkeypatch):
@@ -91,7 +114,7 @@ def test_the_first_signal_is_answered_at_once_and_the_second_one_exits(signals, 
     signal.raise_signal(signal.SIGINT)
     expected = "stopping after this step and saving; press Ctrl-C again to quit without saving"
     assert lines.get(timeout=60) == expected
-    assert stop.agree(1) == signal.SIGINT and exits.empty()
+    assert stop.agree() == signal.SIGINT and exits.empty()
     signal.raise_signal(signal.SIGINT)
     # The thread may be faster than the handler, which waits for the main thread, and the reverse.
     assert [exits.get(timeout=60) for _ in range(2)] == [1, 1] and lines.empty()
@@ -106,7 +129,7 @@ def test_a_signal_that_comes_twice_at_once_counts_as_one(signals, monkeypatch):
     (thread,) = (new for new in threading.enumerate() if new not in before)
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
-        assert stop.agree(1) == signal.SIGINT
+        assert stop.agree() == signal.SIGINT
     StopRequest().install()  # ends the thread, which has then read all signals
     thread.join(60)
     assert lines.get().startswith("stopping after this step") and lines.empty()
