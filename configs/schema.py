@@ -295,6 +295,11 @@ def _check_objective(config: Config) -> None:
         )
     metrics = evaluation_metrics(training.objective, config.data.evaluated_sources)
     _require("training.early_stop", lambda: check_early_stop(training.early_stop, metrics))
+    if (best := config.checkpoint.keep_best) and not metrics:
+        raise ConfigError(
+            f"checkpoint.keep_best={best} needs an evaluation, and there is no held-out split; "
+            "raise data.eval_fraction, or give eval_files"
+        )
 
 
 def _check_longrope(config: Config) -> None:

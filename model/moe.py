@@ -270,8 +270,7 @@ class MoE(nnx.Module):
             distances=choice.distances,
             row_dtype=None if dropless else moe.dispatch_dtype,
             native=_platform(manager) != "cpu",
-            # Measured: smaller blocks pad less on a CPU, larger ones fill a TPU's matrix units.
-            block=512 if _platform(manager) == "tpu" else 128,
+            block=choice.block,
         )
 
 

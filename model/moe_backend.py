@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -12,9 +13,11 @@ from model.config import ModelConfig
 from parallel.experts import tokamax_matmul as tokamax_matmul  # registers its implementation
 from parallel.experts.exchange import target_of
 from parallel.experts.expert import EXPERT_AXES
+from parallel.experts.grouped_kernels import BLOCKS, largest_block
 from parallel.experts.grouped_matmul import GROUPED_MATMULS, choose_grouped_matmul
 from parallel.experts.names import ExchangeMethod
 from parallel.planning.links import chip_coords, order_by_links
+from parallel.sharding.axes import TP
 from parallel.sharding.devices import CHIPS, compute_capability
 from parallel.sharding.partition import PartitionManager
 from parallel.sharding.specs import mesh_axes_of
@@ -24,13 +27,15 @@ from parallel.sharding.specs import mesh_axes_of
 class MoEBackend:
     """Exchange method and grouped matmul of the sparse layers; reason is one line.
 
-    distances: order in which the exchange sends its blocks, see `PermuteAllToAll`.
+    distances: order in which the exchange sends its blocks, see `PermuteAllToAll`. block: rows of a
+    block of one expert.
     """
 
     exchange: ExchangeMethod
     grouped_matmul: str
     reason: str
     distances: tuple[int, ...] = ()
+    block: int = 128
 
 
 def choose_experts(
@@ -61,6 +66,15 @@ def choose_experts(
             uniform=uniform,
             compute_capability=compute_capability(manager.mesh.devices.flat[0]),
         )
+    block = _block_rows(config, manager)
+    if name == "pallas" and block is None:
+        why_not = (
+            f"kernels for experts of {config.hidden_size} x {config.expert_size} values do not fit "
+            "into the memory of a core (VMEM); a larger mesh.tp makes them smaller"
+        )
+        if moe.grouped_matmul == "pallas":
+            raise ValueError(f"model.moe.grouped_matmul=pallas: {why_not}, or use ragged_dot")
+        name, reason = "ragged_dot", why_not
     impl = GROUPED_MATMULS[name]
     if exchange == "ragged" and impl.is_uniform:
         raise ValueError(
@@ -81,7 +95,18 @@ def choose_experts(
     if exchange == "alltoall" and in_chunks:
         axes = mesh_axes_of(manager.resolve(EXPERT_AXES[moe.expert_rule][0])[0])
         distances = sending_order(manager.mesh, axes)
-    return MoEBackend(exchange, name, f"{why}; {name}: {reason}", distances)
+    return MoEBackend(exchange, name, f"{why}; {name}: {reason}", distances, block or BLOCKS[-1])
+
+
+def _block_rows(config: ModelConfig, manager: PartitionManager) -> int | None:
+    """Return the rows of a block of one expert; None: no kernel for TPUs fits."""
+    device = manager.mesh.devices.flat[0]
+    if device.platform != "tpu":
+        return 128  # measured: smaller blocks pad less on a CPU
+    features = config.expert_size // manager.axis_size(TP)
+    itemsize = jnp.dtype(config.dtype).itemsize
+    kind = device.device_kind
+    return largest_block(config.hidden_size, features, itemsize=itemsize, device_kind=kind)
 
 
 def _choose_exchange(

@@ -3,8 +3,9 @@
 `model.pad_vocab_to_multiple_of` adds rows to the embedding, and columns to the head, so that tp
 divides them. No token has them: loss, gradients and sampling leave them out. A run that moves to a
 mesh with another tp may need another multiple. Its restore adds rows of zeros, or leaves out those
-that no token has, in parameters and optimizer state alike. Later updates are equal, except that
-Adafactor averages squared gradients over all rows.
+that no token has, in parameters and optimizer state alike. Later updates are equal up to rounding,
+with two exceptions: Adafactor averages squared gradients over all rows, and
+`optimizer.moments_dtype` rounds the moments of the head with other random bits.
 """
 
 from collections.abc import Mapping

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from exit_codes import EXIT_PROCESS_LOST
 from parallel.cluster.config import ClusterConfig
 from parallel.cluster.connection import Connection
-from parallel.cluster.messages import Abort, Heartbeat, Message
+from parallel.cluster.messages import Abort, Heartbeat, Message, encode
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -209,5 +209,6 @@ class LivenessMonitor:
         self.fail(f"process {number} on {peer.host} {problem}{phase}; restart all processes")
 
     def _broadcast(self, message: Message) -> None:
+        text = encode(message)
         for peer in self._peers.values():
-            peer.connection.send(message)
+            peer.connection.send_text(text)

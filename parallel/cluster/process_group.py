@@ -22,6 +22,7 @@ connections are authenticated with the token of the run, during the start and af
 (`handshake.py`). No message can end a process with code 0 (`messages.Abort`).
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 from exit_codes import EXIT_BAD_INPUT
 from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.liveness import LivenessMonitor, Peer
-from parallel.cluster.messages import Abort, Gather, Hello, Member, Message, Result
+from parallel.cluster.messages import Abort, Gather, Hello, Member, Message, Result, encode
 from parallel.cluster.rendezvous import Rendezvous, connect_to_primary
 from parallel.cluster.stacks import write_stacks
 
@@ -116,6 +117,8 @@ class ProcessGroup:
         self.hosts = [member.host for member in members]
         self.clock_skews = [member.clock_skew for member in members]
         self._peers = {n: Peer(self.hosts[n], link) for n, link in connections.items()}
+        for link in connections.values():
+            link.limit_sends(self.config.peer_timeout / 4)
         self._start_monitor()
         return [member.payload for member in members]
 
@@ -186,9 +189,15 @@ class ProcessGroup:
     def check_equal(self, tag: str, values: Mapping[str, Any]) -> None:
         """Check that a flat mapping of JSON values is equal on all processes.
 
+        The processes exchange digests, and the values only if these differ.
+
         Raises: ProcessGroupError on every process; it names the key, the processes that differ
             from the majority, and their values. A restart does not help.
         """
+        text = json.dumps(dict(values), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if len(set(self.all_gather(f"{tag}: digest", digest))) == 1:
+            return
         gathered = self.all_gather(tag, dict(values))
         for key in sorted({key for each in gathered for key in each}):
             holders: dict[str, list[int]] = {}
@@ -277,8 +286,9 @@ class ProcessGroup:
                 return
             del self._contributions[tag]
         ordered = [values[n] for n in range(self.num_processes)]
+        text = encode(Result(tag=tag, values=ordered))
         for peer in self._peers.values():
-            peer.connection.send(Result(tag=tag, values=ordered))
+            peer.connection.send_text(text)
         self._publish(tag, ordered)
 
     def _publish(self, tag: str, values: list[Any]) -> None:

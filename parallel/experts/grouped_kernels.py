@@ -23,6 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from parallel.experts.row_layout import RowGroups
 
+BLOCKS = (512, 256, 128)
+"""Rows of a block, best first: larger ones fill the matrix units, smaller ones need less VMEM."""
 # Column counts of a tile are multiples of the lanes of a vector register, rows of its sublanes.
 _LANES, _SUBLANES = 128, 16
 # VMEM that a kernel may use: a core has 64 MiB or more, TPU v4 has 16, and XLA keeps some for
@@ -94,9 +96,7 @@ def gmm(x_RD: jax.Array, w_EDF: jax.Array, steps: GridSteps, *, transpose_w: boo
     """
     (R, depth), block, item = x_RD.shape, steps.block_rows, x_RD.dtype.itemsize
     width = w_EDF.shape[1 if transpose_w else 2]
-    # Arrays have two buffers each, and libtpu copies the rows; the product is float32.
-    room = _vmem_bytes() - 3 * item * block * depth
-    tile = _tile(width, room / (2 * item * (depth + block) + 4 * block), cores=_CORES)
+    tile = _tile(width, _most_columns(block, depth, item, _vmem_bytes()), cores=_CORES)
     if transpose_w:
         matrix = pl.BlockSpec((None, tile, depth), lambda n, i, group, *_: (group[i], n, 0))
     else:
@@ -138,8 +138,7 @@ def tgmm(x_RD: jax.Array, g_RF: jax.Array, steps: GridSteps, *, num_groups: int)
     """
     (R, D), F, block, item = x_RD.shape, g_RF.shape[1], steps.block_rows, x_RD.dtype.itemsize
     tall = _tile(D, _MAX_TILE_ROWS)
-    room = _vmem_bytes() - 3 * item * block * tall
-    wide = _tile(F, room / (2 * item * (tall + block) + 8 * tall), cores=_CORES)
+    wide = _tile(F, _most_columns_of_sums(block, tall, item, _vmem_bytes()), cores=_CORES)
     return _launch(
         _tgmm_kernel,
         "grouped_outers",
@@ -182,11 +181,46 @@ def _dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
 
 
+def largest_block(D: int, F: int, *, itemsize: int, device_kind: str) -> int | None:
+    """Return the most rows of a block with which all products of `D F` and `F D` fit into VMEM.
+
+    itemsize: bytes of a value of rows and matrices. device_kind: as jax names it. None: the rows
+    are too long for the smallest block.
+    """
+    vmem = _vmem_of(device_kind)
+    for block in BLOCKS:
+        fits = (
+            _most_columns(block, depth, itemsize, vmem) >= min(_LANES, width)
+            and _most_columns_of_sums(block, _tile(depth, _MAX_TILE_ROWS), itemsize, vmem)
+            >= min(_LANES, width)
+            for depth, width in ((D, F), (F, D))
+        )
+        if all(fits):
+            return block
+    return None
+
+
+def _most_columns(block: int, depth: int, itemsize: int, vmem: int) -> float:
+    """Return the columns of a tile of `gmm` that fit into this many bytes; 0 or less: none."""
+    # Arrays have two buffers each, and libtpu copies the rows; the product is float32.
+    room = vmem - 3 * itemsize * block * depth
+    return room / (2 * itemsize * (depth + block) + 4 * block)
+
+
+def _most_columns_of_sums(block: int, tall: int, itemsize: int, vmem: int) -> float:
+    """Return the columns of a tile of `tgmm` with `tall` rows that fit; 0 or less: none."""
+    room = vmem - 3 * itemsize * block * tall
+    return room / (2 * itemsize * (tall + block) + 8 * tall)
+
+
 def _vmem_bytes() -> int:
-    """Return the VMEM that a kernel may use; an unknown chip counts as a large one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    small = device is not None and device.device_kind in _SMALL_VMEM_CHIPS
-    return _SMALL_VMEM_BYTES if small else _VMEM_BYTES
+    return _vmem_of("" if device is None else device.device_kind)
+
+
+def _vmem_of(device_kind: str) -> int:
+    """Return the VMEM that a kernel may use; an unknown chip counts as a large one."""
+    return _SMALL_VMEM_BYTES if device_kind in _SMALL_VMEM_CHIPS else _VMEM_BYTES
 
 
 def _tile(width: int, most: float, *, cores: int = 1) -> int:
@@ -199,7 +233,7 @@ def _tile(width: int, most: float, *, cores: int = 1) -> int:
     if not fitting:
         raise ValueError(
             f"grouped matmul pallas: a tile of {sizes[0]} of {width} columns does not fit into "
-            "VMEM; use smaller blocks"
+            "VMEM; use ragged_dot, or blocks of fewer rows"
         )
     return min(fitting, key=lambda size: pl.cdiv(width, size * cores) * (size + _TILE_COST))
 

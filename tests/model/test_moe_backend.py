@@ -1,14 +1,18 @@
 """Order in which an exchange sends its blocks on a torus, with chips that are only coordinates."""
 
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from model import moe_backend
-from model.config import MoEConfig
+from model.config import ModelConfig, MoEConfig
 from model.moe_backend import choose_experts, sending_order
+from parallel.experts import grouped_kernels as kernels
 
 
 def mesh(kind: str, sides: tuple[int, ...], **sizes: int) -> SimpleNamespace:
@@ -55,7 +59,7 @@ def test_devices_without_known_links_have_no_order() -> None:
 def test_only_an_exchange_in_chunks_has_an_order(settings, dropless, has_order) -> None:
     chips = mesh("TPU v5", (2, 2, 4), ep=16)
     manager = SimpleNamespace(mesh=chips, axis_size=lambda _: 16, resolve=lambda _: ("ep",))
-    config = SimpleNamespace(moe=MoEConfig(num_experts=16, **settings))
+    config = ModelConfig(moe=MoEConfig(num_experts=16, **settings))
     choice = choose_experts(config, manager, dropless=dropless)
     assert choice.distances == (sending_order(chips, ["ep"]) if has_order else ())
     assert ("collective permutes during" in choice.reason) == has_order
@@ -68,17 +72,59 @@ def test_evaluation_sends_only_assigned_rows_whatever_training_does(chunks) -> N
     manager = SimpleNamespace(mesh=chips, axis_size=lambda _: 16, resolve=lambda _: ("ep",))
     moe = MoEConfig(num_experts=16, exchange_chunks=chunks, capacity_factor=1.25)
     training, evaluation = (
-        choose_experts(SimpleNamespace(moe=moe), manager, dropless=dropless)
+        choose_experts(ModelConfig(moe=moe), manager, dropless=dropless)
         for dropless in (False, True)
     )
     assert (training.exchange, evaluation.exchange) == ("alltoall", "ragged")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dtype", "name", "block"),
+    [
+        ("TPU v5", (4096, 14336), "bfloat16", "pallas", 512),
+        ("TPU v5", (4096, 14336), "float32", "pallas", 256),
+        ("TPU v5", (6144, 32768), "bfloat16", "pallas", 128),
+        ("TPU v4", (2048, 768), "bfloat16", "pallas", 512),
+        ("TPU v4", (4096, 7168), "bfloat16", "pallas", 256),
+        ("TPU v4", (4096, 14336), "bfloat16", "ragged_dot", 128),
+    ],
+)
+def test_kernels_that_do_not_fit_into_vmem_get_smaller_blocks_or_are_not_chosen(
+    monkeypatch, kind, sizes, dtype, name, block
+) -> None:
+    hidden, expert = sizes
+    chips = mesh(kind, (2, 2, 2), ep=8)
+    manager = SimpleNamespace(mesh=chips, axis_size=lambda _: 1, resolve=lambda _: ("ep",))
+    moe = MoEConfig(num_experts=8, moe_intermediate_size=expert)
+    config = ModelConfig(hidden_size=hidden, dtype=dtype, moe=moe)
+    choice = choose_experts(config, manager, dropless=True)
+    assert (choice.grouped_matmul, choice.block) == (name, block)
+    assert ("do not fit" in choice.reason) == (name == "ragged_dot")
+    if name == "ragged_dot":
+        return
+    monkeypatch.setattr(kernels, "_vmem_bytes", lambda: kernels._vmem_of(kind))
+    steps = kernels.GridSteps(block, *[jnp.zeros(1, jnp.int32)] * 3)
+    rows = [jax.ShapeDtypeStruct((block, width), dtype) for width in sizes]
+    for (x, g), shape in ((rows, sizes), (rows[::-1], sizes[::-1])):
+        w = jax.ShapeDtypeStruct((1, *shape), dtype)
+        for transpose_w in (False, True):
+            given = g if transpose_w else x
+            jax.eval_shape(partial(kernels.gmm, steps=steps, transpose_w=transpose_w), given, w)
+        jax.eval_shape(partial(kernels.tgmm, steps=steps, num_groups=1), x, g)
+
+
+def test_kernels_that_are_asked_for_and_do_not_fit_are_refused() -> None:
+    manager = SimpleNamespace(mesh=mesh("TPU v4", (1,), ep=1), axis_size=lambda _: 1)
+    moe = MoEConfig(num_experts=8, moe_intermediate_size=14336, grouped_matmul="pallas")
+    with pytest.raises(ValueError, match="pallas: kernels for experts of 4096 x 14336 values do"):
+        choose_experts(ModelConfig(hidden_size=4096, moe=moe), manager, dropless=True)
 
 
 def test_an_absent_package_is_refused_with_the_extra_that_has_it(monkeypatch) -> None:
     gpu = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
     chips = SimpleNamespace(devices=np.array([gpu]), axis_names=("ep",))
     manager = SimpleNamespace(mesh=chips, axis_size=lambda _: 1)
-    config = SimpleNamespace(moe=MoEConfig(num_experts=16, grouped_matmul="tokamax"))
+    config = ModelConfig(moe=MoEConfig(num_experts=16, grouped_matmul="tokamax"))
     monkeypatch.setattr(moe_backend, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"grouped_matmul=tokamax needs tokamax.*\[gpu\]"):
         choose_experts(config, manager)

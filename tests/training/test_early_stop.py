@@ -223,6 +223,10 @@ def test_an_interrupted_evaluation_counts_in_the_next_process(stopped, tmp_path,
             "split; raise data.eval_fraction",
         ),
         (
+            ["data.eval_fraction=0", "checkpoint.keep_best=1"],
+            "checkpoint.keep_best=1 needs an evaluation, and there is no held-out split; raise",
+        ),
+        (
             ["training.early_stop.min_delta=0.1"],
             "training.early_stop.min_delta=0.1 has no effect without a patience; set "
             "training.early_stop.patience",

@@ -49,6 +49,18 @@ def test_only_a_finite_spike_rolls_back_and_only_to_a_checkpoint() -> None:
     assert reaction(NAN, 1, policy="rollback") is None
 
 
+@pytest.mark.parametrize("saved_by", ["earlier", "this"])
+def test_a_process_that_rolls_back_is_not_named_as_an_earlier_one(saved_by) -> None:
+    first, second = {"began": "10:00"}, {"began": "11:00"}
+    by_first, by_second = ResumePoint(4, lineage=(first,)), ResumePoint(4, lineage=(first, second))
+    spikes = handler("rollback")
+    spikes._resumer.find_again = lambda: by_first if saved_by == "earlier" else by_second
+    point = ResumePoint(3, lineage=(first,))  # of the second process
+    for _ in range(2):
+        point = spikes.roll_back(6, point)
+        assert point.lineage == (first,)
+
+
 def test_a_run_rolls_back_to_one_checkpoint_a_limited_number_of_times() -> None:
     spikes, point = handler("rollback"), ResumePoint(step=4)
     for count in range(1, LIMIT + 1):

@@ -41,12 +41,26 @@ def test_a_process_without_heartbeats_is_named_by_the_others(processes, monkeypa
     processes.add(0, 1, of=2, config=timeouts(peer=1.0))
     processes.connect()
     (peer,) = processes.groups[silent]._peers.values()
-    monkeypatch.setattr(peer.connection, "send", lambda *_: None)
+    monkeypatch.setattr(peer.connection, "send_text", lambda *_: None)
     reason = (
         f"process {silent} on {HOST} has sent no heartbeat for 1.0 s (cluster.peer_timeout); "
         "restart all processes"
     )
     assert processes.wait_for_failure(1 - silent) == (reason, EXIT_PROCESS_LOST)
+
+
+def test_a_large_result_for_a_frozen_process_does_not_stop_the_monitor(processes):
+    processes.add(0, 1, 2, of=3, config=timeouts(peer=4.0))
+    processes.connect()
+    value, frozen = "x" * (1 << 22), processes.groups[2]
+    frozen.start_all_gather("large", value)
+    frozen._monitor.stop()  # reads nothing more, and its connection stays open
+    for group in processes.groups[:2]:
+        group.start_all_gather("large", value)
+    reason = f"process 2 on {HOST} has sent no heartbeat for 4.0 s (cluster.peer_timeout)"
+    for number in (0, 1):
+        found, code = processes.wait_for_failure(number)
+        assert found.startswith(reason) and code == EXIT_PROCESS_LOST
 
 
 @pytest.mark.parametrize("limit", ["peer", "stall"])

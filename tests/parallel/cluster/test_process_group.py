@@ -57,9 +57,19 @@ def test_only_process_0_makes_the_value_of_a_broadcast(connected):
     assert found == ["from 0"] * 3 and calls == [0]
 
 
-def test_equal_values_pass_the_check(connected):
+def test_equal_values_pass_the_check(connected, monkeypatch):
     values = {"a": 1, "b": [1.5, None], "c": "text"}
     assert connected.each(lambda group: group.check_equal("preflight", values)) == [None] * 3
+    sent: list[Any] = []
+    start = ProcessGroup.start_all_gather
+
+    def note(group: ProcessGroup, tag: str, value: Any) -> None:
+        sent.append(value)
+        start(group, tag, value)
+
+    monkeypatch.setattr(ProcessGroup, "start_all_gather", note)
+    assert connected.each(lambda group: group.check_equal("preflight", values)) == [None] * 3
+    assert len(set(sent)) == 1 and len(sent) == 3 and len(sent[0]) == 64  # digests alone
 
 
 @pytest.mark.parametrize(
