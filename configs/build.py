@@ -248,6 +248,9 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
         f"blocks of {widths} features over {n} devices have no halves": named == "split"
         and any(width // n % 2 for width in widths),
         f"{n} devices are no power of two": named == "hypercube" and n & (n - 1) != 0,
+        f"blocks of {widths} features over {n} devices have no {n.bit_length() - 1} pieces": (
+            named == "hypercube" and min(widths) // n < n.bit_length() - 1
+        ),
     }
     if obstacle := next((text for text, holds in obstacles.items() if holds), None):
         return Choice("none", _instead_of(named, obstacle))

@@ -63,8 +63,8 @@ EXPERT_BIAS_AXES: Mapping[ExpertRule, tuple[Any, Any]] = {
 class _ExpertLinear(nnx.Module):
     """Kernels `E in out` of all experts, one per output, and biases `E out`, which start at zero.
 
-    out_features: as in `ParallelLinear`, a width or a mapping from name to width. use_bias: whether
-    there are biases.
+    out_features: as in `ParallelLinear`, a width or, for a column-parallel linear, a mapping from
+    name to width. use_bias: whether there are biases.
     """
 
     is_column: bool
@@ -83,6 +83,11 @@ class _ExpertLinear(nnx.Module):
         parallel_config: TensorParallelConfig,
         rngs: nnx.Rngs,
     ):
+        if not self.is_column and not isinstance(out_features, int):
+            raise ValueError(
+                f"{type(self).__name__} has one output, but out_features={out_features!r}; give a "
+                "width"
+            )
         side = 0 if self.is_column else 1
         axes, bias_axes = EXPERT_AXES[rule][side], EXPERT_BIAS_AXES[rule][side]
         widths = {"": out_features} if isinstance(out_features, int) else dict(out_features)

@@ -49,7 +49,15 @@ class ExpertLinearSpec:
         return GROUPED_MATMULS[self.grouped_matmul].is_uniform
 
     def ring(self) -> Ring | None:
-        """Return the ring that tokens travel; None: one collective, blocks in natural order."""
+        """Return the ring that tokens travel; None: one collective, blocks in natural order.
+
+        Raises: ValueError for an overlap that cuts blocks.
+        """
+        if self.overlap in ("split", "hypercube"):
+            raise ValueError(
+                f"overlap {self.overlap} cuts blocks, and its pieces would not hold whole groups "
+                "of rows, one per expert; use bidirectional"
+            )
         if self.overlap == "none" or lax.axis_size(self.axis_name) == 1:
             return None
         return Ring(self.axis_name, self.overlap)

@@ -19,8 +19,9 @@ class RowLayout:
     """Static layout of R rows in E groups.
 
     kind: `packed`: groups follow each other without a gap. `blocks`: every group starts at a
-    multiple of `block`; padding rows in between are zero. `uniform`: every group has R / E rows,
-    and its size says how many of them are used. block: 1 except for `blocks`. rows: R.
+    multiple of `block`; padding rows in between are finite and belong to no group. `uniform`:
+    every group has R / E rows, and its size says how many of them are used. block: 1 except for
+    `blocks`. rows: R.
     Raises: ValueError if the rows do not divide into blocks, or into groups for `uniform`.
     """
 

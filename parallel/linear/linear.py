@@ -332,13 +332,13 @@ class ParallelLinear(nnx.Module):
         out_spec: Layout of a row-parallel output; None: whole over tp.
         """
         config = self.parallel_config
-        if self.direction == "none" or config is None or config.mesh is None:
-            return self.native_forward(inputs)
         if self.direction != "row" and out_spec is not None:
             raise ValueError(
                 "out_spec is for row-parallel linears; set reduce_scatter_output in the "
                 "TensorParallelConfig of a column-parallel one"
             )
+        if self.direction == "none" or config is None or config.mesh is None:
+            return self.native_forward(inputs)
         if self.direction == "column":
             return self._gather_outputs(self.sharded_forward(inputs))
         x = self.cast_input(inputs)

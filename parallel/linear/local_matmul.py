@@ -4,6 +4,7 @@ Nothing here communicates. Letters: D in features, F out features.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any
 
@@ -136,10 +137,14 @@ def split_columns(y: jax.Array, kernels: Sequence[jax.Array]) -> tuple[jax.Array
     return tuple(lax.split(y, [w.shape[-1] for w in kernels], axis=y.ndim - 1))
 
 
-def trained_columns(dy: jax.Array, kernels: Sequence[jax.Array], frozen: int) -> jax.Array:
-    """Return the columns of dy that belong to `kernels[frozen:]`."""
+def trained_columns(dy: Operand, kernels: Sequence[jax.Array], frozen: int) -> Operand:
+    """Return the columns of dy that belong to `kernels[frozen:]`; its rows may be quantized."""
     start = sum(w.shape[1] for w in kernels[:frozen])
-    return dy[..., start:] if start else dy
+    if not start:
+        return dy
+    if isinstance(dy, Quantized):  # the columns of a row share its scale
+        return replace(dy, values=dy.values[..., start:])
+    return dy[..., start:]
 
 
 def split_gradient(

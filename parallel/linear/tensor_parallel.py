@@ -314,8 +314,8 @@ class TPDense(_TensorParallelDense):
     use_bias: The bias is added once, after the sum. (The reference sums n biases in "scatter".)
     dense_name: Attribute that holds the layer, hence part of its parameters' path. (The reference
         ignores it in TPAsyncDense.)
-    parallel_config: Ours: its mesh replaces the one in context, its `partition_axis` the default
-        rules. Its other fields are not read.
+    parallel_config: Ours: its mesh is used where none is in context, its `partition_axis` instead
+        of the default rules. Its other fields are not read.
 
     Parameters: kernel (in, out), ColumnWise for gather, RowWise for scatter; bias (out,), SRowWise
     for gather, else Replicated; whole for none. Communication and equations: `ColumnParallelLinear`

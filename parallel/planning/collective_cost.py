@@ -80,16 +80,18 @@ class CollectiveCost:
         size = collective.computation.operand_bytes(x)
         if collective.kind == "all-gather":
             size = max(size, x.bytes - (size if x.opcode.endswith("-start") else 0))
-        moved = {
-            "all-gather": size * (n - 1) / n,
-            "reduce-scatter": size * (n - 1) / n,
-            "all-reduce": 2 * size * (n - 1) / n,
-            # A quarter of an all-gather of the global array (scaling book).
-            "all-to-all": size * n / 4,
-            "ragged-all-to-all": size * n / 4,
-        }.get(collective.kind, size)
+        share = size * (n - 1) / n
+        is_exchange = collective.kind in ("all-to-all", "ragged-all-to-all")
+        if collective.kind == "all-reduce":
+            sent = 2 * share
+        else:
+            gathers = collective.kind in ("all-gather", "reduce-scatter")
+            sent = share if gathers or is_exchange else size
+        # Blocks of an exchange pass through other devices: on a ring it takes a quarter of an
+        # all-gather of the global array (scaling book).
+        carried = size * n / 4 if is_exchange else sent
         both_ways = 2 * self._chip.ici_bandwidth * self._num_rings(x)
-        return TransferCost(("rings",), moved / both_ways + _HOP_LATENCY * (n - 1), moved)
+        return TransferCost(("rings",), carried / both_ways + _HOP_LATENCY * (n - 1), sent)
 
     def _num_rings(self, x: Instruction) -> float:
         """Return how many rings the collective uses at once: one per side of the torus it spans.

@@ -89,7 +89,10 @@ def _wait(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.
     """Return blocks of arrays, with a condition on other blocks that never holds."""
     never = jnp.zeros((), bool)
     for x in others:
+        if not x.size:
+            continue
         one = x.ravel()[:1]
+        one = one.astype(jnp.uint8) if one.dtype == bool else one
         bits = lax.bitcast_convert_type(one, jnp.dtype(f"uint{8 * one.dtype.itemsize}"))
         never |= (lax.population_count(bits) > 64)[0]  # XLA does not know that this is false
     return [jnp.where(never, jnp.zeros((), x.dtype), x) for x in values]

@@ -135,10 +135,12 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
         (MeshConfig(sp=4), "split", ("split", "as parallel.overlap_fsdp says")),
         (MeshConfig(dp=4), "ring", ("none", "one device on fsdp and sp gathers nothing")),
         (MeshConfig(fsdp=2, tp=2), "ring", ("none", "tp has several devices")),
+        (MeshConfig(fsdp=8), "hypercube", ("none", "features over 8 devices have no 3 pieces")),
     ],
 )
 def test_the_overlap_of_fsdp_is_the_configured_one_or_has_a_reason(mesh, named, want) -> None:
-    _, program = build(mesh, f"parallel.overlap_fsdp={named}")
+    small = ("model.hidden_size=16", "model.num_attention_heads=2", "model.num_key_value_heads=2")
+    _, program = build(mesh, f"parallel.overlap_fsdp={named}", *small * (named == "hypercube"))
     choice = dict(program.plan.overlap)["fsdp"]
     assert program.tp.fsdp_overlap == choice.overlap == want[0]
     assert want[1] in choice.reason

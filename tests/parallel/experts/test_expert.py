@@ -109,6 +109,24 @@ def test_a_dim_that_does_not_divide_is_refused(mesh, sizes, message) -> None:
         linears(mesh, sizes=sizes)
 
 
+def test_a_row_linear_has_one_output() -> None:
+    with pytest.raises(ValueError, match="ExpertRowParallelLinear has one output, but out_feature"):
+        ExpertRowParallelLinear(
+            E,
+            F,
+            {"a": 6, "b": 6},
+            kernel_init=nnx.initializers.lecun_normal(),
+            parallel_config=tensor_parallel(ONE_DEVICE),
+            rngs=nnx.Rngs(0),
+        )
+
+
+@pytest.mark.parametrize("overlap", ["split", "hypercube"])
+def test_overlaps_that_cut_blocks_are_refused(overlap) -> None:
+    with pytest.raises(ValueError, match=f"overlap {overlap} cuts blocks.*use bidirectional"):
+        layer_spec(overlap=overlap).ring()
+
+
 @pytest.mark.parametrize(
     ("factor", "tokens", "top_k", "rows"),
     [

@@ -233,6 +233,8 @@ def test_without_a_parallel_config_it_is_an_ordinary_linear() -> None:
     other = np.full((D, 3), 2.0, np.float32)
     tied = layer.native_forward(ARRAYS["x"], w=other)
     close(tied, ARRAYS["x"] @ other * D**-0.5)
+    with pytest.raises(ValueError, match="out_spec is for row-parallel linears"):
+        layer(ARRAYS["x"], P("tp"))
 
 
 def test_named_outputs_come_back_in_the_order_in_which_they_were_asked_for() -> None:

@@ -16,7 +16,13 @@ from test_collective_matmul import both, island_of
 
 from model.remat import REMAT_POLICIES
 from parallel.linear.head_matmul import PLAIN, HeadMatmul
-from parallel.linear.local_matmul import kernel_gradient, matmul, matmul_transposed, plain_matmul
+from parallel.linear.local_matmul import (
+    kernel_gradient,
+    matmul,
+    matmul_transposed,
+    plain_matmul,
+    trained_columns,
+)
 from parallel.linear.quantized import Quantized, QuantizedMatmul, Scales
 from parallel.linear.ring import Ring
 from parallel.linear.stored_kernel import stored_matmul
@@ -281,6 +287,13 @@ def test_a_quantized_array_is_a_pytree_of_its_values_and_scales():
     assert rows.shape == (4, 8) and rows.ndim == 2
     assert [leaf.dtype for leaf in jax.tree.leaves(rows)] == [jnp.int8, jnp.float32]
     assert isinstance(jax.tree.map(lambda x: x[:2], rows), Quantized)
+
+
+def test_the_trained_columns_of_quantized_rows_keep_their_scales():
+    rows = QuantizedMatmul("int8", ALL).quantize(jnp.asarray(random(4, 12)), (1,))
+    kernels = [jnp.zeros((5, 4)), jnp.zeros((5, 8))]
+    found = trained_columns(rows, kernels, 1)
+    np.testing.assert_array_equal(found.floats("float32"), rows.floats("float32")[:, 4:])
 
 
 @pytest.mark.parametrize("side", ["out", "in"])
