@@ -4,6 +4,7 @@ import argparse
 import difflib
 import functools
 import importlib
+import math
 import os
 import signal
 import sys
@@ -28,6 +29,21 @@ def at_least_one(text: str) -> int:
     return count
 
 
+def above_zero(text: str) -> float:
+    """Parse a number above zero.
+
+    Raises:
+        argparse.ArgumentTypeError: It is zero, negative, infinite or no number.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: use a number above 0")
+    return number
+
+
 def on_disk(text: str) -> Path:
     """Parse a path of an output that is written to a disk.
 
@@ -39,6 +55,22 @@ def on_disk(text: str) -> Path:
             f"{text} is in a bucket; give a path on a disk, and copy the result"
         )
     return Path(text)
+
+
+def parse_commands(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> argparse.Namespace:
+    """Parse a command line with subcommands, some of which take `overrides`.
+
+    Overrides may follow options, too; argparse leaves them over, and parses them together with
+    options only where there are no subcommands.
+    """
+    args, rest = parser.parse_known_args(argv)
+    if rest and ("overrides" not in args or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides += rest
+    return args
 
 
 def one_line_errors(*failures: type[Exception]) -> Callable[[Main], Main]:

@@ -83,6 +83,8 @@ def import_config(
     """
     given: dict[str, Any] = {}
     apply_overrides(given, overrides)
+    if "dir" in (given.get("run") or {}):
+        raise ValueError(f"run.dir: the run directory is the argument {run}; remove the override")
     import_plugins(given)  # they may register the family
     source = ModelDirectory(directory)
     saved = str(run_directory(str(run)) / TOKENIZER_FOLDER)

@@ -29,9 +29,11 @@ from benchmarks.torch_step import bench_torch
 
 from configs.command_line import (
     CommandLine,
+    above_zero,
     at_least_one,
     on_disk,
     one_line_errors,
+    parse_commands,
     run_script,
 )
 from model.config import DTypeName, ModelConfig
@@ -55,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
     _add_measured(command)
     _add_predicted(command)
-    return parser.parse_args(argv)
+    return parse_commands(parser, argv)
 
 
 def _add_measured(command: Command) -> None:
@@ -105,9 +107,16 @@ def _add_measured(command: Command) -> None:
     data.add_argument(
         "--copies", type=at_least_one, default=8, help="times the standard library is tokenised"
     )
-    data.add_argument("--gigabytes", type=float, default=10.0, help="size of the store to open")
     data.add_argument(
-        "--shards", type=int, help="open a store of this many shards, and measure nothing else"
+        "--gigabytes",
+        type=above_zero,
+        default=10.0,
+        help="size of the store to open, or of a shard",
+    )
+    data.add_argument(
+        "--shards",
+        type=at_least_one,
+        help="open a store of this many shards, and measure nothing else",
     )
     repeated = ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (gpu, 5), (data, 3))
     for added, default in repeated:

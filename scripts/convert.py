@@ -19,7 +19,13 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
+from configs.command_line import (
+    CommandLine,
+    on_disk,
+    one_line_errors,
+    parse_commands,
+    run_script,
+)
 from configs.conversion import export_adapters, export_model, import_config, import_model
 from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from parallel.cluster.config import ProcessGroupError
@@ -176,21 +182,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse a command line whose overrides may also follow options, which argparse leaves over."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    if rest and ("overrides" not in args or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
 @one_line_errors(CheckpointError, ProcessGroupError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Run one command; print an error of the user as one line."""
-    args = _parse(argv)
+    args = parse_commands(_parser(), argv)
     args.run_command(args)
     return 0
 

@@ -122,7 +122,9 @@ def check(args: argparse.Namespace) -> None:
     if len(widths) < 2 or widths[0] < 1 or args.steps < 1:
         raise ValueError("--widths needs two different widths, and --steps at least 1")
     if args.output is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--output needs matplotlib: pip install -e ".[plan]"')
+        raise ValueError('--output needs matplotlib: pip install -e ".[report]"')
+    if args.output is not None and args.output.suffix != ".png":
+        raise ValueError(f"--output {args.output}: the plot is a PNG file; give a name in .png")
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: the folder does not exist; create it first")
     config = load_config(args.config, args.overrides)
@@ -155,7 +157,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="changes of the configuration"
     )
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 @one_line_errors()

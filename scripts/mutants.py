@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from _clone import ROOT
 
-from configs.command_line import CommandLine, one_line_errors
+from configs.command_line import CommandLine, at_least_one, one_line_errors
 from exit_codes import EXIT_DONE, EXIT_FAILED
 from safe_files import replace_file
 
@@ -308,7 +308,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="faults whose name or file has this text"
     )
-    parser.add_argument("--sample", type=int, metavar="N", help="N faults of all packages")
+    parser.add_argument("--sample", type=at_least_one, metavar="N", help="N faults of all packages")
     parser.add_argument(
         "--timeout",
         type=float,

@@ -156,7 +156,10 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(options.config, options.overrides)
     if (nodes := gpus.read_gpus(options.topology)) is not None:
         return _plan_gpus(options, fill_mesh(config, nodes.num_gpus), nodes)
-    topology = read_topology(options.topology)
+    try:
+        topology = read_topology(options.topology)
+    except ValueError as error:
+        raise ValueError(f"{error}; GPUs: {gpus.KNOWN}") from error
     check_slices(config, topology)
     config = fill_mesh(config, topology.num_chips)
     check_mesh(config, topology)

@@ -17,7 +17,17 @@ from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 from sweeps.processes import State, Stopper, Supervisor
-from sweeps.report import RECORD, TABLE, Row, describe, plot, ranked, table_lines, write_tables
+from sweeps.report import (
+    RECORD,
+    TABLE,
+    Row,
+    check_varied,
+    describe,
+    plot,
+    ranked,
+    table_lines,
+    write_tables,
+)
 from sweeps.space import Space, grid_points, is_range, parse_space, random_points, varied_keys
 from sweeps.trials import Objective, Trial, make_objective, make_trials, read_result
 
@@ -61,6 +71,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Trial], list[str], Objective
     if "://" in args.dir:
         raise ValueError(f"--dir {args.dir}: a sweep is kept on a disk; give a directory there")
     varied, directory = varied_keys(space), Path(args.dir).expanduser()
+    check_varied(directory, varied)
     trials = make_trials(args.config, directory, points, varied, fixed)
     return trials, varied, make_objective(args.metric, args.mode, trials)
 

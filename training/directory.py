@@ -92,6 +92,22 @@ def locked_run(
             raise
 
 
+def check_is_of_config(file: Path, given: str) -> None:
+    """Check that the configuration in a run directory names that directory as `run.dir`.
+
+    Raises: ValueError if the directory was moved or copied.
+    """
+    folder = file.absolute().parent
+    if file.name != "config.yaml" or not (folder / "checkpoints").is_dir():
+        return
+    if run_directory(given).resolve() != folder.resolve():
+        raise ValueError(
+            f"--config {file}: its run.dir is {given}, but it lies in another run directory, which "
+            f"was moved or copied; add run.dir={file.parent} to continue that run, or "
+            f"run.dir={given} for the one named there"
+        )
+
+
 def check_not_in_use(directory: Path) -> None:
     """Raise ValueError at once if another process of this machine holds a run directory.
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -126,11 +127,12 @@ def _stdout_of(command: list[str]) -> str:
     """Run a command and return its stdout.
 
     Raises:
-        RuntimeError: It failed. The message has its stderr.
+        ValueError: It failed. The message has the last line of its stderr.
     """
     done = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS)
     if done.returncode:
-        raise RuntimeError(f"{command} failed:\n{done.stderr}")
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"{shlex.join(command)} failed: {reason}")
     return done.stdout
 
 

@@ -57,7 +57,9 @@ _LINKS = {
     "h100": ("NVIDIA H100 80GB HBM3", 225e9, 25e9),
     "h200": ("NVIDIA H200", 225e9, 25e9),
 }
-# Shares of peak, and of fsdp that is exposed. docs/planning.md states their error against public
+KNOWN = ", ".join(f"{kind}-N" for kind in _LINKS)
+"""The GPUs, as they are written."""
+# Shares of peak, and of fsdp that is exposed. docs/plan.md states their error against public
 # figures of torchtitan.
 _MATMUL, _ATTENTION, _EXPOSED_FSDP = 0.65, 0.35, 0.2
 
@@ -68,7 +70,7 @@ def read_gpus(text: str) -> GpuNodes | None:
     Raises:
         ValueError: It begins like a GPU and has another form.
     """
-    kinds = "|".join(_LINKS)
+    text, kinds = text.lower(), "|".join(_LINKS)
     if re.match(kinds, text) is None:
         return None
     found = re.fullmatch(rf"({kinds})-([1-9]\d*)(?:\*([1-9]\d*))?", text)

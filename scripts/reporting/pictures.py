@@ -12,7 +12,7 @@ from training.goodput import LABELS
 
 # File name, title, and the metrics that share the chart.
 _CHARTS = (
-    ("loss", "loss (nats per token)", ("loss", "eval_loss")),
+    ("loss", "loss (nats)", ("loss", "eval_loss")),
     ("grad_norm", "gradient norm", ("grad_norm",)),
     ("learning_rate", "learning rate", ("learning_rate",)),
     ("tokens_per_second", "tokens/s", ("tokens_per_second",)),

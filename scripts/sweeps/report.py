@@ -69,6 +69,22 @@ def _cells(row: Row, varied: Sequence[str]) -> list[str]:
     return [*values, *shown, f"{result.seconds:,.0f}", row.state]
 
 
+def check_varied(directory: Path, varied: Sequence[str]) -> None:
+    """Check that the directory is of no sweep over other keys: its trials would not be found.
+
+    Raises: ValueError.
+    """
+    try:
+        before = json.loads((directory / RECORD).read_bytes())["trials"][0]["varied"]
+    except (OSError, ValueError, LookupError):
+        return
+    if before.keys() != {*varied}:
+        raise ValueError(
+            f"--dir {directory} has a sweep over {', '.join(before) or 'no key'}, and this one is "
+            f"over {', '.join(varied) or 'no key'}; give another --dir"
+        )
+
+
 def write_tables(
     directory: Path, rows: Sequence[Row], varied: Sequence[str], objective: Objective
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from configs.preflight import describe_program
 from configs.schema import Config, dump_config
-from safe_files import replace_file
+from safe_files import rename, replace_file
 from verification.bounds import Comparison
 from verification.cases import Case
 
@@ -35,7 +35,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, config: Config):
-        """Read the results of the folder; those of another version are removed.
+        """Read the results of the folder; a file of another version is kept as `results.old.jsonl`.
 
         Raises:
             ValueError: The folder cannot be used, or its file is damaged or another program's.
@@ -51,7 +51,7 @@ class Results:
             raise ValueError(f"--output {folder}: {error.strerror}; give a folder") from error
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             lines.pop()  # a kill may leave half a line
-        found = self._parse(lines[:1], lambda line: {key: line[key] for key in header})
+        found = self._parse(lines[:1], lambda line: {**line, "code": line["code"]})
         if found and found[0] == header:
             results = self._parse(lines, _result, skip=1)
             # What did not run may have been the machine's fault, so it is tried again.
@@ -60,8 +60,13 @@ class Results:
             cases = "case" if count == 1 else "cases"
             self.notice = f"{self._path}: continuing after {count} {cases}"
         elif found:
-            changed = " and ".join(key for key in header if found[0][key] != header[key])
-            self.notice = f"{self._path}: the {changed} changed since; starting again"
+            changed = ", ".join(key for key in header if found[0].get(key) != header[key])
+            kept_as = self._path.with_name(f"{self._path.stem}.old.jsonl")
+            self.notice = (
+                f"{self._path}: changed since: {changed}; starting again, the old results are in "
+                f"{kept_as.name}"
+            )
+            rename(self._path, kept_as)
         kept = [header, *map(dataclasses.asdict, self._done.values())]
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -101,11 +106,16 @@ def _result(line: dict[str, Any]) -> Result:
 
 
 def _version(config: Config) -> dict[str, str]:
-    """Return the digests of the configuration and of all code that computes or compares."""
+    """Return what decides the results: the configuration, the code, the libraries, XLA_FLAGS."""
     facts = describe_program(config)
-    names = ("code", "XLA_FLAGS", *(name for name in facts if name.startswith("version of ")))
-    code = hashlib.sha256(repr([facts[name] for name in names]).encode())
+    code = hashlib.sha256(repr(facts["code"]).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         code.update(path.read_bytes())
     settings = hashlib.sha256(dump_config(config).encode())
-    return {"configuration": settings.hexdigest()[:12], "code": code.hexdigest()[:12]}
+    versions = [facts[name] for name in facts if name.startswith("version of ")]
+    return {
+        "configuration": settings.hexdigest()[:12],
+        "code": code.hexdigest()[:12],
+        "library versions": hashlib.sha256(repr(versions).encode()).hexdigest()[:12],
+        "XLA_FLAGS": str(facts["XLA_FLAGS"]),
+    }

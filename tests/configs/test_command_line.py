@@ -1,5 +1,6 @@
 """Command lines: a mistake is one line with the likely remedy, and every option has a help text."""
 
+import argparse
 import ast
 import os
 import signal
@@ -10,7 +11,13 @@ import pytest
 from conftest import ROOT
 
 import train
-from configs.command_line import CommandLine, on_disk, one_line_errors
+from configs.command_line import (
+    CommandLine,
+    above_zero,
+    on_disk,
+    one_line_errors,
+    parse_commands,
+)
 from parallel.cluster.config import ProcessGroupError
 
 COMMANDS = [ROOT / "train.py", *sorted((ROOT / "scripts").glob("[a-z]*.py"))]
@@ -135,6 +142,28 @@ def test_options_of_a_command_are_checked_by_the_command(capsys) -> None:
     assert (
         "--stps: unknown option; did you mean --steps?; tool run --help" in capsys.readouterr().err
     )
+
+
+def test_overrides_of_a_command_may_follow_its_options(capsys) -> None:
+    parser = CommandLine(prog="tool")
+    commands = parser.add_subparsers()
+    run, stop = (commands.add_parser(name) for name in ("run", "stop"))
+    run.add_argument("--steps", type=int)
+    run.add_argument("overrides", nargs="*")
+    given = parse_commands(parser, ["run", "a=1", "--steps", "3", "b=2"])
+    assert given.overrides == ["a=1", "b=2"] and given.steps == 3
+    stop.add_argument("--now", action="store_true")
+    for wrong in (["stop", "--now", "a=1"], ["run", "a=1", "--steps", "3", "--x"]):
+        with pytest.raises(SystemExit):
+            parse_commands(parser, wrong)
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "x"])
+def test_a_number_above_zero(text) -> None:
+    assert above_zero("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: use a number above 0"):
+        above_zero(text)
 
 
 def test_what_follows_two_dashes_is_left_alone() -> None:

@@ -130,6 +130,12 @@ def test_an_export_holds_one_chunk_at_a_time(tmp_path, monkeypatch) -> None:
     assert sum(sizes) == sum(x.nbytes for x in stacks)
 
 
+def test_the_run_directory_of_an_import_is_its_argument_alone(imported) -> None:
+    directory, run = imported
+    with pytest.raises(ValueError, match="run.dir: the run directory is the argument .*; remove"):
+        conversion.import_config(directory, run, ["run.dir=runs/other"])
+
+
 def test_training_starts_from_an_imported_run(imported, signals, tmp_path) -> None:
     _, run = imported
     (tmp_path / "a.txt").write_text("def f(x): return x\n" * 400)

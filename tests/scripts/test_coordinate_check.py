@@ -47,5 +47,9 @@ def test_widths_without_whole_heads_are_refused(capsys):
     for key in ("optimizer.name=sgd", "model.tie_word_embeddings=true"):
         assert coordinate_check.main([*CONFIG, "--widths", "32", "64", "--", key]) == 2
         assert capsys.readouterr().err.startswith("error: model.mup_base_width=32: ")
+    assert coordinate_check.main([*CONFIG, "a.b=1", "--widths", "64", "--steps", "2", "c.d=1"]) == 2
+    assert "--widths needs two different widths" in capsys.readouterr().err
+    assert coordinate_check.main([*CONFIG, "--output", "x.svg"]) == 2
+    assert "--output x.svg: the plot is a PNG file; give a name in .png" in capsys.readouterr().err
     assert coordinate_check.main([*CONFIG, "--widths", "64"]) == 2
     assert "--widths needs two different widths" in capsys.readouterr().err

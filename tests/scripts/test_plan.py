@@ -277,6 +277,7 @@ def test_conditions_name_a_figure(text: str) -> None:
     ("arguments", "message"),
     [
         (["--topology", "v9-8"], "there is no TPU v9. Known: v4-8 to"),
+        (["--topology", "b200-8"], "v6e-256; GPUs: a100-N, h100-N, h200-N"),
         (["--topology", "v5p-12"], "v5p slices have 8, 16, 32"),
         (["--topology", "v5p-16", "mesh.tp=3"], "model.num_attention_heads=32 is not divisible"),
         (["--topology", "h100-4"], "h100-4 has 4 GPUs; make the product 4"),
@@ -339,7 +340,7 @@ def test_without_a_compiler_gpus_are_estimated_and_say_so(
 
 
 def test_nodes_of_gpus_are_joined_by_slower_links() -> None:
-    one, two = gpus.read_gpus("h100-8"), gpus.read_gpus("h100-8*2")
+    one, two = gpus.read_gpus("H100-8"), gpus.read_gpus("h100-8*2")
     assert one is not None and two is not None and two.num_gpus == 16
     assert gpus.read_gpus("v5p-8") is None
     assert two.machine.bandwidth(16) < one.machine.bandwidth(8) == two.machine.bandwidth(8)

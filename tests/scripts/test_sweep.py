@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import sweep as script
 from sweeps import processes
 from sweeps.processes import Stopper, Supervisor
-from sweeps.report import Row, plot, ranked, table_lines, write_tables
+from sweeps.report import Row, check_varied, plot, ranked, table_lines, write_tables
 from sweeps.space import grid_points, parse_space, random_points, varied_keys
 from sweeps.trials import Objective, Result, make_trials, read_result, trial_name
 
@@ -107,6 +107,21 @@ def test_a_mistake_is_refused_on_one_line_before_the_first_trial(
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_sweep_over_other_keys_needs_another_directory(tmp_path, capsys):
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    record = {"trials": [{"varied": {"optimizer.learning_rate": "1e-3"}}]}
+    (folder / "sweep.json").write_text(json.dumps(record))
+    check_varied(folder, ["optimizer.learning_rate"])
+    given = ["--config", write_config(tmp_path), "--dir", str(folder), *RATES, "a=1,2"]
+    assert script.main(given) == 2
+    error = capsys.readouterr().err
+    assert (
+        "sweep over optimizer.learning_rate, and this one is over optimizer.learning_rate, a"
+        in error
+    )
 
 
 FAKE = """

@@ -248,10 +248,13 @@ def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None
     other, _ = scaled("tp8.yaml", "model.qk_norm=true")
     changed = Results(tmp_path, other)
     assert changed.get(case) is None
-    assert "the configuration changed since; starting again" in changed.notice
-    lines = (tmp_path / "results.jsonl").read_text()
-    (tmp_path / "results.jsonl").write_text(lines.replace('"code": "', '"code": "0'))
-    assert "the code changed since" in Results(tmp_path, other).notice
+    assert "changed since: configuration; starting again, the old results are in" in changed.notice
+    old = (tmp_path / "results.old.jsonl").read_text().splitlines()
+    assert json.loads(old[1])["case"] == case.name
+    for key in ("code", "library versions", "XLA_FLAGS"):
+        lines = (tmp_path / "results.jsonl").read_text()
+        (tmp_path / "results.jsonl").write_text(lines.replace(f'"{key}": "', f'"{key}": "0'))
+        assert f"changed since: {key}; starting" in Results(tmp_path, other).notice
 
 
 def test_a_change_of_the_verification_itself_is_one_of_the_code(tmp_path, monkeypatch) -> None:
@@ -260,7 +263,7 @@ def test_a_change_of_the_verification_itself_is_one_of_the_code(tmp_path, monkey
     (tmp_path / "bounds.py").write_text("# one\n")
     Results(tmp_path / "found", full)
     (tmp_path / "bounds.py").write_text("# two\n")
-    assert "the code changed since" in Results(tmp_path / "found", full).notice
+    assert "changed since: code;" in Results(tmp_path / "found", full).notice
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[1]", "{}", '{"case": "dp8"}'])

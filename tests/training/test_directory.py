@@ -22,6 +22,7 @@ from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_policy import CheckpointConfig
 from training.directory import (
+    check_is_of_config,
     check_not_in_use,
     check_shared_filesystem,
     locked_run,
@@ -183,6 +184,17 @@ def test_a_directory_without_a_run_is_not_in_use_and_stays_as_it_is(tmp_path):
     check_not_in_use(tmp_path)
     check_not_in_use(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_configuration_of_a_moved_run_needs_its_new_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+    check_is_of_config(Path("a/config.yaml"), "a")
+    check_is_of_config(Path("a/other.yaml"), "b")
+    check_is_of_config(Path("c/config.yaml"), "b")  # no run
+    with pytest.raises(ValueError, match=r"moved or copied; add run.dir=b to .*or run.dir=a for"):
+        check_is_of_config(Path("b/config.yaml"), "a")
 
 
 def test_a_lock_ends_with_its_process(tmp_path):
