@@ -132,7 +132,7 @@ def test_an_export_holds_one_chunk_at_a_time(tmp_path, monkeypatch) -> None:
 
 def test_the_run_directory_of_an_import_is_its_argument_alone(imported) -> None:
     directory, run = imported
-    with pytest.raises(ValueError, match="run.dir: the run directory is the argument .*; remove"):
+    with pytest.raises(ValueError, match=r"run.dir: the run directory is the argument .*; remove"):
         conversion.import_config(directory, run, ["run.dir=runs/other"])
 
 
