@@ -342,10 +342,14 @@ def _alters_the_model(key: str) -> bool:
     return key == "lora.alpha" or (section == "model" and not names & NOT_MATHEMATICS)
 
 
-def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
-    """Log the keys that differ from those of a checkpoint, and a change of the learning rate."""
-    yaml = YAML(typ="safe", pure=True)
-    trees = [yaml.load(text) for text in (record["config"], resolved_config)]
+def log_config_changes(
+    record: Mapping[str, Any], resolved_config: str, num_skipped: int = 0
+) -> None:
+    """Log the keys that differ from those of a checkpoint, and a change of the learning rate.
+
+    num_skipped: steps up to the checkpoint that changed nothing.
+    """
+    trees = [*map(YAML(typ="safe", pure=True).load, (record["config"], resolved_config))]
     if (source := trees[1]["training"]["init_from"]) is not None:
         log.info(
             "training.init_from=%s is not read: the run goes on from its checkpoint %d",
@@ -392,5 +396,5 @@ def log_config_changes(record: Mapping[str, Any], resolved_config: str) -> None:
             ", ".join(keys),
         )
         return
-    if line := describe_change(old, new, record["step"]):
+    if line := describe_change(old, new, record["step"], num_skipped):
         log.info("%s", line)

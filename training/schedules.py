@@ -59,19 +59,27 @@ def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[
 
 
 def describe_change(
-    before: tuple[OptimizerConfig, int], now: tuple[OptimizerConfig, int], step: int
+    before: tuple[OptimizerConfig, int],
+    now: tuple[OptimizerConfig, int],
+    step: int,
+    num_skipped: int = 0,
 ) -> str | None:
     """Return a line on the learning rate after `step`, unless the schedule is the same there.
 
-    before, now: configuration and `training.steps`, of the checkpoint of `step` and of this run.
+    Args:
+        before: configuration and `training.steps` of the checkpoint of `step`.
+        now: those of this run.
+        step: number of finished steps.
+        num_skipped: those of them that changed nothing, which schedules do not count.
     """
     (old, old_steps), (new, new_steps) = before, now
     if old.schedule not in SCHEDULES:  # of a plugin that is no longer imported
         return f"schedule {old.schedule!r} is no longer registered; learning rates are not compared"
     old_length, new_length = old.schedule_steps or old_steps, new.schedule_steps or new_steps
     schedule = make_schedule(old, old_steps)
-    last, kept = (float(schedule(max(0, count))) for count in (step - 1, step))
-    rate = float(make_schedule(new, new_steps)(step))
+    updates = step - num_skipped
+    last, kept = (float(schedule(max(0, count))) for count in (updates - 1, updates))
+    rate = float(make_schedule(new, new_steps)(updates))
     is_same = math.isclose(rate, kept, rel_tol=1e-6)
     if is_same and old_length == new_length:
         return None
@@ -86,7 +94,7 @@ def describe_change(
     if is_same:
         return line
     as_long = new.model_copy(update={"schedule_steps": old_length})
-    rate = float(make_schedule(as_long, new_steps)(step))
+    rate = float(make_schedule(as_long, new_steps)(updates))
     return (
         f"{line}; optimizer.schedule_steps={old_length} keeps the old length, {rate:.3g} at step "
         f"{step + 1}"

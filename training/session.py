@@ -117,7 +117,7 @@ def open_run(
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
-            log_config_changes(checkpoints.record(step), resolved)
+            log_config_changes(checkpoints.record(step), resolved, _num_skipped(directory, step))
         context = _writer_context(settings, directory, terminal, program)
         trainer = build_trainer(
             program,
@@ -316,6 +316,11 @@ def _restore_eval_losses(checkpoints: Checkpoints, directory: Path) -> None:
         read = partial(read_values, directory / "metrics.jsonl", "eval_loss")
         for step, loss in checkpoints.group.broadcast("eval losses", lambda: [*read().items()]):
             checkpoints.set_eval_loss(step, loss)
+
+
+def _num_skipped(directory: Path, step: int) -> int:
+    """Return how many of the first `step` steps changed nothing; 0 if the metrics are gone."""
+    return int(read_values(directory / "metrics.jsonl", "skipped_steps").get(step, 0))
 
 
 def _find_start(

@@ -248,6 +248,11 @@ def test_a_change_that_is_no_extension_is_said_without_an_offer():
         "the schedule was constant over 10 steps, and is now wsd over 20: learning rate 1 at step "
         "10, 1 at step 11"
     )
+    # Schedules do not count steps that changed nothing.
+    linear = config.model_copy(update={"schedule": "linear", "final_fraction": 0.0})
+    skipped = describe_change((linear, 10), (linear, 20), 10, 2)
+    assert "learning rate 0.3 at step 10, 0.6 at step 11; " in skipped
+    assert skipped.endswith("keeps the old length, 0.2 at step 11")
     longer = describe_change((config, 10), (config, 20), 10)
     assert longer == (
         "the constant schedule covered 10 steps and now covers 20: learning rate 1 at step 10, 1 "
