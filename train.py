@@ -57,7 +57,7 @@ from parallel.planning.sharding_table import render
 from training.bucket_runs import bucket_of
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
-from training.directory import check_is_of_config, check_not_in_use, run_directory
+from training.directory import check_not_in_use, check_run_directory_of, run_directory
 from training.logs import aligned, log
 from training.memory_errors import memory_error
 from training.recheck import DeviceFault
@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(args.config, args.overrides)
         if not any(override.startswith("run.dir=") for override in args.overrides):
-            check_is_of_config(Path(args.config), config.run.dir)
+            check_run_directory_of(Path(args.config), config.run.dir)
         if args.print_config:
             print(dump_config(config), end="")
             return 0

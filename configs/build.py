@@ -248,7 +248,7 @@ def _choose_fsdp_overlap(config: Config, manager: PartitionManager) -> Choice:
         f"blocks of {widths} features over {n} devices have no halves": named == "split"
         and any(width // n % 2 for width in widths),
         f"{n} devices are no power of two": named == "hypercube" and n & (n - 1) != 0,
-        f"blocks of {widths} features over {n} devices have no {n.bit_length() - 1} pieces": (
+        f"blocks of {widths} features over {n} devices cannot be cut into {n.bit_length() - 1}": (
             named == "hypercube" and min(widths) // n < n.bit_length() - 1
         ),
     }

@@ -57,22 +57,6 @@ def on_disk(text: str) -> Path:
     return Path(text)
 
 
-def parse_commands(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> argparse.Namespace:
-    """Parse a command line with subcommands, some of which take `overrides`.
-
-    Overrides may follow options, too; argparse leaves them over, and parses them together with
-    options only where there are no subcommands.
-    """
-    args, rest = parser.parse_known_args(argv)
-    if rest and ("overrides" not in args or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides += rest
-    return args
-
-
 def one_line_errors(*failures: type[Exception]) -> Callable[[Main], Main]:
     """Return a decorator that prints known errors of a main function as one line.
 
@@ -143,6 +127,19 @@ class CommandLine(argparse.ArgumentParser):
         """Parse options and positional arguments in any order, or answer a shell."""
         self._complete()
         return super().parse_intermixed_args(args, namespace)
+
+    def parse_commands(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse a command line with subcommands, some of which take `overrides`, or answer a shell.
+
+        Overrides may follow options, too: argparse leaves them over.
+        """
+        self._complete()
+        args, rest = self.parse_known_args(argv)
+        if rest and ("overrides" not in args or any(text.startswith("-") for text in rest)):
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        if rest:
+            args.overrides += rest
+        return args
 
     def _complete(self) -> None:
         """Write the completions and exit, if a shell has started the program to ask for them."""

@@ -22,6 +22,7 @@ from data.config import DataConfig, values_by_step
 from data.tokenizers.byte_level import ByteTokenizer
 from model.attention.registry import (
     AUTO,
+    Feature,
     backends_of,
     blockwise_names,
     operation_for_generation,
@@ -346,10 +347,11 @@ def _check_generates(config: Config) -> None:
     name = operation_for_generation(config.model.attention)
     if name == AUTO or not config.training.sample_tokens:
         return
-    if not any("decode" in backend.capabilities.features for backend in backends_of(name)):
+    needed: set[Feature] = {"decode"} if config.model.mla is None else {"decode", "shared_values"}
+    if not any(needed <= backend.capabilities.features for backend in backends_of(name)):
         raise ConfigError(
-            f"model.attention={name} has no feature decode and cannot generate text; set "
-            "training.sample_tokens=0, or register it with this feature"
+            f"model.attention={name} cannot generate text without {' and '.join(sorted(needed))} "
+            "among its features; set training.sample_tokens=0, or add them"
         )
 
 

@@ -121,18 +121,15 @@ def _rope(model: ModelConfig) -> Iterator[str]:
                     f"layer with rope; remove {name}, or list a layer with true"
                 )
         return
-    layers = [*zip(model.layer_kinds, model.rope_pattern, strict=True)]
-    if model.rope_local_theta is not None and not any(
-        has_rope and kind != "full_attention" for kind, has_rope in layers
-    ):
+    layers = zip(model.layer_kinds, model.rope_pattern, strict=True)
+    kinds = {kind for kind, has_rope in layers if has_rope}
+    if model.rope_local_theta is not None and kinds == {"full_attention"}:
         yield (
             f"model.rope_local_theta={model.rope_local_theta} applies to sliding_attention and "
             "chunked_attention layers only, and this model has none with rope; remove it, or add "
             "such a layer to model.layer_types"
         )
-    if model.rope_local_theta is not None and not any(
-        has_rope and kind == "full_attention" for kind, has_rope in layers
-    ):
+    if model.rope_local_theta is not None and "full_attention" not in kinds:
         for name in ("rope_theta", "rope_scaling"):
             value = getattr(model, name)
             if value != ModelConfig.model_fields[name].default:

@@ -68,12 +68,13 @@ def choose_experts(
         )
     block = _block_rows(config, manager)
     if name == "pallas" and block is None:
+        features = config.expert_size // manager.axis_size(TP)
         why_not = (
-            f"kernels for experts of {config.hidden_size} x {config.expert_size} values do not fit "
-            "into the memory of a core (VMEM); a larger mesh.tp makes them smaller"
+            f"pallas kernels for {config.hidden_size} x {features} values of an expert per device "
+            "do not fit into VMEM; a larger mesh.tp makes them smaller"
         )
         if moe.grouped_matmul == "pallas":
-            raise ValueError(f"model.moe.grouped_matmul=pallas: {why_not}, or use ragged_dot")
+            raise ValueError(f"model.moe.grouped_matmul: {why_not}, or use ragged_dot")
         name, reason = "ragged_dot", why_not
     impl = GROUPED_MATMULS[name]
     if exchange == "ragged" and impl.is_uniform:

@@ -33,7 +33,6 @@ from configs.command_line import (
     at_least_one,
     on_disk,
     one_line_errors,
-    parse_commands,
     run_script,
 )
 from model.config import DTypeName, ModelConfig
@@ -57,7 +56,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
     _add_measured(command)
     _add_predicted(command)
-    return parse_commands(parser, argv)
+    return parser.parse_commands(argv)
 
 
 def _add_measured(command: Command) -> None:
@@ -103,6 +102,15 @@ def _add_measured(command: Command) -> None:
     gpu.add_argument(
         "--tiny", action="store_true", help="tiny models on any device, to test this benchmark"
     )
+    data = _add_data(command)
+    repeated = ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (gpu, 5), (data, 3))
+    for added, default in repeated:
+        added.add_argument(
+            "--repeats", type=at_least_one, default=default, help="measurements; the median counts"
+        )
+
+
+def _add_data(command: Command) -> argparse.ArgumentParser:
     data = command("data", bench_data, "tokenisation, delivery of batches, opening a large store")
     data.add_argument(
         "--copies", type=at_least_one, default=8, help="times the standard library is tokenised"
@@ -118,11 +126,7 @@ def _add_measured(command: Command) -> None:
         type=at_least_one,
         help="open a store of this many shards, and measure nothing else",
     )
-    repeated = ((step, 5), (torch, 5), (moe, 5), (attention, 3), (decode, 5), (gpu, 5), (data, 3))
-    for added, default in repeated:
-        added.add_argument(
-            "--repeats", type=at_least_one, default=default, help="measurements; the median counts"
-        )
+    return data
 
 
 def _add_predicted(command: Command) -> None:

@@ -19,13 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from configs.command_line import (
-    CommandLine,
-    on_disk,
-    one_line_errors,
-    parse_commands,
-    run_script,
-)
+from configs.command_line import CommandLine, on_disk, one_line_errors, run_script
 from configs.conversion import export_adapters, export_model, import_config, import_model
 from exit_codes import EXIT_BAD_INPUT, EXIT_FAILED
 from parallel.cluster.config import ProcessGroupError
@@ -145,7 +139,7 @@ def to_hf(args: argparse.Namespace) -> None:
     print(f"{directory}: step {step} of {run}; peak host memory rose by {rose}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandLine:
     parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(required=True)
     reading = commands.add_parser("from-hf", help="make a run directory", allow_abbrev=False)
@@ -185,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 @one_line_errors(CheckpointError, ProcessGroupError, OSError)
 def main(argv: list[str] | None = None) -> int:
     """Run one command; print an error of the user as one line."""
-    args = parse_commands(_parser(), argv)
+    args = _parser().parse_commands(argv)
     args.run_command(args)
     return 0
 

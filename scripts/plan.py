@@ -156,10 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(options.config, options.overrides)
     if (nodes := gpus.read_gpus(options.topology)) is not None:
         return _plan_gpus(options, fill_mesh(config, nodes.num_gpus), nodes)
-    try:
-        topology = read_topology(options.topology)
-    except ValueError as error:
-        raise ValueError(f"{error}; GPUs: {gpus.KNOWN}") from error
+    topology = read_topology(options.topology)
     check_slices(config, topology)
     config = fill_mesh(config, topology.num_chips)
     check_mesh(config, topology)

@@ -304,7 +304,7 @@ class Checkpoints:
         check_leaves(step, record["leaves"], shapes_and_dtypes(stored))
 
     def restore(self, step: int, abstract_state: TrainState) -> TrainState:
-        """Return the state of a step on the mesh of `abstract_state`, bit-equal to what was saved.
+        """Return the state of a step on the mesh of `abstract_state`, bit-equal but for padding.
 
         Raises:
             CheckpointError: it cannot be read, or an array is damaged.

@@ -35,12 +35,13 @@ def orbax_path(folder: AnyPath) -> str:
 
 
 def missing_steps(folder: AnyPath, steps: Sequence[int]) -> list[int]:
-    """Return those of these checkpoints that a disk no longer has; in a bucket none is looked up.
+    """Return the steps whose folder is missing on a disk.
 
-    A bucket would need a request for each.
+    Of a bucket, where this would take a request for each step, the list is empty.
     """
-    on_disk = isinstance(folder, Path)
-    return [step for step in steps if on_disk and not (folder / str(step)).exists()]
+    if not isinstance(folder, Path):
+        return []
+    return [step for step in steps if not (folder / str(step)).exists()]
 
 
 def delete_partial(folder: AnyPath, step: int) -> None:

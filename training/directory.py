@@ -92,19 +92,18 @@ def locked_run(
             raise
 
 
-def check_is_of_config(file: Path, given: str) -> None:
+def check_run_directory_of(file: Path, given: str) -> None:
     """Check that the configuration in a run directory names that directory as `run.dir`.
 
-    Raises: ValueError if the directory was moved or copied.
+    Raises: ValueError if the directory was moved or copied, or the working directory is another.
     """
     folder = file.absolute().parent
     if file.name != "config.yaml" or not (folder / "checkpoints").is_dir():
         return
-    if run_directory(given).resolve() != folder.resolve():
+    if (named := run_directory(given).resolve()) != folder.resolve():
         raise ValueError(
-            f"--config {file}: its run.dir is {given}, but it lies in another run directory, which "
-            f"was moved or copied; add run.dir={file.parent} to continue that run, or "
-            f"run.dir={given} for the one named there"
+            f"--config {file}: its run.dir={given} is {named} from here, not the directory of this "
+            f"file; add run.dir={folder} to continue the run here, or run.dir={named}"
         )
 
 

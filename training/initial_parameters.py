@@ -141,9 +141,11 @@ class CheckpointParameters:
         if not self.has_scales:  # kernels are quantized when they are read
             shapes = {name: shape for name, shape in shapes.items() if not is_scale(name)}
         if (rows := self.rows) is not None:
-            both = {name: leaf[0] for name, leaf in self.leaves.items() if name in shapes}
-            stored = {n: rows.stored_shape(tuple(x), shapes[n]) for n, x in both.items()}
-            shapes = {**shapes, **stored}
+            leaves = self.leaves
+            shapes = {
+                name: rows.stored_shape(tuple(leaves[name][0]), x) if name in leaves else x
+                for name, x in shapes.items()
+            }
         for name in sorted(self.leaves.keys() | shapes.keys()):
             there = tuple(self.leaves[name][0]) if name in self.leaves else "no"
             if (here := shapes.get(name, "no")) != there:

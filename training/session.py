@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from data.bucket_path import AnyPath
@@ -21,7 +22,7 @@ from training.bucket_runs import bucket_of, checkpoint_folder, kept_in_bucket
 from training.bucket_runs import move_aside as move_bucket
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, SaveSchedule
-from training.checkpoint_record import saved_steps
+from training.checkpoint_record import CheckpointError, saved_steps
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
 from training.config import RunConfig, RunSettings, TrainingConfig
@@ -103,7 +104,10 @@ def open_run(
         terminal = find_terminal() if group.is_primary else None
         log_file, group.stack_file = _files_of_process(directory, group)
         stack.enter_context(logging_to(log_file, terminal, silent=not group.is_primary))
-        checkpoints = _open_checkpoints(directory, program, settings, group, publish)
+        folder, model = checkpoint_folder(directory), program.config
+        checkpoints = Checkpoints(
+            folder, settings.checkpoint, group=group, publish=publish, model=model
+        )
         # However the run ends, a save in progress is completed.
         stack.push(checkpoints.on_exit)
         _restore_eval_losses(checkpoints, directory)
@@ -117,7 +121,8 @@ def open_run(
         if moved is not None:
             log.info("checkpoint.resume=never: the old run was moved to %s", moved)
         if step := start[0].step:
-            log_config_changes(checkpoints.record(step), resolved, _num_skipped(directory, step))
+            skipped = _num_skipped(checkpoints, step, resolved, program)
+            log_config_changes(checkpoints.record(step), resolved, skipped)
         context = _writer_context(settings, directory, terminal, program)
         trainer = build_trainer(
             program,
@@ -299,17 +304,6 @@ def build_trainer(
     )
 
 
-def _open_checkpoints(
-    directory: Path,
-    program: Program,
-    settings: RunSettings,
-    group: ProcessGroup,
-    publish: Callable[[], None],
-) -> Checkpoints:
-    folder, model = checkpoint_folder(directory), program.config
-    return Checkpoints(folder, settings.checkpoint, group=group, publish=publish, model=model)
-
-
 def _restore_eval_losses(checkpoints: Checkpoints, directory: Path) -> None:
     """Read the evaluation losses that earlier processes have written, for `keep_best`."""
     if checkpoints.config.keep_best:
@@ -318,9 +312,17 @@ def _restore_eval_losses(checkpoints: Checkpoints, directory: Path) -> None:
             checkpoints.set_eval_loss(step, loss)
 
 
-def _num_skipped(directory: Path, step: int) -> int:
-    """Return how many of the first `step` steps changed nothing; 0 if the metrics are gone."""
-    return int(read_values(directory / "metrics.jsonl", "skipped_steps").get(step, 0))
+def _num_skipped(checkpoints: Checkpoints, step: int, resolved: str, program: Program) -> int:
+    """Return how many steps up to a checkpoint changed nothing; 0 if no line of the log needs it.
+
+    If the number cannot be read, the restore says so.
+    """
+    record, name = checkpoints.record(step), "guard.skipped_steps"
+    if record["config"] != resolved and name in record["leaves"]:
+        replicated = NamedSharding(program.tp.manager.mesh, PartitionSpec())
+        with contextlib.suppress(CheckpointError):
+            return int(checkpoints.read(step, name, replicated))
+    return 0
 
 
 def _find_start(

@@ -101,6 +101,6 @@ class SpikeHandler:
         log.warning(
             "back to step %d; batches %d to %d are left out", found.step, first_batch, last_batch
         )
-        # `found` takes the process that saved it for an earlier one; it may be this one.
+        # `found` lists the process that saved the checkpoint, which may be this one.
         lineage = min(found.lineage, resume_point.lineage, key=len)
         return replace(found, skipped=skipped, lineage=lineage).without(first_batch, last_batch)

@@ -1,11 +1,11 @@
-"""Restores for another number of vocabulary rows than a checkpoint was saved with.
+"""Restore of a checkpoint that was saved with another number of vocabulary rows.
 
-`model.pad_vocab_to_multiple_of` adds rows to the embedding, and columns to the head, so that tp
-divides them. No token has them: loss, gradients and sampling leave them out. A run that moves to a
-mesh with another tp may need another multiple. Its restore adds rows of zeros, or leaves out those
-that no token has, in parameters and optimizer state alike. Later updates are equal up to rounding,
-with two exceptions: Adafactor averages squared gradients over all rows, and
-`optimizer.moments_dtype` rounds the moments of the head with other random bits.
+`model.pad_vocab_to_multiple_of` pads the embedding with rows, and the head with columns, so that tp
+divides them. Loss, gradients and sampling leave the padding out. A run that moves to a mesh with
+another tp may need another multiple. Its restore adds padding of zeros, or cuts padding off, in
+every array of the parameters and of the optimizer's state that has one dim of the vocabulary.
+Later updates are equal up to rounding, with two exceptions: Adafactor averages squared gradients
+over all rows, and `optimizer.moments_dtype` rounds the moments of the head with other random bits.
 """
 
 from collections.abc import Mapping
@@ -40,8 +40,10 @@ class VocabularyRows:
             record: of the checkpoint.
             model: of this process; None: the model of the checkpoint.
         """
+        if model is None:
+            return None
         section = YAML(typ="safe", pure=True).load(record.get("config") or "{}").get("model") or {}
-        if model is None or section.get("vocab_size") != model.vocab_size:
+        if section.get("vocab_size") != model.vocab_size:
             return None
         before = model.model_copy(
             update={"pad_vocab_to_multiple_of": section.get("pad_vocab_to_multiple_of", 1)}

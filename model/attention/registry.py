@@ -277,10 +277,10 @@ def operation_names() -> tuple[str, ...]:
 
 
 def operation_for_generation(name: str) -> str:
-    """Return the operation to ask for while generating, where training uses the named one.
+    """Return the operation that generation uses if training uses the named one.
 
-    Those of this package compute the same function, so any that supports a cache replaces another:
-    auto. One of a user may compute another function, and serves generation too.
+    Built-in operations are interchangeable: auto. An operation of a user is kept, because it may
+    compute another function.
     """
     functions = [backend.function for backend in backends_of(name)] if name != AUTO else []
     modules = [f.func.__module__ if isinstance(f, partial) else f.__module__ for f in functions]
@@ -435,6 +435,9 @@ def choose_for_layer(
             "shared_values": spec.shared_values,
         }
         features |= {name for name in get_args(Feature) if asked.get(name)}
+    name = operation_for_generation(config.attention) if generating else config.attention
+    if generating and name != AUTO and spec.shared_values:
+        features |= {"shared_values"}  # latents, of which it may compute something else
     device = manager.mesh.devices.flat[0]
     request = Request(
         features=features,
@@ -446,7 +449,6 @@ def choose_for_layer(
         sp=sp,
         compute_capability=compute_capability(device),
     )
-    name = operation_for_generation(config.attention) if generating else config.attention
     choice = choose_operation(request, name)
     reason = f"on latents; {choice.reason}" if spec.shared_values else choice.reason
     return replace(choice, reason=reason, latent_keys=spec.shared_values)

@@ -1,8 +1,8 @@
 """Wire protocol of a process group: sealed JSON messages over TCP, one message per line."""
 
+import contextlib
 import hmac
 import socket
-import struct
 import threading
 import time
 
@@ -43,36 +43,31 @@ class Connection:
         self._socket = sock
         self._outgoing, self._incoming = outgoing, incoming
         self._partial_line = bytearray()
-        self._send_lock, self._is_cut = threading.Lock(), False
+        self._send_lock = threading.Lock()
 
     def fileno(self) -> int:
         """Return the file descriptor, so that `selectors` accepts a Connection; -1 if closed."""
         return self._socket.fileno()
 
-    def limit_sends(self, seconds: float) -> None:
-        """Wait at most this long in `send` for a peer that reads nothing; then send nothing more.
-
-        Without a limit a frozen peer would stop the thread that watches all peers.
-        """
-        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
     def send(self, message: Message) -> None:
         """Send one message; safe to call from several threads. See `send_text`."""
         self.send_text(encode(message))
 
-    def send_text(self, text: bytes) -> None:
-        """Send one encoded message, which may go to several peers; safe to call from threads.
+    def send_text(self, text: bytes, patience: float = -1) -> None:
+        """Send one encoded message; safe to call from several threads.
 
         A broken connection is ignored here: the receiving side of it reports the loss.
+
+        patience: seconds to wait while another thread sends to this peer, which may be frozen; then
+            nothing is sent. -1: no limit.
         """
-        with self._send_lock:
-            if self._is_cut:
-                return
-            try:
+        if not self._send_lock.acquire(timeout=patience):
+            return
+        try:
+            with contextlib.suppress(OSError):
                 self._socket.sendall(self._outgoing.close(text) + b"\n")
-            except OSError:
-                self._is_cut = True  # a part of the line may have been sent
+        finally:
+            self._send_lock.release()
 
     def receive(self) -> list[Message] | None:
         """Wait for data; return the messages that are complete, None once the peer has closed.

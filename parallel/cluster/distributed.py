@@ -83,7 +83,7 @@ def select_cluster(
 ) -> Cluster | None:
     """Return the cluster that the command line or the environment names; None: this process alone.
 
-    A cluster of one process is None: it needs no service of jax, which would take its signals.
+    None for a cluster of one process too: it needs no jax service, which would take its SIGTERM.
     given: coordinator, number of processes and number of this process. detect: ask the metadata
     server of a Cloud TPU. The token of the run comes from the environment only: a command line is
     visible to all users of a machine. Raises: ValueError if they do not describe a cluster.

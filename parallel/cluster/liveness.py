@@ -21,6 +21,8 @@ from parallel.cluster.connection import Connection
 from parallel.cluster.messages import Abort, Heartbeat, Message, encode
 
 HEARTBEAT_SECONDS = 1.0
+PATIENCE = 1.0
+"""Seconds that an abort waits for another message to the same peer, which may be frozen."""
 
 
 def delay_abort() -> None:
@@ -115,7 +117,7 @@ class LivenessMonitor:
         """Report a failure; process 0 sends it to all others first."""
         if self._is_primary:
             abort = Abort(reason=reason, exit_code=exit_code, has_stalled=has_stalled)
-            self._broadcast(abort)
+            self._broadcast(abort, PATIENCE)
         self.is_stopping = True
         if has_stalled:
             self._on_stall(reason)
@@ -146,9 +148,9 @@ class LivenessMonitor:
                             peer.last_heard += now - last
                         phase.start = min(now, phase.start + now - last)
                     last = now
-                    self._broadcast(
-                        Heartbeat(phase=phase.name, phase_seconds=max(0.0, now - phase.start))
-                    )
+                    seconds = max(0.0, now - phase.start)
+                    # A peer that is being sent something else needs no heartbeat.
+                    self._broadcast(Heartbeat(phase=phase.name, phase_seconds=seconds), 0.0)
                     self._check(now)
 
     def _receive(self, number: int) -> bool:
@@ -208,7 +210,7 @@ class LivenessMonitor:
         phase = f", last phase {peer.phase.name!r}" if peer.phase.name else ""
         self.fail(f"process {number} on {peer.host} {problem}{phase}; restart all processes")
 
-    def _broadcast(self, message: Message) -> None:
+    def _broadcast(self, message: Message, patience: float) -> None:
         text = encode(message)
         for peer in self._peers.values():
-            peer.connection.send_text(text)
+            peer.connection.send_text(text, patience)

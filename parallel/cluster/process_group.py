@@ -26,6 +26,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import socket
 import sys
 import threading
@@ -35,7 +36,7 @@ from typing import Any, NoReturn
 
 from exit_codes import EXIT_BAD_INPUT
 from parallel.cluster.config import ClusterConfig, ProcessGroupError
-from parallel.cluster.liveness import LivenessMonitor, Peer
+from parallel.cluster.liveness import PATIENCE, LivenessMonitor, Peer
 from parallel.cluster.messages import Abort, Gather, Hello, Member, Message, Result, encode
 from parallel.cluster.rendezvous import Rendezvous, connect_to_primary
 from parallel.cluster.stacks import write_stacks
@@ -86,6 +87,8 @@ class ProcessGroup:
         self._contributions: dict[str, dict[int, Any]] = {}
         self._results: dict[str, list[Any]] = {}
         self._result_arrived = threading.Condition()
+        self._outbox = queue.SimpleQueue[bytes | None]()
+        self._sender = threading.Thread(target=self._send_results, name="results", daemon=True)
 
     @property
     def is_primary(self) -> bool:
@@ -117,8 +120,8 @@ class ProcessGroup:
         self.hosts = [member.host for member in members]
         self.clock_skews = [member.clock_skew for member in members]
         self._peers = {n: Peer(self.hosts[n], link) for n, link in connections.items()}
-        for link in connections.values():
-            link.limit_sends(self.config.peer_timeout / 4)
+        if self.is_primary:
+            self._sender.start()
         self._start_monitor()
         return [member.payload for member in members]
 
@@ -236,8 +239,9 @@ class ProcessGroup:
         self._monitor.wait_for_failure()
         self._monitor.is_stopping = True  # process 0 sends the abort to all, this process included
         who = f"process {self.process_id} on {self.hosts[self.process_id]}"
+        text = encode(Abort(reason=f"{who} failed: {reason}", exit_code=exit_code))
         for peer in self._peers.values():
-            peer.connection.send(Abort(reason=f"{who} failed: {reason}", exit_code=exit_code))
+            peer.connection.send_text(text, PATIENCE)
         self._disconnect()
 
     def close(self) -> None:
@@ -248,12 +252,16 @@ class ProcessGroup:
         """
         if self._monitor is not None:
             self.barrier(_LEAVE)
+            self._outbox.put(None)
+            if self.is_primary and self._peers:
+                self._sender.join()
             self._disconnect()
 
     def _disconnect(self) -> None:
         assert self._monitor is not None
         self._monitor.stop()
         self._monitor = None
+        self._outbox.put(None)
         for peer in self._peers.values():
             peer.connection.close()
 
@@ -286,10 +294,17 @@ class ProcessGroup:
                 return
             del self._contributions[tag]
         ordered = [values[n] for n in range(self.num_processes)]
-        text = encode(Result(tag=tag, values=ordered))
-        for peer in self._peers.values():
-            peer.connection.send_text(text)
+        self._outbox.put(encode(Result(tag=tag, values=ordered)))
         self._publish(tag, ordered)
+
+    def _send_results(self) -> None:
+        """Process 0: send results to all, in a thread of its own.
+
+        A frozen process reads nothing, and must not stop the thread that watches it.
+        """
+        while (text := self._outbox.get()) is not None:
+            for peer in self._peers.values():
+                peer.connection.send_text(text)
 
     def _publish(self, tag: str, values: list[Any]) -> None:
         with self._result_arrived:

@@ -115,12 +115,14 @@ class StopRequest:
             # It came before jax listened: pass it on to jax's handler.
             self.signal = None
             os.kill(os.getpid(), signal.SIGTERM)
-        # The service chooses the number after the largest that a process has asked about, or 1. So
-        # these are calls of this process: steps begin anywhere, and go back after a rollback.
+        # The service stops all at the largest number that a process has asked about, plus 1. It
+        # compares for equality, so the number grows by 1 per call. Steps do not: they begin
+        # anywhere, and go back after a rollback.
         self._num_calls += 1
         if multihost_utils.reached_preemption_sync_point(self._num_calls):
             self.signal, self._is_agreed = signal.SIGTERM, True
-            # From jax. If another process was signalled, the first one here is no second request.
+            # Take SIGTERM back from jax. If another process was signalled, the first signal here is
+            # no second request.
             signal.signal(signal.SIGTERM, self._on_stop)
         return self.signal
 
@@ -166,7 +168,8 @@ class StopRequest:
         if self._is_interrupted:
             _quit()
         self._is_interrupted, self._interrupted_at = True, now
-        if jax.distributed.is_initialized() and number != signal.SIGTERM:
+        is_open = jax.distributed.is_initialized() and not self._is_agreed
+        if is_open and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)  # jax handles it
             return
         self.signal = signal.Signals(number)

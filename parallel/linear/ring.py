@@ -343,7 +343,7 @@ class Ring:
         if shape[cut_dim] % self.num_pieces:
             raise ValueError(
                 f"overlap split halves a block of {tuple(shape)} along dim {cut_dim}: "
-                "use an even size there, or a method that sends whole blocks"
+                "use an even size there, or overlap ring or bidirectional"
             )
         return [shape[cut_dim] * k // self.num_pieces for k in range(self.num_pieces + 1)]
 

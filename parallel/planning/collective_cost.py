@@ -81,15 +81,12 @@ class CollectiveCost:
         if collective.kind == "all-gather":
             size = max(size, x.bytes - (size if x.opcode.endswith("-start") else 0))
         share = size * (n - 1) / n
-        is_exchange = collective.kind in ("all-to-all", "ragged-all-to-all")
-        if collective.kind == "all-reduce":
-            sent = 2 * share
-        else:
-            gathers = collective.kind in ("all-gather", "reduce-scatter")
-            sent = share if gathers or is_exchange else size
+        exchanges = ("all-to-all", "ragged-all-to-all")
+        shares = dict.fromkeys(("all-gather", "reduce-scatter", *exchanges), share)
+        sent = (shares | {"all-reduce": 2 * share}).get(collective.kind, size)
         # Blocks of an exchange pass through other devices: on a ring it takes a quarter of an
         # all-gather of the global array (scaling book).
-        carried = size * n / 4 if is_exchange else sent
+        carried = size * n / 4 if collective.kind in exchanges else sent
         both_ways = 2 * self._chip.ici_bandwidth * self._num_rings(x)
         return TransferCost(("rings",), carried / both_ways + _HOP_LATENCY * (n - 1), sent)
 

@@ -357,8 +357,8 @@ class PartitionManager:
                 legal = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
                 raise ValueError(
                     f"{name} {tuple(shape)}: dim {index} = {size} is not divisible by "
-                    f"{mesh_axes} = {parts}; change it, or use a size of the mesh that divides it: "
-                    f"{legal}"
+                    f"{mesh_axes} = {parts}; change this size, or choose mesh sizes whose product "
+                    f"is one of {legal}"
                 )
             dims.append(self._mesh_axes(kept, mode))
         return dims

@@ -57,8 +57,6 @@ _LINKS = {
     "h100": ("NVIDIA H100 80GB HBM3", 225e9, 25e9),
     "h200": ("NVIDIA H200", 225e9, 25e9),
 }
-KNOWN = ", ".join(f"{kind}-N" for kind in _LINKS)
-"""The GPUs, as they are written."""
 # Shares of peak, and of fsdp that is exposed. docs/plan.md states their error against public
 # figures of torchtitan.
 _MATMUL, _ATTENTION, _EXPOSED_FSDP = 0.65, 0.35, 0.2
@@ -68,10 +66,15 @@ def read_gpus(text: str) -> GpuNodes | None:
     """Parse "h100-8" (one node of eight GPUs) or "h100-8*4" (four); None for a TPU.
 
     Raises:
-        ValueError: It begins like a GPU and has another form.
+        ValueError: It begins like neither a GPU nor a TPU, or has another form than a GPU.
     """
     text, kinds = text.lower(), "|".join(_LINKS)
     if re.match(kinds, text) is None:
+        if text[:1] != "v":
+            raise ValueError(
+                f"topology {text}: there is no such chip; use a TPU such as v5p-16, or a GPU: "
+                + ", ".join(f"{kind}-8" for kind in _LINKS)
+            )
         return None
     found = re.fullmatch(rf"({kinds})-([1-9]\d*)(?:\*([1-9]\d*))?", text)
     if found is None:

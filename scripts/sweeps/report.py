@@ -70,7 +70,7 @@ def _cells(row: Row, varied: Sequence[str]) -> list[str]:
 
 
 def check_varied(directory: Path, varied: Sequence[str]) -> None:
-    """Check that the directory is of no sweep over other keys: its trials would not be found.
+    """Check that the directory has no sweep over other keys; the new tables would lack its trials.
 
     Raises: ValueError.
     """

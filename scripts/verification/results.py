@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 from configs.preflight import describe_program
 from configs.schema import Config, dump_config
-from safe_files import rename, replace_file
+from safe_files import replace_file
 from verification.bounds import Comparison
 from verification.cases import Case
 
-FILE = "results.jsonl"
 T = TypeVar("T")
 
 
@@ -35,38 +34,37 @@ class Results:
     """
 
     def __init__(self, folder: Path, config: Config):
-        """Read the results of the folder; a file of another version is kept as `results.old.jsonl`.
+        """Read the results of this version; those of other versions have files of their own.
 
         Raises:
-            ValueError: The folder cannot be used, or its file is damaged or another program's.
+            ValueError: The folder cannot be used, or the file is damaged or another program's.
         """
-        self._path = folder / FILE
+        header = _version(config)
+        digest = hashlib.sha256(json.dumps(header).encode()).hexdigest()[:8]
+        self._path = folder / f"results-{digest}.jsonl"
         self._done: dict[str, Result] = {}
         self.notice: str | None = None
-        header = _version(config)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lines = self._path.read_bytes().splitlines(True) if self._path.exists() else []
+            others = [path for path in folder.glob("results-*.jsonl") if path != self._path]
         except OSError as error:
             raise ValueError(f"--output {folder}: {error.strerror}; give a folder") from error
         if len(lines) > 1 and not lines[-1].endswith(b"\n"):
             lines.pop()  # a kill may leave half a line
-        found = self._parse(lines[:1], lambda line: {**line, "code": line["code"]})
-        if found and found[0] == header:
+        if lines:
+            self._parse(lines[:1], lambda line: {key: line[key] for key in header})
             results = self._parse(lines, _result, skip=1)
             # What did not run may have been the machine's fault, so it is tried again.
             self._done = {r.case: r for r in results if not r.comparison.problem}
             count = len(self._done)
             cases = "case" if count == 1 else "cases"
             self.notice = f"{self._path}: continuing after {count} {cases}"
-        elif found:
-            changed = ", ".join(key for key in header if found[0].get(key) != header[key])
-            kept_as = self._path.with_name(f"{self._path.stem}.old.jsonl")
+        elif others:
             self.notice = (
-                f"{self._path}: changed since: {changed}; starting again, the old results are in "
-                f"{kept_as.name}"
+                f"{self._path}: a new file, because the configuration, the code, XLA_FLAGS or a "
+                f"library is not that of {', '.join(sorted(path.name for path in others))}"
             )
-            rename(self._path, kept_as)
         kept = [header, *map(dataclasses.asdict, self._done.values())]
         replace_file(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 

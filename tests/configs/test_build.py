@@ -135,7 +135,7 @@ def test_an_overlap_without_effect_has_a_reason(override, mesh, why) -> None:
         (MeshConfig(sp=4), "split", ("split", "as parallel.overlap_fsdp says")),
         (MeshConfig(dp=4), "ring", ("none", "one device on fsdp and sp gathers nothing")),
         (MeshConfig(fsdp=2, tp=2), "ring", ("none", "tp has several devices")),
-        (MeshConfig(fsdp=8), "hypercube", ("none", "features over 8 devices have no 3 pieces")),
+        (MeshConfig(fsdp=8), "hypercube", ("none", "over 8 devices cannot be cut into 3")),
     ],
 )
 def test_the_overlap_of_fsdp_is_the_configured_one_or_has_a_reason(mesh, named, want) -> None:

@@ -16,7 +16,6 @@ from configs.command_line import (
     above_zero,
     on_disk,
     one_line_errors,
-    parse_commands,
 )
 from parallel.cluster.config import ProcessGroupError
 
@@ -150,12 +149,12 @@ def test_overrides_of_a_command_may_follow_its_options(capsys) -> None:
     run, stop = (commands.add_parser(name) for name in ("run", "stop"))
     run.add_argument("--steps", type=int)
     run.add_argument("overrides", nargs="*")
-    given = parse_commands(parser, ["run", "a=1", "--steps", "3", "b=2"])
+    given = parser.parse_commands(["run", "a=1", "--steps", "3", "b=2"])
     assert given.overrides == ["a=1", "b=2"] and given.steps == 3
     stop.add_argument("--now", action="store_true")
     for wrong in (["stop", "--now", "a=1"], ["run", "a=1", "--steps", "3", "--x"]):
         with pytest.raises(SystemExit):
-            parse_commands(parser, wrong)
+            parser.parse_commands(wrong)
     assert capsys.readouterr().err.count("\n") == 2
 
 

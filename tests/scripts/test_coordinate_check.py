@@ -50,6 +50,6 @@ def test_widths_without_whole_heads_are_refused(capsys):
     assert coordinate_check.main([*CONFIG, "a.b=1", "--widths", "64", "--steps", "2", "c.d=1"]) == 2
     assert "--widths needs two different widths" in capsys.readouterr().err
     assert coordinate_check.main([*CONFIG, "--output", "x.svg"]) == 2
-    assert "--output x.svg: the plot is a PNG file; give a name in .png" in capsys.readouterr().err
+    assert "--output x.svg: use a name that ends in .png" in capsys.readouterr().err
     assert coordinate_check.main([*CONFIG, "--widths", "64"]) == 2
     assert "--widths needs two different widths" in capsys.readouterr().err

@@ -277,7 +277,7 @@ def test_conditions_name_a_figure(text: str) -> None:
     ("arguments", "message"),
     [
         (["--topology", "v9-8"], "there is no TPU v9. Known: v4-8 to"),
-        (["--topology", "b200-8"], "v6e-256; GPUs: a100-N, h100-N, h200-N"),
+        (["--topology", "b200-8"], "or a GPU: a100-8, h100-8, h200-8"),
         (["--topology", "v5p-12"], "v5p slices have 8, 16, 32"),
         (["--topology", "v5p-16", "mesh.tp=3"], "model.num_attention_heads=32 is not divisible"),
         (["--topology", "h100-4"], "h100-4 has 4 GPUs; make the product 4"),

@@ -240,21 +240,29 @@ def test_results_of_another_configuration_or_code_are_not_used(tmp_path) -> None
     case = Case(MeshConfig(dp=8), "sequence", "none", "float32")
     comparison = compare(step(1.0, 1.0), "float32", REFERENCES, full)
     Results(tmp_path, full).add(case, 1.0, comparison)
-    with (tmp_path / "results.jsonl").open("a") as file:
+    (path,) = tmp_path.glob("results-*.jsonl")
+    with path.open("a") as file:
         file.write('{"case": "half a li')
     again = Results(tmp_path, full)
     assert again.get(case).comparison == comparison
     assert again.notice.endswith("continuing after 1 case")
     other, _ = scaled("tp8.yaml", "model.qk_norm=true")
     changed = Results(tmp_path, other)
-    assert changed.get(case) is None
-    assert "changed since: configuration; starting again, the old results are in" in changed.notice
-    old = (tmp_path / "results.old.jsonl").read_text().splitlines()
-    assert json.loads(old[1])["case"] == case.name
-    for key in ("code", "library versions", "XLA_FLAGS"):
-        lines = (tmp_path / "results.jsonl").read_text()
-        (tmp_path / "results.jsonl").write_text(lines.replace(f'"{key}": "', f'"{key}": "0'))
-        assert f"changed since: {key}; starting" in Results(tmp_path, other).notice
+    assert changed.get(case) is None and f"is not that of {path.name}" in changed.notice
+    # Nothing is lost: whoever goes back continues.
+    assert Results(tmp_path, full).get(case).comparison == comparison
+
+
+@pytest.mark.parametrize("fact", ["code", "XLA_FLAGS", "version of jax"])
+def test_other_flags_and_libraries_have_results_of_their_own(tmp_path, monkeypatch, fact) -> None:
+    full, _ = scaled("tp8.yaml")
+    facts = results.describe_program(full)
+    assert fact in facts
+    for value in ("one", "two", "one"):
+        other = {**facts, fact: value}
+        monkeypatch.setattr(results, "describe_program", lambda _, other=other: other)
+        notice = Results(tmp_path, full).notice
+    assert len([*tmp_path.iterdir()]) == 2 and "continuing after 0 cases" in notice
 
 
 def test_a_change_of_the_verification_itself_is_one_of_the_code(tmp_path, monkeypatch) -> None:
@@ -263,7 +271,7 @@ def test_a_change_of_the_verification_itself_is_one_of_the_code(tmp_path, monkey
     (tmp_path / "bounds.py").write_text("# one\n")
     Results(tmp_path / "found", full)
     (tmp_path / "bounds.py").write_text("# two\n")
-    assert "changed since: code;" in Results(tmp_path / "found", full).notice
+    assert "a new file, because" in Results(tmp_path / "found", full).notice
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[1]", "{}", '{"case": "dp8"}'])
@@ -271,10 +279,10 @@ def test_a_change_of_the_verification_itself_is_one_of_the_code(tmp_path, monkey
 def test_a_damaged_line_of_results_is_named_and_the_file_is_kept(tmp_path, line, number) -> None:
     full, _ = scaled("tp8.yaml")
     Results(tmp_path, full)
-    path = tmp_path / "results.jsonl"
+    (path,) = tmp_path.iterdir()
     path.write_text("\n".join([*path.read_text().splitlines()[: number - 1], line, "x", ""]))
     before = path.read_text()
-    with pytest.raises(ValueError, match=rf"results.jsonl line {number}: .*; delete the line") as e:
+    with pytest.raises(ValueError, match=rf"{path.name} line {number}: .*; delete the line") as e:
         Results(tmp_path, full)
     assert "\n" not in str(e.value) and path.read_text() == before
 
@@ -310,7 +318,7 @@ def test_an_interrupted_verification_says_in_one_line_that_it_continues(tiny, tm
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
     assert (process.returncode, rest) == (130, "interrupted; the same command continues\n")
-    assert (tmp_path / "results" / "results.jsonl").exists()
+    assert [*(tmp_path / "results").glob("results-*.jsonl")]
 
 
 def test_a_planted_error_is_found_and_named(tiny, capsys, monkeypatch) -> None:

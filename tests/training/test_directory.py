@@ -22,8 +22,8 @@ from parallel.cluster.config import ClusterConfig, ProcessGroupError
 from parallel.cluster.process_group import ProcessGroup
 from training.checkpoint_policy import CheckpointConfig
 from training.directory import (
-    check_is_of_config,
     check_not_in_use,
+    check_run_directory_of,
     check_shared_filesystem,
     locked_run,
     move_aside,
@@ -190,11 +190,11 @@ def test_the_configuration_of_a_moved_run_needs_its_new_directory(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
-    check_is_of_config(Path("a/config.yaml"), "a")
-    check_is_of_config(Path("a/other.yaml"), "b")
-    check_is_of_config(Path("c/config.yaml"), "b")  # no run
-    with pytest.raises(ValueError, match=r"moved or copied; add run.dir=b to .*or run.dir=a for"):
-        check_is_of_config(Path("b/config.yaml"), "a")
+    check_run_directory_of(Path("a/config.yaml"), "a")
+    check_run_directory_of(Path("a/other.yaml"), "b")
+    check_run_directory_of(Path("c/config.yaml"), "b")  # no run
+    with pytest.raises(ValueError, match=r"its run.dir=a is .*/a from here.*; add run.dir=.*/b to"):
+        check_run_directory_of(Path("b/config.yaml"), "a")
 
 
 def test_a_lock_ends_with_its_process(tmp_path):

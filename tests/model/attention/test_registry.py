@@ -26,6 +26,7 @@ from model.attention.registry import (
 )
 from model.attention.ring import row_order
 from model.config import ModelConfig
+from model.mla_config import MLAConfig
 from parallel.sharding.axes import MODE_DECODE
 
 
@@ -178,10 +179,17 @@ def test_operations_of_ours_replace_each_other_in_generation_and_those_of_users_
     assert choose(own, mode=MODE_DECODE).name == choose(own).name == choose(own).backend.operation
     with pytest.raises(ValueError, match=r"no_cache cannot serve .*has no decode"):
         choose(none, mode=MODE_DECODE)
-    settings = {"model": {"attention": "no_cache"}, "mesh": {"tp": 1}}
-    with pytest.raises(ConfigError, match="cannot generate text; set training"):
-        make_config(settings)
-    make_config({**settings, "training": {"sample_tokens": 0}})
+    latents = ModelConfig(attention="own", mla=MLAConfig(), num_key_value_heads=8)
+    with pytest.raises(ValueError, match=r"own cannot serve .*has no shared_values"):
+        choose(latents, mode=MODE_DECODE)
+    for model, features in (
+        ({"attention": "no_cache"}, "decode"),
+        ({"attention": "own", "mla": {}, "num_key_value_heads": 8}, "decode and shared_values"),
+    ):
+        settings = {"model": model, "mesh": {"tp": 1}}
+        with pytest.raises(ConfigError, match=f"cannot generate text without {features} among"):
+            make_config(settings)
+        make_config({**settings, "training": {"sample_tokens": 0}})
 
 
 def test_only_rows_of_several_documents_ask_for_segments(monkeypatch) -> None:

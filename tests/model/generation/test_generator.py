@@ -11,9 +11,9 @@ from conftest import MESHES, ONE_DEVICE, tensor_parallel
 from flax import nnx
 
 from data.tokenizers.byte_level import ByteTokenizer
-from model.attention import registry
+from model.attention import cached, registry
 from model.attention.dense import vanilla
-from model.config import ModelConfig
+from model.config import BlockSizes, ModelConfig, OperationConfigs
 from model.generation.cache import DenseCache, PagedCache
 from model.generation.generator import (
     ROWS_PER_DEVICE,
@@ -199,6 +199,20 @@ def test_an_operation_of_a_user_generates_as_it_trains(monkeypatch) -> None:
     check_follows_the_argmax(config)
     with pytest.raises(ValueError, match=r"attention operation cosine .*has no paged"):
         write("one", PROMPTS, config, cache="paged", max_new_tokens=2)
+
+
+def test_block_sizes_reach_the_operation_on_pages(monkeypatch) -> None:
+    seen, attend = [], cached._attend_pages
+
+    def note(backend, q_BLHh, view, spec, sinks_H):
+        seen.append(spec.block_k)
+        return attend(backend, q_BLHh, view, spec, sinks_H)
+
+    monkeypatch.setattr(cached, "_attend_pages", note)
+    sizes = OperationConfigs({"ragged_page_attention_v2": BlockSizes(block_k=8)})
+    config = CONFIG.model_copy(update={"operation_configs": sizes})
+    texts = write("one", PROMPTS, config, cache="paged", max_new_tokens=3)
+    assert set(seen) == {8} and texts == write("one", PROMPTS, max_new_tokens=3)
 
 
 def check_follows_the_argmax(config: ModelConfig) -> None:

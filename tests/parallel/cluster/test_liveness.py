@@ -49,16 +49,17 @@ def test_a_process_without_heartbeats_is_named_by_the_others(processes, monkeypa
     assert processes.wait_for_failure(1 - silent) == (reason, EXIT_PROCESS_LOST)
 
 
-def test_a_large_result_for_a_frozen_process_does_not_stop_the_monitor(processes):
-    processes.add(0, 1, 2, of=3, config=timeouts(peer=4.0))
+def test_a_large_result_for_frozen_processes_does_not_stop_the_monitor(processes):
+    processes.add(0, 1, 2, 3, of=4, config=timeouts(peer=4.0))
     processes.connect()
-    value, frozen = "x" * (1 << 22), processes.groups[2]
-    frozen.start_all_gather("large", value)
-    frozen._monitor.stop()  # reads nothing more, and its connection stays open
-    for group in processes.groups[:2]:
-        group.start_all_gather("large", value)
-    reason = f"process 2 on {HOST} has sent no heartbeat for 4.0 s (cluster.peer_timeout)"
-    for number in (0, 1):
+    value = "x" * (1 << 22)
+    for frozen in processes.groups[1:3]:
+        frozen.start_all_gather("large", value)
+        frozen._monitor.stop()  # reads nothing more, and its connection stays open
+    for number in (0, 3):
+        processes.groups[number].start_all_gather("large", value)
+    reason = f"process 1 on {HOST} has sent no heartbeat for 4.0 s (cluster.peer_timeout)"
+    for number in (0, 3):
         found, code = processes.wait_for_failure(number)
         assert found.startswith(reason) and code == EXIT_PROCESS_LOST
 
