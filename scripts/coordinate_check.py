@@ -124,9 +124,7 @@ def check(args: argparse.Namespace) -> None:
     if args.output is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError('--output needs matplotlib: pip install -e ".[report]"')
     if args.output is not None and args.output.suffix != ".png":
-        raise ValueError(
-            f"--output {args.output}: the plot is a PNG file; give a name that ends in .png"
-        )
+        raise ValueError(f"--output {args.output}: use a name that ends in .png")
     if args.output is not None and not args.output.absolute().parent.is_dir():
         raise ValueError(f"--output {args.output}: the folder does not exist; create it first")
     config = load_config(args.config, args.overrides)
