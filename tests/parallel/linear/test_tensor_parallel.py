@@ -238,7 +238,7 @@ def test_wrong_fields_and_sizes_are_refused() -> None:
     with jax.set_mesh(grid(4)):
         with pytest.raises(ValueError, match=r"kernel \(6, 48\): dim 0 = 6 is not divisible by tp"):
             dense("scatter", (6, F))
-        with pytest.raises(ValueError, match=r"dim 1 = 9 is not .* tp = 4; sizes that divide"):
+        with pytest.raises(ValueError, match=r"dim 1 = 9 is not .* tp = 4; change this size"):
             dense("gather", (D, 9))
         x = place(*draw((2, 1, D)), SPLIT)
         with pytest.raises(ValueError, match="divisible"):
