@@ -299,7 +299,7 @@ def _check_objective(config: Config) -> None:
     if (best := config.checkpoint.keep_best) and not metrics:
         raise ConfigError(
             f"checkpoint.keep_best={best} needs an evaluation, and there is no held-out split; "
-            "raise data.eval_fraction, or give eval_files"
+            "raise data.eval_fraction, give eval_files, or set checkpoint.keep_best=0"
         )
 
 

@@ -129,15 +129,6 @@ def _rope(model: ModelConfig) -> Iterator[str]:
             "chunked_attention layers only, and this model has none with rope; remove it, or add "
             "such a layer to model.layer_types"
         )
-    if model.rope_local_theta is not None and "full_attention" not in kinds:
-        for name in ("rope_theta", "rope_scaling"):
-            value = getattr(model, name)
-            if value != ModelConfig.model_fields[name].default:
-                yield (
-                    f"model.{name}={value} has no effect, because every layer with rope has "
-                    f"model.rope_local_theta; remove {name}, or add full_attention to "
-                    "model.layer_types"
-                )
     if model.rotary_size % 2 and model.partial_rotary_factor == 1:
         yield f"model.head_dim={model.head_size}: rope rotates pairs; use an even head_dim"
         return

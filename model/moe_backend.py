@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from parallel.experts import tokamax_matmul as tokamax_matmul  # registers its implementation
 from parallel.experts.exchange import target_of
 from parallel.experts.expert import EXPERT_AXES
-from parallel.experts.grouped_kernels import BLOCKS, largest_block
+from parallel.experts.grouped_kernels import largest_block
 from parallel.experts.grouped_matmul import GROUPED_MATMULS, choose_grouped_matmul
 from parallel.experts.names import ExchangeMethod
 from parallel.planning.links import chip_coords, order_by_links
@@ -35,7 +35,7 @@ class MoEBackend:
     grouped_matmul: str
     reason: str
     distances: tuple[int, ...] = ()
-    block: int = 128
+    block: int = 128  # measured: smaller blocks than a TPU's pad less on a CPU
 
 
 def choose_experts(
@@ -66,12 +66,12 @@ def choose_experts(
             uniform=uniform,
             compute_capability=compute_capability(manager.mesh.devices.flat[0]),
         )
-    block = _block_rows(config, manager)
+    D, F = config.hidden_size, config.expert_size // manager.axis_size(TP)
+    block = _block_rows(D, F, config.dtype, manager)
     if name == "pallas" and block is None:
-        features = config.expert_size // manager.axis_size(TP)
         why_not = (
-            f"pallas kernels for {config.hidden_size} x {features} values of an expert per device "
-            "do not fit into VMEM; a larger mesh.tp makes them smaller"
+            f"pallas kernels for {D} x {F} values of an expert per device do not fit into VMEM; a "
+            "larger mesh.tp makes them smaller"
         )
         if moe.grouped_matmul == "pallas":
             raise ValueError(f"model.moe.grouped_matmul: {why_not}, or use ragged_dot")
@@ -96,18 +96,17 @@ def choose_experts(
     if exchange == "alltoall" and in_chunks:
         axes = mesh_axes_of(manager.resolve(EXPERT_AXES[moe.expert_rule][0])[0])
         distances = sending_order(manager.mesh, axes)
-    return MoEBackend(exchange, name, f"{why}; {name}: {reason}", distances, block or BLOCKS[-1])
+    block = block or MoEBackend.block
+    return MoEBackend(exchange, name, f"{why}; {name}: {reason}", distances, block)
 
 
-def _block_rows(config: ModelConfig, manager: PartitionManager) -> int | None:
-    """Return the rows of a block of one expert; None: no kernel for TPUs fits."""
+def _block_rows(D: int, F: int, dtype: str, manager: PartitionManager) -> int | None:
+    """Return the rows of a block of one expert of `D F` values; None: no kernel for TPUs fits."""
     device = manager.mesh.devices.flat[0]
     if device.platform != "tpu":
-        return 128  # measured: smaller blocks pad less on a CPU
-    features = config.expert_size // manager.axis_size(TP)
-    itemsize = jnp.dtype(config.dtype).itemsize
-    kind = device.device_kind
-    return largest_block(config.hidden_size, features, itemsize=itemsize, device_kind=kind)
+        return MoEBackend.block
+    itemsize = jnp.dtype(dtype).itemsize
+    return largest_block(D, F, itemsize=itemsize, device_kind=device.device_kind)
 
 
 def _choose_exchange(

@@ -177,24 +177,15 @@ def test_layers_of_equal_frequencies_share_a_rotation(by_matmul) -> None:
     assert layer_rotations(none, positions_BL, by_matmul=by_matmul) == {}
 
 
-WINDOWED = {"layer_types": ["sliding_attention"], "sliding_window": 4, "rope_local_theta": 9.0}
-
-
 @pytest.mark.parametrize(
     ("model", "error"),
     [
         ({"head_dim": 33, "rope_layers": [False]}, None),
         ({"head_dim": 45, "partial_rotary_factor": 0.8}, None),
         ({"head_dim": 33}, "model.head_dim=33: rope rotates pairs; use an even head_dim"),
-        (WINDOWED, None),
-        ({**WINDOWED, "rope_theta": 5e3}, "model.rope_theta=5000.0 has no effect, because every"),
-        (
-            {**WINDOWED, "rope_scaling": {"type": "linear", "factor": 2}},
-            "has no effect, because every layer with rope has model.rope_local_theta; remove rope_",
-        ),
     ],
 )
-def test_keys_of_rope_are_checked_where_a_layer_has_rope(model, error) -> None:
+def test_only_rope_needs_heads_of_even_width(model, error) -> None:
     tree = {"model": model, "mesh": {"tp": 1}}
     if error is None:
         make_config(tree)
