@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from functools import cache, partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from test_step import TINY, assert_same_layout, fields, leaves, placed  # noqa: 
 
 from configs.build import build_program, build_sharding_table, describe_parameters
 from configs.runs import Run
-from configs.schema import load_config
+from configs.schema import Config, load_config
 from model.lora import adapters_of, drop_features, merge_adapters, with_adapters
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import Checkpoints
@@ -34,11 +33,14 @@ OPTIMIZER = (
 )
 
 
+def config_on(mesh: MeshConfig, *overrides: str) -> Config:
+    sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
+    return load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *OPTIMIZER, *sizes, *overrides])
+
+
 @cache
 def program_on(mesh: MeshConfig, *overrides: str) -> Program:
-    sizes = [f"mesh.{name}={size}" for name, size in mesh.model_dump().items()]
-    config = load_config(ROOT / "configs" / "tp8.yaml", [*TINY, *OPTIMIZER, *sizes, *overrides])
-    return build_program(config, jax.devices()[: mesh.num_devices])
+    return build_program(config_on(mesh, *overrides), jax.devices()[: mesh.num_devices])
 
 
 def with_random_b(program, params):
@@ -323,12 +325,13 @@ def test_routers_and_gates_stay_float32_when_adapters_are_merged():
 
 
 def test_parameters_that_no_step_has_changed_are_their_own_average(tmp_path):
-    program, state = started(GRID, "optimizer.ema_decay=0.9")
+    averaged = "optimizer.ema_decay=0.9"
+    program, state = started(GRID, averaged)
     with jax.set_mesh(program.tp.mesh):
         checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
         checkpoints.save({"params": state.params}, 0, first_record(describe_process("", {}, 1)))
         checkpoints.finish()
-        run = Run(tmp_path, SimpleNamespace(lora=program.plan.lora), program, None, None)
+        run = Run(tmp_path, config_on(GRID, *LORA, averaged), program, None, None)
         step, found = run.load_params(ema=True)
     assert step == 0
     for name, array in leaves(state.params).items():
