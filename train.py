@@ -57,11 +57,12 @@ from parallel.planning.sharding_table import render
 from training.bucket_runs import bucket_of
 from training.checkpoint_record import CheckpointError
 from training.config import RunSettings
+from training.config_changes import library_versions
 from training.directory import check_not_in_use, check_run_directory_of, run_directory
 from training.logs import aligned, log
 from training.memory_errors import memory_error
+from training.optimizers import describe_unread_keys
 from training.recheck import DeviceFault
-from training.resume import library_versions
 from training.schedules import describe_schedule_warnings
 from training.session import check_reference, open_run
 from training.spikes import TrainingError
@@ -134,6 +135,7 @@ def _describe_start(
     problems = [
         *describe_schedule_warnings(config.optimizer, config.training.steps),
         *config.optimizer.warnings(config.model.param_dtype),
+        *describe_unread_keys(config.optimizer),
         *describe_router_warnings(config.model.moe),
     ]
     return [
@@ -353,14 +355,15 @@ def main(argv: list[str] | None = None) -> int:
     many.add_argument("--num-processes", type=int, help="processes of the run")
     many.add_argument("--process-id", type=int, help="number of this process, from 0")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values that replace those of the file, such as training.steps=100",
     )
     args = parser.parse_intermixed_args(argv)
     args.command = shlex.join(["python", "train.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         config = load_config(args.config, args.overrides)
-        if not any(override.startswith("run.dir=") for override in args.overrides):
-            check_run_directory_of(Path(args.config), config.run.dir)
         if args.print_config:
             print(dump_config(config), end="")
             return 0
@@ -370,6 +373,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.print_sharding:
             print_sharding(config)
             return 0
+        if not any(override.startswith("run.dir=") for override in args.overrides):
+            check_run_directory_of(Path(args.config), config.run.dir)
     except BrokenPipeError:  # an OSError, but no mistake of the user: see below
         raise
     except (ValueError, OSError) as error:

@@ -1,7 +1,6 @@
 """Conversion of Hugging Face model directories into run directories, and back."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ import numpy as np
 
 from configs.build import build_program, open_devices
 from configs.reading import apply_overrides, import_plugins
+from configs.runs import longest_rows
 from configs.schema import Config, dump_config, fill_mesh, load_config, make_config
 from data.tokenizers.base import (
     TOKENIZER_FILE,
@@ -238,7 +238,7 @@ def export_model(
     new.check()
     with _open_parameters(run, step, ema=ema) as stored:
         config, source = stored.config, load_source(run)
-        others: dict[str, Any] = {"max_position_embeddings": _max_positions(run, config)}
+        others: dict[str, Any] = {"max_position_embeddings": longest_rows(run, config)}
         tokenizer = None
         saved = saved_tokenizer(run, config.data.tokenizer)
         # An imported model keeps its own, unless the run was trained with another one.
@@ -322,26 +322,6 @@ def _find_base(run: Path, config: Config) -> tuple[Path | None, Family]:
         return path, ModelDirectory(path).family
     origin = path.parent.parent if path.parent.name == CHECKPOINTS else path  # a step of it
     return _find_base(origin, load_config(origin / "config.yaml"))
-
-
-def _max_positions(run: Path, config: Config) -> int:
-    """Return the longest rows of a model: its own, or those of the model that it started from.
-
-    The latter is not known if its directory does not exist any more.
-    """
-    longest, path = config.data.row_length, config.training.init_from
-    if (source := load_source(run)) is not None:
-        return max(longest, source.config.get("max_position_embeddings") or 0)
-    if path is None:
-        return longest
-    folder = open_local(path)
-    if (folder / CONFIG).is_file() and not (folder / CHECKPOINTS).is_dir():
-        known = json.loads((folder / CONFIG).read_text("utf-8"))
-        return max(longest, known.get("max_position_embeddings") or 0)
-    origin = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
-    if not (origin / "config.yaml").is_file():
-        return longest
-    return max(longest, _max_positions(origin, load_config(origin / "config.yaml")))
 
 
 @dataclass(frozen=True)

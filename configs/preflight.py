@@ -12,8 +12,8 @@ import jax
 
 from configs.schema import Config
 from data.pipeline import Dataset
+from training.config_changes import library_versions
 from training.dotted_keys import flatten
-from training.resume import library_versions
 
 _ROOT = Path(__file__).resolve().parent.parent
 # Environment variables that change the compiled program.

@@ -2,9 +2,10 @@
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from data.chat import ChosenTemplate
 from data.chat_jinja import find_chat_template, saved_chat_template
 from data.tokenizers.base import Tokenizer, document_bos, open_tokenizer, saved_tokenizer
 from model.lora import LoRAConfig, merge_adapters
-from training.bucket_runs import checkpoint_folder
+from training.bucket_runs import CHECKPOINTS, checkpoint_folder, open_local
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
 from training.checkpoint_record import saved_steps
+from training.hugging_face.companions import load_source
+from training.hugging_face.model_directory import CONFIG
 from training.step import Program
 
 
@@ -37,6 +40,11 @@ class Run:
     tokenizer: Tokenizer
     notice: str | None
     chat_template_name: str = "auto"
+
+    @cached_property
+    def longest_rows(self) -> int:
+        """Tokens of the longest rows that the model, or the model it started from, was made for."""
+        return longest_rows(self.directory, self.config)
 
     @property
     def bos_id(self) -> int | None:
@@ -114,6 +122,8 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
     devices, notice = open_devices(config)
     config = fill_mesh(config, len(devices))
     saved = saved_tokenizer(directory, config.data.tokenizer)
+    if saved is not None and any(entry.startswith("data.tokenizer=") for entry in overrides):
+        raise ValueError(f"data.tokenizer: {directory} has its own tokenizer; remove the override")
     name = config.data.tokenizer if saved is None else str(saved)
     tokenizer = open_tokenizer(name, config.data.eos_token)
     template = config.data.chat_template
@@ -121,3 +131,23 @@ def load_run(directory: Path, overrides: Sequence[str] = ()) -> Run:
         template = saved_chat_template(template, directory)
     program = build_program(config, devices)
     return Run(directory, config, program, tokenizer, notice, template)
+
+
+def longest_rows(run: Path, config: Config) -> int:
+    """Return the longest rows, in tokens, of a run's model or of the model that it started from.
+
+    The latter is not known if its directory does not exist any more.
+    """
+    longest, path = config.data.row_length, config.training.init_from
+    if (source := load_source(run)) is not None:
+        return max(longest, source.config.get("max_position_embeddings") or 0)
+    if path is None:
+        return longest
+    folder = open_local(path)
+    if (folder / CONFIG).is_file() and not (folder / CHECKPOINTS).is_dir():
+        known = json.loads((folder / CONFIG).read_text("utf-8"))
+        return max(longest, known.get("max_position_embeddings") or 0)
+    origin = folder.parent.parent if folder.parent.name == CHECKPOINTS else folder
+    if not (origin / "config.yaml").is_file():
+        return longest
+    return max(longest, longest_rows(origin, load_config(origin / "config.yaml")))

@@ -67,8 +67,8 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid", use_attribute_docst
     """Overlap method of the experts' projections, not split or hypercube; null: as overlap."""
     overlap_fsdp: OverlapChoice | None = None
     """How kernels of linears are gathered over fsdp and sp, and how their gradients are summed,
-    where tp is 1; auto: chosen by width and chip; null: as overlap. Experts, head, and linears
-    with adapters use plain collectives."""
+    where tp is 1; auto: chosen by width and chip; null: as overlap. Experts, the head, and
+    all linears of a run with lora.rank use plain collectives."""
     group_hops: bool = True
     """Tell the compiler for TPUs which matmuls hide a hop of `hypercube`; false: for a libtpu that
     refuses such a program."""

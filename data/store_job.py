@@ -176,6 +176,11 @@ def find_paths(files: str | tuple[str, ...] | None, key: str) -> list[str]:
                     f"{key}: {entry} is a prepared store and cannot be part of a list; give it "
                     "alone, or as a source of its own in data.sources"
                 )
+            if parse_split(entry) is not None:
+                raise DataError(
+                    f"{key}: {entry} is a split of the hub and cannot be part of a list; give it "
+                    "alone, or as a source of its own in data.sources"
+                )
         return find_files(files, key, known_suffixes())
     paths, _ = find_split(split, key)
     for path in paths:

@@ -184,9 +184,11 @@ class _RangeTokens:
             settings.tokenizer, messages, num_context, settings.chat_template
         )
         bos_id, eos_id = settings.bos_id, settings.tokenizer.eos_id
+        if not len(ids):
+            raise ConversationError("it renders nothing of this conversation")
         if isinstance(settings.chat_template, ConversationTemplate):
             bos_id = None  # it renders BOS itself
-            if ids[-1:] == [eos_id]:  # and perhaps the end
+            if ids[-1] == eos_id:  # and perhaps the end
                 ids, mask = ids[:-1], mask[:-1]
         # The end of text contributes to the loss only after an assistant message.
         mask = np.append(mask, messages[-1][0] == "assistant")

@@ -115,9 +115,9 @@ class MoEConfig(
     TPU and GPU if no token is dropped, exchange_chunks is 1 and grouped_matmul allows it, else
     alltoall."""
     capacity_factor: PositiveFloat | None = None
-    """Expert capacity relative to an even load, per expert and sending device (ragged: receiving
-    device); tokens beyond it are dropped. null: no token is dropped, and the buffers of alltoall
-    have room for all tokens."""
+    """Expert capacity relative to an even load, per expert and sending device (ragged: of all
+    experts of a receiving device); tokens beyond it are dropped. null: no token is dropped, and
+    the buffers of alltoall have room for all tokens."""
     exchange_chunks: PositiveInt = 1
     """Chunks of alltoall, sent hop by hop while other chunks are computed; 1: one collective."""
     dispatch_dtype: RowDtype | None = None

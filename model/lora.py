@@ -99,14 +99,19 @@ class LoRAConfig(
         return 2.0 if self.alpha is None else self.alpha / max(self.rank, 1)
 
 
+def absent_groups(model: ModelConfig) -> list[str]:
+    """Return which of the targets `mlp` and `experts` a model does not have."""
+    sparse = model.sparse_layers
+    groups = {"mlp": False in sparse or model.moe.num_shared_experts, "experts": True in sparse}
+    return [group for group, is_present in groups.items() if not is_present]
+
+
 def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
     """Check that adapters fit a model. Raises: ValueError on one line."""
     if not lora.rank:
         return
-    sparse = model.sparse_layers
-    groups = {"mlp": False in sparse or model.moe.num_shared_experts, "experts": True in sparse}
-    for group, is_present in groups.items():
-        if not is_present and group in lora.targets and lora.targets != _ALL:
+    for group in absent_groups(model):
+        if group in lora.targets and {*lora.targets} != {*_ALL}:
             raise ValueError(
                 f"lora.targets={[*lora.targets]}: this model has no {group}; remove {group}"
             )

@@ -16,7 +16,7 @@ from model.attention.pallas_kernels import LANES
 from model.attention.registry import AttentionChoice, choose_for_layer
 from model.attention.ring import row_order, wants_zigzag
 from model.config import LayerType, ModelConfig
-from model.lora import FrozenDtype, LoRAConfig
+from model.lora import FrozenDtype, LoRAConfig, absent_groups
 from model.loss_chunk import tokens_per_chunk
 from model.moe_backend import MoEBackend, choose_experts
 from parallel.linear.choice import Choice
@@ -161,7 +161,7 @@ class ExecutionPlan:
         )
         yield f"remat {model.remat}: {self.remat_reason}"
         if (lora := self.lora).rank:
-            targets = [name for name in lora.targets if name != "experts" or self.experts]
+            targets = [name for name in lora.targets if name not in absent_groups(self.model)]
             yield (
                 f"LoRA of rank {lora.rank}, scale {lora.scale:g}, on {', '.join(targets)}; "
                 f"other parameters are frozen, kernels in {lora.base_dtype or model.param_dtype}"

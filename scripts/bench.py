@@ -162,7 +162,10 @@ def _add_predicted(command: Command) -> None:
         )
         configured.add_argument("--topology", default=topology, help="TPU slice")
         configured.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+            "overrides",
+            nargs="*",
+            metavar="section.key=value",
+            help="values that replace those of the file, such as mesh.tp=2",
         )
     with_passes.append(configured)  # the last: one sparse layer
     for one in with_passes:

@@ -147,7 +147,10 @@ def _parser() -> CommandLine:
     reading.add_argument("directory", metavar="DIR", help="config.json and safetensors files")
     reading.add_argument("run", metavar="RUN_DIR", help="a new directory")
     reading.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values for the new run, such as mesh.fsdp=auto",
     )
     reading.add_argument(
         "--adapters", metavar="DIR", help="PEFT adapters of this model (default: none)"

@@ -89,6 +89,13 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         log_samples=False,
         bootstrap_iters=args.bootstrap,
     )
+    if model.num_cut:
+        print(
+            f"warning: {model.num_cut} contexts lost their beginning, because rows have "
+            f"{model.max_length} tokens; give data.sequence_length=N for longer rows (the model: "
+            f"up to {run.longest_rows})",
+            file=sys.stderr,
+        )
     return {"run": str(run.directory), "step": step, **found}
 
 
@@ -120,7 +127,10 @@ def main(argv: list[str] | None = None) -> int:
         "--output", type=on_disk, metavar="JSON", help="also write all results here"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values that replace those of the run, such as mesh.tp=1",
     )
     args = parser.parse_intermixed_args(argv)
     try:

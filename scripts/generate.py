@@ -65,7 +65,7 @@ class Session:
         another length.
         """
         lines = self.generator.attention(length) if self.explain else []
-        total, trained = length + self.max_new_tokens, self.run.config.data.row_length
+        total, trained = length + self.max_new_tokens, self.run.longest_rows
         if total > trained:
             lines.append(
                 f"warning: prompt and answer may have {total} tokens together, but the model was "
@@ -289,7 +289,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--explain", action="store_true", help="print the chosen implementations of attention"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values that replace those of the run, such as mesh.tp=1",
     )
     return parser.parse_intermixed_args(argv)
 

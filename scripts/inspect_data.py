@@ -8,6 +8,7 @@ the rows are those of the batch of one step. Exit codes: 0 success, 2 invalid in
 """
 
 import argparse
+from pathlib import Path
 
 import _clone  # noqa: F401 (first: it selects the packages below)
 from prepare_data import load_data_config
@@ -29,6 +30,7 @@ from data.inspection import (
     row_text,
 )
 from data.pipeline import Dataset
+from training.resume import pins_of_run
 
 
 def check(args: argparse.Namespace, config: DataConfig) -> None:
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> None:
     """Print what the arguments ask for. Raises: ValueError for invalid input; OSError."""
     config = load_data_config(args.config, args.overrides)
     check(args, config)
-    dataset, step = Dataset(config), args.step or 0
+    # A run keeps the shards and the order with which it began.
+    pins = pins_of_run(Path(args.config).parent) if args.config else None
+    dataset, step = Dataset(config, pins=pins), args.step or 0
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if args.rows:
         console.print(LEGEND)
@@ -109,7 +113,10 @@ def main(argv: list[str] | None = None) -> int:
         "--plot", type=on_disk, metavar="PNG", help="write an image of the document lengths"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="data.key=value",
+        help="values that replace those of the file, such as data.sequence_length=512",
     )
     args = parser.parse_intermixed_args(argv)
     run(args)

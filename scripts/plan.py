@@ -127,7 +127,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plot", type=on_disk, help="draw --scale as a PNG")
     parser.add_argument("--cache", default=".cache/plan", help="folder of earlier answers")
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values that replace those of the file, such as mesh.tp=2",
     )
     options = parser.parse_intermixed_args(argv)
     for given, needed in (("price", "tokens"), ("plot", "scale")):
@@ -232,7 +235,8 @@ def _plan_gpus(options: argparse.Namespace, config: Config, nodes: gpus.GpuNodes
     asked = ("trace", "scale", "plot", "search")
     if given := [f"--{name}" for name in asked if getattr(options, name)]:
         raise ValueError(
-            f"{', '.join(given)}: needs a TPU, because XLA gives no times for GPUs; leave it out"
+            f"{', '.join(given)}: works for TPU slices only, because XLA gives no times for GPUs; "
+            "leave it out"
         )
     gpus.check_gpus(config, nodes)
     if options.check_mesh:

@@ -178,7 +178,12 @@ def filters_of(args: argparse.Namespace) -> Filters:
         raise ValueError(
             "--filter needs --out FOLDER, which train.py then reads as data.files=FOLDER"
         )
-    for name, value in {"--filter": args.filter, "--train-tokenizer": args.train_tokenizer}.items():
+    without_verify = {
+        "--filter": args.filter,
+        "--train-tokenizer": args.train_tokenizer,
+        "--append": args.append,
+    }
+    for name, value in without_verify.items():
         if args.verify and value:
             raise ValueError(f"{name} has no effect with --verify; leave it out")
     return parse_filters(args.filter)
@@ -272,7 +277,10 @@ def make_parser() -> CommandLine:
         "--verify", action="store_true", help="verify existing stores instead of preparing them"
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="data.key=value", help="changes to the file"
+        "overrides",
+        nargs="*",
+        metavar="data.key=value",
+        help="values that replace those of the file, such as data.sequence_length=512",
     )
     return parser
 

@@ -69,6 +69,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="skip the tests that have not begun after this time, and count them as skipped",
     )
+    parser.addoption(
+        "--rotate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="begin with other tests for every N, so that runs with a budget reach all in turn",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -82,6 +89,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[test] % COSTLY_EVERY:
                 item.add_marker("further")
             counts[test] += 1
+
+
+@pytest.hookimpl(specname="pytest_collection_modifyitems", trylast=True)  # after `-m` has selected
+def pytest_rotate(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin at another test for every N. Multiples of the golden ratio spread evenly, modulo 1."""
+    first = int(len(items) * (config.getoption("rotate") * (math.sqrt(5) - 1) / 2 % 1))
+    items[:] = items[first:] + items[:first]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

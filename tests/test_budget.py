@@ -1,4 +1,4 @@
-"""The option `--budget` of the tests, with which CI ends in time on a busy machine."""
+"""The options `--budget` and `--rotate` of the tests, with which CI ends in time."""
 
 import re
 import subprocess
@@ -31,3 +31,20 @@ def test_of_a_costly_test_the_default_suite_runs_the_first_of_every_four_cases(t
             text=True,
         )
         assert [int(n) for n in re.findall(r"test_x\[(\d)\]", ran.stdout)] == cases, ran.stdout
+
+
+def test_every_rotation_begins_elsewhere_and_has_all_tests(tmp_path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        'import pytest\n\n\n@pytest.mark.parametrize("n", range(10))\ndef test_x(n):\n    pass\n'
+    )
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "--collect-only"]
+    command += ["-p", "conftest", "--rootdir", ROOT, tmp_path, "--rotate"]
+    first = []
+    for number in (0, 1, 2):
+        ran = subprocess.run(
+            [*command, str(number)], cwd=ROOT / "tests", capture_output=True, text=True, check=True
+        )
+        order = [int(n) for n in re.findall(r"test_x\[(\d)\]", ran.stdout)]
+        assert order == [*range(order[0], 10), *range(order[0])]
+        first.append(order[0])
+    assert first == [0, 6, 2]

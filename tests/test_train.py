@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_print_config_prints_yaml_that_reads_back_and_does_not_train(tmp_path, c
     (tmp_path / "printed.yaml").write_text(printed)
     assert run(str(tmp_path / "printed.yaml"), "--print-config") == 0
     assert capsys.readouterr().out == printed
+
+
+def test_a_copied_run_prints_its_configuration_and_is_not_continued(tmp_path, capsys):
+    config, copy = write_config(tmp_path), tmp_path / "copy"
+    (copy / "checkpoints").mkdir(parents=True)
+    shutil.copy(config, copy / "config.yaml")
+    assert run(str(copy / "config.yaml"), "--print-config") == 0
+    assert f"dir: {tmp_path}/run" in capsys.readouterr().out
+    assert f"; add run.dir={copy} to" in refusal(capsys, str(copy / "config.yaml"))
 
 
 def test_overrides_are_accepted_before_and_after_options(tmp_path, capsys):
@@ -169,6 +179,15 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(undisturbed, half, t
     assert run(half) == 0
     assert losses(tmp_path / "run") == losses(undisturbed / "run")
     assert "resumed from step 3" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_an_option_that_changes_the_state_of_the_optimizer_is_refused_on_resume(tmp_path, capsys):
+    config, sgd = write_config(tmp_path), ("optimizer.name=sgd", "training.sample_tokens=0")
+    assert run(config, *sgd, "training.steps=1") == 0
+    message = refusal(capsys, config, *sgd, "optimizer.options={momentum: 0}")
+    assert "optimizer.options.momentum changed, and the state of the optimizer in" in message
+    assert "the old one as training.init_from to go on from the parameters" in message
+    assert run(config, *sgd, "training.steps=2", "optimizer.options={nesterov: true}") == 0
 
 
 def test_a_finished_run_has_nothing_left_to_train(half, tmp_path, capsys):

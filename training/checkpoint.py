@@ -70,17 +70,16 @@ class Checkpoints:
     ):
         """Open the checkpoint directory.
 
-        Args:
-            directory: the folder `checkpoints` of a run, see `checkpoint_folder`.
-            config: which checkpoints to keep.
-            read_only: another process may be saving here; remove nothing.
-            group: the processes that open, save and restore together.
-            write_bytes: bytes of arrays written at a time, which bounds the host memory of a save
-                beyond the largest array; None: all.
-            publish: called before each save; copies the other files of the run to its bucket, so
-                that none is older than a checkpoint.
-            model: the model to restore for, which may pad the vocabulary differently from that of
-                a checkpoint. None: it does not.
+        directory: the folder `checkpoints` of a run, see `checkpoint_folder`.
+        config: which checkpoints to keep.
+        read_only: another process may be saving here; remove nothing.
+        group: the processes that open, save and restore together.
+        write_bytes: bytes of arrays written at a time, which bounds the host memory of a save
+            beyond the largest array; None: all.
+        publish: called before each save; copies the other files of the run to its bucket, so
+            that none is older than a checkpoint.
+        model: the model to restore for, which may pad the vocabulary differently from that of
+            a checkpoint. None: it does not.
         """
         self.group = group or ProcessGroup()
         silence_orbax()
@@ -88,6 +87,7 @@ class Checkpoints:
         self._directory, self.config, self._read_only = to_path(directory), config, read_only
         self._write_bytes, self._publish, self._model = write_bytes, publish, model
         self._losses: dict[int, float] = {}
+        self._unsaved: set[int] = set()  # listed by orbax until it is opened again
         self._saver = self._open_read_only() if read_only else self._open()
         if config.keep_best:
             for step in self.steps:
@@ -116,7 +116,8 @@ class Checkpoints:
     @property
     def steps(self) -> list[int]:
         """Steps of the finished checkpoints, ascending."""
-        return sorted(int(checkpoint.step) for checkpoint in self._saver.checkpoints)
+        listed = {int(checkpoint.step) for checkpoint in self._saver.checkpoints}
+        return sorted(listed - self._unsaved)
 
     @property
     def latest_step(self) -> int | None:
@@ -135,11 +136,10 @@ class Checkpoints:
         Returns when the state is copied from the devices, so that its buffers may be donated. A
         failure is logged, and `needs_retry` is true from a later step on.
 
-        Args:
-            state: the state after `step`; for step 0 `{"params": ...}` is enough.
-            step: number of finished steps.
-            record: JSON values, returned by `record`.
-            eval_loss: evaluation loss of the step, for `keep_best`.
+        state: the state after `step`; for step 0 `{"params": ...}` is enough.
+        step: number of finished steps.
+        record: JSON values, returned by `record`.
+        eval_loss: evaluation loss of the step, for `keep_best`.
         """
         begin = time.perf_counter()
         self.finish()
@@ -158,6 +158,8 @@ class Checkpoints:
         }
         self.set_eval_loss(step, eval_loss)
         try:
+            if self._unsaved:
+                self._saver, self._unsaved = self._open(cleanup=False), set()
             self._publish()
             with chunked(arrays, self._write_bytes, self._barrier.context):
                 response = self._saver.save_checkpointables_async(
@@ -194,9 +196,7 @@ class Checkpoints:
     @property
     def ended_step(self) -> int | None:
         """Step whose save has finished or failed in this process and is not yet reported."""
-        if self._pending is None or self._is_saving:
-            return None
-        return self._pending[0]
+        return None if self._pending is None or self._is_saving else self._pending[0]
 
     @property
     def has_failed(self) -> bool:
@@ -211,8 +211,7 @@ class Checkpoints:
     def poll(self, ended: int | None) -> None:
         """Report a save that has ended, without waiting.
 
-        Args:
-            ended: a step that was `ended_step` on every process, or on one where it has failed.
+        ended: a step that was `ended_step` on every process, or on one where it has failed.
         """
         if self._pending is not None and self._pending[0] == ended:
             self._compare()
@@ -220,8 +219,7 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the save in progress and log its result.
 
-        Raises:
-            ProcessGroupError: the save failed here while other processes still wait for this part.
+        Raises: ProcessGroupError if it failed here while other processes still wait for this part.
         """
         while self._pending is not None:
             end = time.monotonic() + _POLL_SECONDS
@@ -255,8 +253,7 @@ class Checkpoints:
         """Wait for the last save of the run. Raises: CheckpointError if it failed."""
         self.finish()
         if self._failures:
-            step = self.latest_step
-            newest = "none" if step is None else f"that of step {step}"
+            newest = f"that of step {max(self.steps)}" if self.steps else "none"
             raise CheckpointError(
                 "the last state was not saved, for the reason in the log; the newest checkpoint is "
                 f"{newest}; correct the cause, and run the same command again"
@@ -281,23 +278,28 @@ class Checkpoints:
         if self.group.is_primary:
             with contextlib.suppress(OSError):  # the next start removes it
                 delete_partial(self._directory, step)
-        self._saver = self._open(cleanup=False)  # such a thread may still write
+        try:
+            self._saver = self._open(cleanup=False)  # such a thread may still write
+            self._unsaved = set()
+        except CheckpointError as error:  # a bucket that is still out of reach
+            if self.group.num_processes > 1:  # which wait for each other in `_open`
+                raise
+            self._barrier.has_failed = True
+            self._unsaved |= {step}
+            log.warning("%s; it is opened again at the next save", error)
 
     def record(self, step: int) -> dict[str, Any]:
         """Return the record given to `save`, with shapes, dtypes and fingerprints.
 
-        Raises:
-            CheckpointError: the record is missing, unreadable or damaged.
+        Raises: CheckpointError if it is missing, unreadable or damaged.
         """
         return read_record(self._directory / str(step), step)
 
     def check(self, step: int, abstract_state: TrainState) -> None:
         """Check that a checkpoint has the parameters of this model; read only its record.
 
-        Raises:
-            ValueError: names the first parameter that is missing, extra, or differs in shape or
-                dtype.
-            CheckpointError: the record cannot be read.
+        Raises: ValueError with the first parameter that is missing, extra, or differs in shape or
+            dtype; CheckpointError if the record cannot be read.
         """
         record = self.record(step)
         stored = as_stored(by_name(abstract_state), record, self._model)
@@ -306,14 +308,12 @@ class Checkpoints:
     def restore(self, step: int, abstract_state: TrainState) -> TrainState:
         """Return the state of a step on the mesh of `abstract_state`, bit-equal but for padding.
 
-        Raises:
-            CheckpointError: it cannot be read, or an array is damaged.
+        Raises: CheckpointError if it cannot be read, or an array is damaged.
         """
         wanted = by_name(abstract_state)
         arrays = self._load(step, wanted)
-        for name, want in wanted.items():
-            got = arrays[name]
-            assert got.sharding == want.sharding and got.dtype == want.dtype
+        for got, want in ((arrays[name], wanted[name]) for name in wanted):
+            assert (got.sharding, got.dtype) == (want.sharding, want.dtype)
         return in_place_of(abstract_state, arrays)
 
     def restore_params(self, step: int, abstract_state: TrainState, part: str = "params") -> Any:

@@ -6,11 +6,11 @@ the decision (`training/step.py`); the host warns, rolls back or stops (`trainin
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import jax
 import jax.numpy as jnp
-from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 # Length of the running statistics in steps: short enough to follow a falling loss.
 MEMORY = 128
@@ -37,13 +37,22 @@ class GuardConfig(
     """Standard deviations above the mean of the last steps that make a spike. With normal noise
     and 128 steps, one step in 10^8 exceeds 6; real spikes reach tens."""
     max_bad_steps: PositiveInt = 10
-    """Skipped steps in a row after which the run ends; also the most rollbacks to a checkpoint."""
+    """Skipped steps in a row after which the run ends, at least 2 with rollback; also the most
+    rollbacks to a checkpoint."""
     recheck_every: NonNegativeInt = 0
     """Steps between rechecks of the devices, which end the run with code 77 if one computes
     wrongly; 0: never. Replicas of the state are compared bit for bit, and the gradients of one
     microbatch are computed twice; see docs/checkpoints.md for what that finds. A recheck takes
     about as long as the forward and backward passes of two to three microbatches. On NVIDIA GPUs
     it needs XLA_FLAGS=--xla_gpu_deterministic_ops=true."""
+
+    @model_validator(mode="after")
+    def _check_rollback(self) -> Self:
+        if self.on_spike == "rollback" and self.max_bad_steps == 1:
+            raise ValueError(
+                "max_bad_steps=1 ends the run at the first spike, before a rollback; use 2 or more"
+            )
+        return self
 
 
 @jax.tree_util.register_dataclass

@@ -253,12 +253,19 @@ class HuggingFaceParameters:
         return read_parameters(self.source.path, self.config, wanted)
 
 
-def check_is_elsewhere(path: str, run_directory: Path) -> None:
-    """Raise ValueError if `training.init_from` names the run itself."""
-    if local_path(path).resolve().is_relative_to(run_directory.resolve()):
-        raise ValueError(
-            f"{_KEY}={path} is run.dir itself, which the run overwrites; give another run.dir"
-        )
+def check_is_elsewhere(path: str, run_directory: Path, *, is_moved: bool = False) -> None:
+    """Raise ValueError if `training.init_from` names the run itself.
+
+    is_moved: whether `checkpoint.resume=never` moves all of its directory aside.
+    """
+    found, own = local_path(path).resolve(), run_directory.resolve()
+    if found == own or found.is_relative_to(own / "checkpoints"):
+        reason = "is run.dir itself, which the run overwrites"
+    elif is_moved and found.is_relative_to(own):
+        reason = "is in run.dir, which checkpoint.resume=never moves aside"
+    else:
+        return
+    raise ValueError(f"{_KEY}={path} {reason}; give another run.dir")
 
 
 def open_initial_parameters(

@@ -1,31 +1,29 @@
 """Resume points: the newest checkpoint that is complete and fits the run, and its history."""
 
+import contextlib
 import hashlib
-import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from data.batch_schedule import batch_number
 from data.order_changes import explain_change, recorded_order, remedy_of_change
 from data.pipeline import Dataset, Pins
-from model.families.base import NOT_MATHEMATICS
 from parallel.cluster.config import ProcessGroupError
+from training.bucket_runs import checkpoint_folder
 from training.checkpoint import Checkpoints
-from training.checkpoint_record import CheckpointError, DamageError
-from training.dotted_keys import as_yaml, flatten
+from training.checkpoint_record import CheckpointError, DamageError, read_record, saved_steps
+from training.config_changes import config_changes, config_keys, library_versions
+from training.dotted_keys import as_yaml
 from training.initial_parameters import SHAPE_KEYS
 from training.logs import log
-from training.optimizers import OptimizerConfig
-from training.schedules import describe_change
 from training.state import TrainState
 
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_NEW_RUN = "give another run.dir and the old one as training.init_from to go on from the parameters"
 _NONE_LEFT = "no checkpoint of a training step is left; start again to train from the beginning"
 # Keys that decide the arrays of a checkpoint.
 _ARRAY_KEYS = {f"model.{key}" for key in (*SHAPE_KEYS, "param_dtype")}
@@ -192,8 +190,7 @@ class Resumer:
             if before[key] != value:
                 raise ValueError(
                     f"optimizer.{key}={value}, but checkpoint {step} was saved with {before[key]}; "
-                    f"set optimizer.{key}={before[key]}, or give another run.dir and the old one "
-                    "as training.init_from to go on from the parameters"
+                    f"set optimizer.{key}={before[key]}, or {_NEW_RUN}"
                 )
         number = batch_number(step, record["skipped"])
         order = self.dataset.order(number)
@@ -210,8 +207,14 @@ class Resumer:
         try:
             self.checkpoints.check(step, self.abstract_state)
         except ValueError as error:
-            saved = _keys(record["config"])
-            changes = _changes(saved, _keys(self.resolved_config))
+            saved = config_keys(record["config"])
+            changes = config_changes(saved, config_keys(self.resolved_config))
+            options = [key for key in changes if key.startswith("optimizer.options")]
+            if options and "opt_state." in str(error):
+                raise ValueError(
+                    f"{', '.join(options)} changed, and the state of the optimizer in checkpoint "
+                    f"{step} does not fit; restore the former values, or {_NEW_RUN}"
+                ) from error
             found = {key: x for key, x in changes.items() if key in _ARRAY_KEYS & saved.keys()}
             # If only one of the two has adapters or modules, the error already says so.
             modules = [len(weights or ()) for weights in found.get(_MODULES, ())]
@@ -241,18 +244,21 @@ class Resumer:
         log.error("%s; renamed to %s; %s", error, target.name, outcome)
 
 
+def pins_of_run(directory: Path) -> Pins | None:
+    """Return the pins in the newest checkpoint of a run that can be read, or None."""
+    folder = checkpoint_folder(directory)
+    for step in filter(None, reversed(saved_steps(folder))):  # checkpoint 0 has read no data
+        with contextlib.suppress(CheckpointError):
+            return Pins.of_order(read_record(folder / str(step), step)["order"])
+    return None
+
+
 def _optimizer_state(config: str) -> dict[str, str]:
     """Return the keys that decide what the optimizer's state is, of a configuration as YAML."""
     section = YAML(typ="safe", pure=True).load(config).get("optimizer", {})
     # The first versions had neither key.
     moments = section.get("moments_dtype") or "null"
     return {"name": section.get("name", "adamw"), "moments_dtype": moments}
-
-
-def library_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that affect numerics and files."""
-    found = {name: version(name) for name in _LIBRARIES}
-    return {"python": platform.python_version(), **found}
 
 
 def describe_process(
@@ -304,97 +310,3 @@ def make_record(
         "order": dataset.order(batch),
         "order_hash": dataset.order_hash(batch),
     }
-
-
-def _keys(config: str) -> dict[str, Any]:
-    """Return the values of a configuration as YAML by dotted keys."""
-    return flatten(YAML(typ="safe", pure=True).load(config))
-
-
-# Sections whose keys are names that the user has chosen.
-_NAMED_BY_USERS = ("optimizer.options.", "optimizer.groups.", "data.sources.")
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (old value, new value) of the keys that differ, also of those that are gone.
-
-    Keys that this version of the program does not have are left out.
-    """
-    found = {key: (before.get(key), x) for key, x in now.items() if before.get(key) != x}
-    gone = sorted(
-        key
-        for key in before.keys() - now.keys()
-        if key.startswith(_NAMED_BY_USERS) or _is_in_null(key, now)
-    )
-    return found | {key: (before[key], None) for key in gone}
-
-
-def _is_in_null(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a section that would hold this key is a value, which is null or empty."""
-    parts = key.split(".")
-    return any(".".join(parts[:n]) in values for n in range(1, len(parts)))
-
-
-def _alters_the_model(key: str) -> bool:
-    """Return whether restored parameters compute something else after a change of this key."""
-    section, _, name = key.partition(".")
-    names = {name, name.partition(".")[0]}  # a key, and the section that it may be in
-    return key == "lora.alpha" or (section == "model" and not names & NOT_MATHEMATICS)
-
-
-def log_config_changes(
-    record: Mapping[str, Any], resolved_config: str, num_skipped: int = 0
-) -> None:
-    """Log the keys that differ from those of a checkpoint, and a change of the learning rate.
-
-    num_skipped: steps up to the checkpoint that changed nothing.
-    """
-    trees = [*map(YAML(typ="safe", pure=True).load, (record["config"], resolved_config))]
-    if (source := trees[1]["training"]["init_from"]) is not None:
-        log.info(
-            "training.init_from=%s is not read: the run goes on from its checkpoint %d",
-            source,
-            record["step"],
-        )
-    before = _keys(record["config"])
-    changes = _changes(before, _keys(resolved_config))
-    changed = [f"{key} {as_yaml(old)} -> {as_yaml(new)}" for key, (old, new) in changes.items()]
-    versions = record.get("versions", {})
-    others = [
-        f"{name} {versions[name]} -> {now}"
-        for name, now in library_versions().items()
-        if versions.get(name, now) != now
-    ]
-    if others:
-        log.warning(
-            "other library versions than those of checkpoint %d, so numbers may differ by "
-            "roundings: %s",
-            record["step"],
-            ", ".join(others),
-        )
-    if changed:
-        log.info("changed since checkpoint %d: %s", record["step"], ", ".join(changed))
-    # Earlier versions of the program lacked some keys.
-    known = [key for key in changes if key in before or _is_in_null(key, before)]
-    if altered := [key for key in known if _alters_the_model(key)]:
-        log.warning(
-            "%s changed: the model computes something else with the restored parameters, and the "
-            "loss may jump",
-            ", ".join(altered),
-        )
-    try:
-        old, new = (
-            (OptimizerConfig.model_validate(tree["optimizer"]), tree["training"]["steps"])
-            for tree in trees
-        )
-    except ValidationError as error:  # another version of the program wrote the checkpoint
-        keys = (f"{'.'.join(map(str, part['loc']))}: {part['msg']}" for part in error.errors())
-        log.warning(
-            "checkpoint %d: its section optimizer is not one of this version (%s); learning rates "
-            "are not compared",
-            record["step"],
-            ", ".join(keys),
-        )
-        return
-    if line := describe_change(old, new, record["step"], num_skipped):
-        log.info("%s", line)

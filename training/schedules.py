@@ -51,6 +51,12 @@ def describe_schedule_warnings(config: OptimizerConfig, steps: int) -> Iterator[
             f"optimizer.decay_steps={config.decay_steps} has no effect with optimizer.schedule="
             f"{config.schedule}; set optimizer.schedule=wsd for a decay at the end"
         )
+    default = OptimizerConfig.model_fields["final_fraction"].default
+    if config.schedule in ("inverse_sqrt", "constant") and config.final_fraction != default:
+        yield (
+            f"optimizer.final_fraction={config.final_fraction} has no effect with "
+            f"optimizer.schedule={config.schedule}; use cosine, linear or wsd for a decay to it"
+        )
     if config.schedule == "wsd" and config.decay_steps > stable:
         yield (
             f"optimizer.decay_steps={config.decay_steps} is more than the {max(0, stable)} steps "

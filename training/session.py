@@ -22,10 +22,11 @@ from training.bucket_runs import bucket_of, checkpoint_folder, kept_in_bucket
 from training.bucket_runs import move_aside as move_bucket
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig, SaveSchedule
-from training.checkpoint_record import CheckpointError, saved_steps
+from training.checkpoint_record import CheckpointError, read_record, saved_steps
 from training.checkpointing import Checkpointing
 from training.clock import StepClock
 from training.config import RunConfig, RunSettings, TrainingConfig
+from training.config_changes import log_config_changes
 from training.directory import (
     check_shared_filesystem,
     locked_run,
@@ -45,12 +46,7 @@ from training.logs import log, logging_to
 from training.profiler import Profiler
 from training.recheck import Recheck
 from training.reporter import StepReporter
-from training.resume import (
-    ResumePoint,
-    Resumer,
-    describe_process,
-    log_config_changes,
-)
+from training.resume import ResumePoint, Resumer, describe_process
 from training.run_identity import identify_run
 from training.spikes import SpikeHandler
 from training.step import Program
@@ -174,7 +170,7 @@ def _move_old_run(directory: Path, settings: RunSettings, group: ProcessGroup) -
     if settings.checkpoint.resume != "never":
         return None
     if (path := settings.training.init_from) is not None:
-        check_is_elsewhere(path, directory)
+        check_is_elsewhere(path, directory, is_moved=True)
     if not group.is_primary:
         return None
     return move_aside(directory) if bucket_of(directory) is None else move_bucket(directory)
@@ -349,6 +345,14 @@ def _find_start(
     return resume_point, open_initial_parameters(path, program, group, is_own=is_own)
 
 
+def _has_stopped_early(directory: Path, step: int, settings: RunSettings) -> bool:
+    """Return whether early stopping has ended the run at this checkpoint."""
+    with contextlib.suppress(CheckpointError):  # the restore says so
+        record = read_record(directory / "checkpoints" / str(step), step)
+        return has_ended(settings.training.early_stop, record.get("early_stop", {}))
+    return False
+
+
 def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) -> int:
     """Return the least bytes that the checkpoints of this run will add to its disk.
 
@@ -363,7 +367,7 @@ def _bytes_to_write(directory: Path, program: Program, settings: RunSettings) ->
     existing = [] if policy.resume == "never" else saved_steps(directory / "checkpoints")
     # An old checkpoint is deleted after the new one is complete: one more than are kept.
     num_saves, begin = policy.keep + 1 - len(existing), max(existing, default=0)
-    if begin >= steps:
+    if begin >= steps or (existing and _has_stopped_early(directory, begin, settings)):
         num_saves = 0
     elif policy.every_minutes is None:
         left = steps // policy.every - begin // policy.every + (steps % policy.every > 0)

@@ -49,7 +49,9 @@ class SpikeHandler:
             return
         is_applied = is_finite and guard.on_spike == "warn"
         if not is_applied:
-            self._goodput.lose(metrics["step_time"])
+            seconds = metrics["step_time"]  # with waits, which are counted as such
+            waited = metrics.get("data_wait", 0.0) * seconds + metrics.get("save_blocked", 0.0)
+            self._goodput.lose(seconds - waited)
         log.warning(
             "step %d: loss %.4g, grad norm %.4g: %s; %s",
             step,

@@ -40,6 +40,7 @@ class TorusLM(TemplateLM):
         self._run, self._program, self._params = run, program, params
         self._batch_size, self._seed = batch_size, seed
         self.max_length = run.config.data.row_length
+        self.num_cut = 0  # contexts that lost their beginning
         self._scorer = Scorer(program, params, max_length=self.max_length, batch_size=batch_size)
 
     @property
@@ -90,6 +91,7 @@ class TorusLM(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(np.asarray(context), np.asarray(text)) for _, context, text in requests]
+        self.num_cut += sum(len(c) + len(text) > self.max_length + 1 for c, text in pairs)
         with jax.set_mesh(self._program.tp.manager.mesh):
             return [(score.log_likelihood, score.is_greedy) for score in self._scorer(pairs)]
 
@@ -134,6 +136,7 @@ class TorusLM(TemplateLM):
         stops = options.get("until") or []
         stops = [stops] if isinstance(stops, str) else stops
         room = self.max_length - count
+        self.num_cut += sum(len(ids) > room for ids in contexts)
         rows = [*contexts, *fill]
         prompts = [np.asarray(ids[-room:] or [self.prefix_token_id]) for ids in rows]
         tokens: list[list[int]] = [[] for _ in contexts]

@@ -70,7 +70,7 @@ def read_gpus(text: str) -> GpuNodes | None:
     """
     text, kinds = text.lower(), "|".join(_LINKS)
     if re.match(kinds, text) is None:
-        if text[:1] != "v":
+        if not text.startswith(("v", "tpu-")):
             raise ValueError(
                 f"topology {text}: there is no such chip; use a TPU such as v5p-16, or a GPU: "
                 + ", ".join(f"{kind}-8" for kind in _LINKS)

@@ -81,6 +81,16 @@ def test_replicated_keys_and_values_have_a_reason_and_a_cost():
     assert rows["q_BLHh"].replicated == ()
 
 
+@pytest.mark.parametrize("group", ["experts", "attention"])
+def test_losses_of_routers_are_left_out_where_a_group_freezes_them(group) -> None:
+    experts = ("model.moe.num_experts=4", "model.moe.num_experts_per_tok=2")
+    losses = ("model.moe.router_aux_loss_coef=0.1", "model.moe.router_z_loss_coef=0.2")
+    frozen = f"optimizer.groups={{{group}: {{learning_rate: 0}}}}"
+    moe = build(MeshConfig(), *experts, *losses, frozen)[1].plan.model.moe
+    want = (0.0, 0.0) if group == "experts" else (0.1, 0.2)
+    assert (moe.router_aux_loss_coef, moe.router_z_loss_coef) == want
+
+
 def test_auto_overlap_is_none_on_cpu_with_a_reason() -> None:
     _, program = build(MeshConfig(tp=4, fsdp=2))
     assert set(program.tp.kind_overlaps.values()) == {"none"}

@@ -24,7 +24,7 @@ from runs import run as train
 
 from configs import conversion
 from configs.conversion import export_model
-from configs.runs import load_run
+from configs.runs import load_run, longest_rows
 from configs.schema import dump_config
 from data.chat import encode_chat
 from data.chat_jinja import find_chat_template
@@ -208,11 +208,11 @@ def test_an_export_has_the_positions_of_the_model_that_the_run_started_from(
     for start, wanted in ((run, longest), (source, longest), (tmp_path / "gone", 0)):
         training = config.training.model_copy(update={"init_from": str(start)})
         changed = config.model_copy(update={"training": training})
-        found = conversion._max_positions(tmp_path / "last", changed)
+        found = longest_rows(tmp_path / "last", changed)
         assert found == max(wanted, config.data.row_length)
     training = config.training.model_copy(update={"init_from": f"{later}/checkpoints/3"})
     changed = config.model_copy(update={"training": training})
-    assert conversion._max_positions(tmp_path / "last", changed) == longest
+    assert longest_rows(tmp_path / "last", changed) == longest
 
 
 def test_an_export_has_the_positions_of_rows_that_became_longer(imported, tmp_path) -> None:

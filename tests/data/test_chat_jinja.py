@@ -238,6 +238,23 @@ def test_a_conversation_that_the_template_refuses_is_named_or_skipped(tmp_path):
     assert store.info.num_documents == 9 and store.info.skipped["chat template"].count == 1
 
 
+def test_a_conversation_of_which_the_template_renders_nothing_is_named_or_skipped(tmp_path):
+    turns = (
+        "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    (tmp_path / "turns.jinja").write_text(turns)
+    chats = [[("user", "the cat"), ("assistant", "sat")]] * 9 + [[("system", "only")]]
+    lines = [[{"role": role, "content": text} for role, text in chat] for chat in chats]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in lines))
+    given = {"files": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache")}
+    given |= {"tokenizer": write_model_directory(tmp_path / "model"), "eval_fraction": 0.2}
+    given |= {"chat_template": str(tmp_path / "turns.jinja")}
+    with pytest.raises(DataError, match=r"a\.jsonl:10: chat template: it renders nothing of this"):
+        Dataset(DataConfig(**given))
+    store = Dataset(DataConfig(**given, on_error="skip")).sources[0].store
+    assert store.info.num_documents == 9
+
+
 def test_a_template_pickles_and_its_digest_follows_what_decides_the_text():
     template = jinja(HEADS)
     template.render([("user", "a")])

@@ -22,7 +22,7 @@ from data.packed_store import PackSettings
 from data.shard_plan import Sharding
 from data.shard_writer import prepare_shards
 from data.sharded_store import ShardedStore
-from data.store_job import StoreJob
+from data.store_job import StoreJob, find_paths
 from data.tokenizers.byte_level import ByteTokenizer
 
 README = b"""---
@@ -83,6 +83,11 @@ def run(hub: Hub, tmp_path: Path, *arguments: str, script="prepare_data.py") -> 
 def test_a_split_is_told_from_files(text, split) -> None:
     assert parse_split(text) == split
     assert split is None or parse_split(str(split)) == split
+
+
+def test_a_split_in_a_list_of_files_is_refused() -> None:
+    with pytest.raises(DataError, match=r"a/b:train is a split of the hub and cannot be part of a"):
+        find_paths(("a/b:train", "x.txt"), "data.files")
 
 
 def test_a_file_of_that_name_is_a_file(tmp_path, monkeypatch) -> None:

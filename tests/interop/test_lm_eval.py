@@ -31,6 +31,7 @@ from evaluation.adapter import TorusLM
 from configs.runs import load_run
 
 LENGTH = 64
+LONGEST = 512  # of the models that tiny_models.py makes
 SETTINGS = ["run.compilation_cache=null", f"data.sequence_length={LENGTH}"]
 SETTINGS += ["data.global_batch_size=8"]
 MESHES = {"one": (), "dp2-tp2-sp2": ("mesh.dp=2", "mesh.tp=2", "mesh.sp=2")}
@@ -199,7 +200,13 @@ def test_the_script_gives_the_results_of_the_backend_of_transformers(
     given += ["--include", str(folder / "tasks"), "--batch-size", "4"]
     output = tmp_path / "results.json"
     assert script.main([*given, "--output", str(output), *MESHES[mesh]]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    out, error = capsys.readouterr()
+    lines = out.splitlines()
+    assert "contexts lost" not in error
+    shorter = [*given, "--tasks", "torus_choice", "data.sequence_length=16", *MESHES[mesh]]
+    assert script.main(shorter) == 0
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "contexts lost" in x]
+    assert line.startswith("warning: ") and f"(the model: up to {LONGEST})" in line
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     theirs = simple_evaluate(
         model=open_transformers(folder), tasks=TASKS, task_manager=manager, log_samples=False,

@@ -161,6 +161,25 @@ def test_a_chat_answers_every_line_after_the_whole_conversation(
     assert answers.startswith(f"{answer}\n")
 
 
+def test_a_tokenizer_other_than_that_of_the_run_is_refused(folder, capsys) -> None:
+    given = ["--run", str(folder / "run"), "--prompt", "x", "data.tokenizer=other.json"]
+    assert script.main(given) == 2
+    error = capsys.readouterr().err
+    assert f"data.tokenizer: {folder}/run has its own tokenizer; remove the override" in error
+
+
+def test_an_imported_model_is_as_long_as_its_source_says(folder, capsys) -> None:
+    source = folder / "run" / "hugging_face.json"
+    try:
+        for longest in (16, 4096):
+            source.write_text(json.dumps({"config": {"max_position_embeddings": longest}}))
+            assert script.main(["--run", str(folder / "run"), "--prompt", "x" * 40]) == 0
+            warning = "but the model was trained on rows of 32;"
+            assert (warning in capsys.readouterr().err) == (longest == 16)
+    finally:
+        source.unlink()
+
+
 def test_every_turn_of_a_chat_says_how_long_it_is(folder, capsys, monkeypatch) -> None:
     lengths, original = [], script.encode_chat_prompt
 

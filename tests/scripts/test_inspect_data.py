@@ -20,9 +20,11 @@ from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import train_tokenizer
+from training.checkpoint_record import checksum
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import inspect_data as script
+import prepare_data
 
 CONFIG = """
 model: {nobody: reads this}
@@ -133,6 +135,24 @@ def test_the_rows_are_those_of_the_batch(folder, capsys, step) -> None:
         found = re.sub("[┃⏎⟦⟧]| [0-9]+ padding", "", body).rstrip("\n")
         assert found == bytes(ids).decode().rstrip("\n")
         assert ("w" in found and "A" not in found) == (source == "words")
+
+
+def test_the_rows_of_a_run_are_those_that_it_had_before_texts_were_added(tmp_path, capsys) -> None:
+    for name in "ab":
+        text = "".join(f"def {name}{n}(x): return x * {n * n}\n" for n in range(400))
+        (tmp_path / f"{name}.txt").write_text(text)
+    out = ["--out", f"{tmp_path}/store", "--shard-gb", "1", "data.sequence_length=32"]
+    assert prepare_data.main([*out, f"data.files={tmp_path}/a.txt"]) == 0
+    (run := tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    values = {"files": f"{tmp_path}/store", "sequence_length": 32, "global_batch_size": 4}
+    for folder in (run.parent.parent, tmp_path):
+        (folder / "config.yaml").write_text(json.dumps({"data": values}))
+    record = {"step": 1, "order": Dataset(DataConfig(**values)).order(1)}
+    metadata = {"record": record, "sha256": checksum(record)}
+    (run / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
+    before = show(capsys, run.parent.parent)
+    assert prepare_data.main([*out, "--append", f"data.files={tmp_path}/b.txt"]) == 0
+    assert show(capsys, run.parent.parent) == before != show(capsys, tmp_path)
 
 
 def test_held_out_rows_of_validation_files_are_shown(folder, capsys, tmp_path) -> None:

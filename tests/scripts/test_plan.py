@@ -29,7 +29,7 @@ from parallel.planning.compiler import CompiledProgram
 from parallel.planning.memory import MemoryUse
 from parallel.planning.prediction import CollectiveTime
 from parallel.planning.refusals import OutOfMemory
-from parallel.planning.slices import read_topology
+from parallel.planning.slices import GENERATIONS, read_topology
 from parallel.planning.timeline import predict
 from parallel.sharding.devices import CHIPS
 
@@ -342,7 +342,8 @@ def test_without_a_compiler_gpus_are_estimated_and_say_so(
 def test_nodes_of_gpus_are_joined_by_slower_links() -> None:
     one, two = gpus.read_gpus("H100-8"), gpus.read_gpus("h100-8*2")
     assert one is not None and two is not None and two.num_gpus == 16
-    assert gpus.read_gpus("v5p-8") is None
+    tpus = [name for known in GENERATIONS.values() for name in (*known.gke, *known.gcloud)]
+    assert not any(gpus.read_gpus(f"{name}-8") for name in (*GENERATIONS, *tpus))
     assert two.machine.bandwidth(16) < one.machine.bandwidth(8) == two.machine.bandwidth(8)
 
 

@@ -256,6 +256,7 @@ def test_verify_reads_whole_stores_and_makes_none(folder, capsys) -> None:
         (["data.tokenizer=nothing.json"], "data.tokenizer=nothing.json: "),
         (["--train-tokenizer=300"], "data.tokenizer=bytes is not trained; name the file to"),
         (["--train-tokenizer=300", "--verify"], "--train-tokenizer has no effect with --verify"),
+        (["--out=store", "--append", "--verify"], "--append has no effect with --verify"),
         # Before a cluster is looked for.
         ([*NO_CLUSTER, "data.files=nothing*"], "data.files='nothing*' matches no file"),
         (

@@ -23,7 +23,7 @@ from parallel.cluster.process_group import ProcessGroup
 from parallel.sharding.mesh import MeshConfig
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
-from training.checkpoint_record import DamageError
+from training.checkpoint_record import CheckpointError, DamageError
 from training.logs import logging_to
 from training.save_barrier import FailedSaveError, SaveBarrier
 from training.state import TrainState
@@ -181,6 +181,29 @@ def test_after_failed_saves_the_waits_double_up_to_the_cadence(open_at, monkeypa
     assert waits == [1, 2, 4, 4, 4]
     save(checkpoints, step)
     assert not checkpoints.needs_retry(step + 99)
+
+
+def test_a_bucket_that_stays_out_of_reach_after_a_failed_save_does_not_end_the_run(
+    open_at, monkeypatch, tmp_path
+):
+    checkpoints = open_at()
+    save(checkpoints, 1)
+
+    def fail(*_, **__):
+        raise CheckpointError("the checkpoints cannot be listed: out of reach")
+
+    with monkeypatch.context() as patch, logging_to(tmp_path / "log.txt", None):
+        patch.setattr(checkpoints, "_publish", fail)
+        patch.setattr(checkpoints, "_open", fail)
+        for step in (2, 3):
+            checkpoints.save(numbered_state(GRID), step, {})
+            assert checkpoints.steps == [1] and checkpoints.needs_retry(step + 2)
+        with pytest.raises(CheckpointError, match="the newest checkpoint is that of step 1;"):
+            checkpoints.finish_last()
+    logged = (tmp_path / "log.txt").read_text()
+    assert logged.count("out of reach; it is opened again at the next save") == 2
+    save(checkpoints, 5)
+    assert checkpoints.steps == [1, 5] and not checkpoints.needs_retry(99)
 
 
 def test_every_save_is_logged_once(open_at, tmp_path):

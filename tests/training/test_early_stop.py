@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import slow
@@ -154,7 +155,7 @@ def stopped(tmp_path, monkeypatch) -> str:
 
 
 def test_an_early_stop_saves_and_a_further_start_says_that_it_is_finished(
-    stopped, tmp_path, capsys
+    stopped, tmp_path, capsys, monkeypatch
 ):
     folder = tmp_path / "run"
     assert [*losses(folder)] == [1, 2, 3, 4, 5, 6]
@@ -164,6 +165,8 @@ def test_an_early_stop_saves_and_a_further_start_says_that_it_is_finished(
     files = [folder / "metrics.jsonl", folder / "config.yaml"]
     before = [file.read_text() for file in files]
     capsys.readouterr()
+    # Nothing will be written, so that it needs no space.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     assert run(stopped, *STOPS, *OFTEN, "training.log_every=3") == 0
     shown = capsys.readouterr().out
     assert f"{line} evaluations; best " in shown and "at step 2; nothing left to train" in shown

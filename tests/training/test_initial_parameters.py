@@ -186,6 +186,15 @@ def test_a_run_that_starts_anew_from_itself_is_refused_before_it_is_moved(tmp_pa
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
+def test_a_run_may_start_from_one_inside_its_directory_unless_that_is_moved_aside(tmp_path, capsys):
+    config = write_config(tmp_path)
+    assert run(config, "training.steps=1", *QUIET, f"run.dir={tmp_path}/all/first") == 0
+    inside = (f"run.dir={tmp_path}/all", f"training.init_from={tmp_path}/all/first", *QUIET)
+    message = refusal(capsys, config, "checkpoint.resume=never", *inside)
+    assert "is in run.dir, which checkpoint.resume=never moves aside; give another" in message
+    assert run(config, "training.steps=1", *inside) == 0
+
+
 def edit_record(checkpoint: Path, edit: Callable[[dict], dict]) -> None:
     """Replace the record of a checkpoint."""
     file = checkpoint / "_CHECKPOINT_METADATA"

@@ -19,6 +19,7 @@ from training.optimizers import (
     OptimizerConfig,
     check_optimizer,
     decays,
+    describe_unread_keys,
     make_optimizer,
 )
 from training.schedules import (
@@ -152,6 +153,27 @@ def test_a_decay_longer_than_the_run_is_said():
     assert "optimizer.decay_steps=15 has no effect with optimizer.schedule=cosine" in line
     kept = config.model_copy(update={"schedule_steps": 20})
     assert [*describe_schedule_warnings(kept, 10)] == []
+
+
+def test_a_final_rate_that_a_schedule_does_not_reach_is_said():
+    given = OptimizerConfig(final_fraction=0.0)
+    for schedule in ("inverse_sqrt", "constant"):
+        (line,) = describe_schedule_warnings(given.model_copy(update={"schedule": schedule}), 200)
+        assert f"final_fraction=0.0 has no effect with optimizer.schedule={schedule}; use" in line
+    assert [*describe_schedule_warnings(given, 200)] == []
+
+
+def test_keys_that_an_optimizer_does_not_read_are_said():
+    given = {"beta1": 0.95, "beta2": 0.99, "eps": 1e-6}
+    unread = {"sgd": [*given], "adafactor": [*given], "lion": ["eps"]}
+    for name in OPTIMIZERS:
+        lines = [*describe_unread_keys(OptimizerConfig(name=name, **given))]
+        assert [line.partition("=")[0].partition(".")[2] for line in lines] == unread.get(name, [])
+        assert [*describe_unread_keys(OptimizerConfig(name=name))] == []
+    assert [*describe_unread_keys(OptimizerConfig(name="sgd", beta1=0.95))] == [
+        "optimizer.beta1=0.95 has no effect with optimizer sgd; its options are momentum, nesterov "
+        "(optimizer.options)"
+    ]
 
 
 def test_wsd_decays_over_a_tenth_of_the_run_by_default():

@@ -69,3 +69,18 @@ def test_a_run_rolls_back_to_one_checkpoint_a_limited_number_of_times() -> None:
         assert (point.step, point.skipped) == (4, ((4, 4 + 2 * count),))
     with pytest.raises(TrainingError, match=f"spiked {LIMIT + 1} times after checkpoint 4"):
         spikes.roll_back(6, point)
+
+
+def test_a_skipped_step_loses_its_own_seconds_and_not_those_of_a_wait_before_it() -> None:
+    ledger = Goodput({"step": 100.0, "checkpoint": 18.0, "data_wait": 2.0})
+    spikes = handler()
+    spikes._goodput = ledger
+    values = {**NAN, "bad_steps": 1, "step_time": 21.0, "save_blocked": 18.0, "data_wait": 2 / 21}
+    spikes.handle_spike(5, values)
+    assert ledger.seconds["lost"] == pytest.approx(1.0)
+
+
+def test_one_bad_step_leaves_no_room_for_a_rollback() -> None:
+    with pytest.raises(ValueError, match="max_bad_steps=1 ends the run at the first spike, before"):
+        GuardConfig(on_spike="rollback", max_bad_steps=1)
+    GuardConfig(on_spike="skip", max_bad_steps=1)

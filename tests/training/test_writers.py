@@ -1,5 +1,6 @@
 """Metrics writers: exact numbers, no step twice after a resume, no incomplete line, a registry."""
 
+import errno
 import io
 import json
 import math
@@ -16,7 +17,8 @@ from tensorboardX.proto.event_pb2 import Event
 
 from training.goodput import Goodput
 from training.logs import logging_to
-from training.writers import registry
+from training.spikes import TrainingError
+from training.writers import jsonl, registry
 from training.writers.console import ConsoleWriter
 from training.writers.groups import GROUPS, grouped_name
 from training.writers.jsonl import JsonLinesWriter, last_goodput
@@ -53,6 +55,20 @@ def test_numbers_read_back_bit_equal(tmp_path_factory, values):
     assert losses.tobytes() == np.array(values, np.float32).tobytes()
     times = np.array([line["step_time"] for line in read])
     assert times.tobytes() == np.array([value / 7 for value in values]).tobytes()
+
+
+def test_a_full_disk_does_not_keep_lines_that_a_rollback_drops(tmp_path, monkeypatch):
+    write(tmp_path, 0, range(1, 6))
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jsonl, "replace_file", fail)
+    write(tmp_path, 3, [4])
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    (tmp_path / "metrics.jsonl").write_text("broken\n" + (tmp_path / "metrics.jsonl").read_text())
+    with pytest.raises(TrainingError, match=r"metrics.jsonl cannot be written: No space left on"):
+        write(tmp_path, 3, [])
 
 
 @pytest.mark.parametrize("resumed", [0, 1, 3, 5, 9])

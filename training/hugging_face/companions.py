@@ -104,8 +104,8 @@ def export_companions(run: Path, tokenizer: Tokenizer | None, directory: Path) -
 def adapt_companions(directory: Path, tokenizer: Tokenizer, bos_id: int | None) -> None:
     """Change exported files so that texts begin, and answers end, as in the run.
 
-    tokenizer: that of the run. bos_id: token before its documents; None: there is none, and the
-    exported tokenizer adds none either. Answers in ChatML end with its end marker.
+    tokenizer: that of the run. bos_id: token before its documents, which the exported tokenizer
+    then adds too; None: neither does. Answers in ChatML end with its end marker.
     """
     template, ends = directory / TEMPLATE_FILE, tokenizer.controls
     if template.is_file() and template.read_text("utf-8") == CHATML_JINJA and IM_END in ends:
@@ -115,22 +115,39 @@ def adapt_companions(directory: Path, tokenizer: Tokenizer, bos_id: int | None) 
         if ends[IM_END] not in known:
             settings["eos_token_id"] = [*known, ends[IM_END]]
             replace_file(directory / GENERATION, json.dumps(settings, indent=2))
-    if bos_id is not None:
+    content = _read(directory / TOKENIZER_FILE)
+    if content is None or (bos_id is not None and tokenizer.adds_bos):
         return
-    content = _read(directory / TOKENIZER_FILE) or {}
-    processor = content.get("post_processor")
-    if (kept := _without_template(processor)) != processor:
-        content["post_processor"] = kept
-        replace_file(directory / TOKENIZER_FILE, json.dumps(content, ensure_ascii=False))
     settings = _read(directory / SETTINGS) or {}
-    if settings.get("add_bos_token"):
-        replace_file(
-            directory / SETTINGS, json.dumps(settings | {"add_bos_token": False}, indent=2)
-        )
+    processor = content.get("post_processor")
+    wanted = _without_template(processor)
+    changes: dict[str, Any] = {"add_bos_token": False} if settings.get("add_bos_token") else {}
+    if bos_id is not None:
+        token = tokenizer.settings.special_tokens["bos_token"]
+        parts = [part for part in (wanted, _bos_template(token, bos_id)) if part is not None]
+        wanted = {"type": "Sequence", "processors": parts}
+        changes = {"add_bos_token": True, "bos_token": token}
+    if wanted != processor:
+        content["post_processor"] = wanted
+        replace_file(directory / TOKENIZER_FILE, json.dumps(content, ensure_ascii=False))
+    if changes:
+        replace_file(directory / SETTINGS, json.dumps(settings | changes, indent=2))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def _bos_template(token: str, bos_id: int) -> dict[str, Any]:
+    """Return the part of a post-processor that puts BOS before a text, or before both of a pair."""
+    bos = {"SpecialToken": {"id": token, "type_id": 0}}
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, first],
+        "pair": [bos, first, bos, second],
+        "special_tokens": {token: {"id": token, "ids": [bos_id], "tokens": [token]}},
+    }
 
 
 def _without_template(processor: Any) -> Any:

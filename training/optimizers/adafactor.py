@@ -17,6 +17,7 @@ from training.optimizers.registry import register
     moments=0,
     never_negative=("v_row", "v_col", "v"),
     decays_by_group=True,
+    reads=(),
     width_powers=(1, 1),
 )
 def adafactor(

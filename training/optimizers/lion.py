@@ -7,7 +7,14 @@ from training.optimizers.parameters import decay_weights
 from training.optimizers.registry import register
 
 
-@register("lion", moments=1, never_negative=(), decays_by_group=True, width_powers=(1, 1))
+@register(
+    "lion",
+    moments=1,
+    never_negative=(),
+    decays_by_group=True,
+    reads=("beta1", "beta2"),
+    width_powers=(1, 1),
+)
 def lion(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """Return Lion with decoupled weight decay; `beta1` mixes the step, `beta2` the momentum."""
     return optax.chain(

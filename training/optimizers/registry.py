@@ -12,7 +12,7 @@ Clipping by global norm comes before it, and is not its concern. If it adds weig
 import difflib
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,9 @@ GradientPoint = Callable[[Any, Any], Any]
 """(parameters, state of the optimizer) -> parameters at which the gradients are computed."""
 
 
+_MOMENT_KEYS = ("beta1", "beta2", "eps")
+
+
 @dataclass(frozen=True)
 class _Entry:
     factory: Factory
@@ -43,6 +46,7 @@ class _Entry:
     never_negative: tuple[str, ...] | None
     exact: tuple[str, ...]
     decays_by_group: bool
+    reads: tuple[str, ...]
     point: Callable[[OptimizerConfig, Any, Any], Any] | None
     width_powers: tuple[float, float] | None
     check: Callable[[OptimizerConfig], None] | None
@@ -61,6 +65,7 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
     never_negative: tuple[str, ...] | None = None,
     exact: tuple[str, ...] = (),
     decays_by_group: bool = False,
+    reads: tuple[str, ...] = _MOMENT_KEYS,
     point: Callable[[OptimizerConfig, Any, Any], Any] | None = None,
     width_powers: tuple[float, float] | None = None,
     check: Callable[[OptimizerConfig], None] | None = None,
@@ -81,6 +86,7 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
         exact: fields of its state that are no moments, and keep their dtype in spite of
             `optimizer.moments_dtype`.
         decays_by_group: weight decay is that of `decay_weights`, which follows `optimizer.groups`.
+        reads: those of the keys `beta1`, `beta2` and `eps` that it uses.
         point: (config, parameters, state of the optimizer) -> parameters at which the gradients are
             computed, if these are others. Such an optimizer applies `scale_groups` by itself.
         width_powers: the learning rates of the kernels of layers, and of other kernels, fall with
@@ -101,6 +107,7 @@ def register(  # noqa: PLR0913  # a declaration whose arguments are named
             never_negative,
             exact,
             decays_by_group,
+            reads,
             point,
             width_powers,
             check,
@@ -146,6 +153,17 @@ def check_optimizer(config: OptimizerConfig) -> None:
             f"optimizer.moments_dtype=int8: optimizer {config.name} does not say which of its "
             "moments are never negative; register it with never_negative, or use bfloat16"
         )
+
+
+def describe_unread_keys(config: OptimizerConfig) -> Iterator[str]:
+    """Yield a line for every key with a value of its own that the optimizer does not use."""
+    entry = OPTIMIZERS[config.name]
+    options = [*inspect.signature(entry.factory).parameters][2:]
+    instead = f"; its options are {', '.join(options)} (optimizer.options)" if options else ""
+    for key in _MOMENT_KEYS:
+        value = getattr(config, key)
+        if key not in entry.reads and value != OptimizerConfig.model_fields[key].default:
+            yield f"optimizer.{key}={value} has no effect with optimizer {config.name}{instead}"
 
 
 def _check_option(name: str, value: Any, annotation: Any) -> None:

@@ -7,7 +7,7 @@ from training.optimizers.parameters import decay_weights
 from training.optimizers.registry import register
 
 
-@register("sgd", moments=1, never_negative=(), decays_by_group=True)
+@register("sgd", moments=1, never_negative=(), decays_by_group=True, reads=())
 def sgd(
     config: OptimizerConfig,
     schedule: optax.Schedule,

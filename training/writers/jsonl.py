@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from safe_files import replace_file
 from training.logs import log
+from training.spikes import TrainingError
 from training.writers.registry import MetricsWriter, WriterContext, register
 
 
@@ -21,7 +23,10 @@ class JsonLinesWriter(MetricsWriter):
         self._unwritten = b""
 
     def begin(self, resumed_step: int) -> None:
-        """Keep the lines up to the resumed step; warn about missing ones."""
+        """Keep the lines up to the resumed step; warn about missing ones.
+
+        Raises: TrainingError if the disk is full and the file does not begin with these lines.
+        """
         kept, steps, last = [], set[int](), 0
         for line, entry in read_lines(self._path):
             last = entry["step"]
@@ -42,7 +47,16 @@ class JsonLinesWriter(MetricsWriter):
                 self._path,
                 last,
             )
-        replace_file(self._path, "".join(kept))
+        text = "".join(kept).encode()
+        try:
+            replace_file(self._path, text)
+        except OSError as error:
+            # On a full disk the end of the file can still be cut off.
+            if not (self._path.exists() and self._path.read_bytes().startswith(text)):
+                raise TrainingError(
+                    f"{self._path} cannot be written: {error.strerror}; free some space"
+                ) from error
+            os.truncate(self._path, len(text))
         self._unwritten = b""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -44,6 +44,26 @@ def test_an_exported_tokenizer_adds_bos_only_if_the_run_has_it(tmp_path, has_bos
     assert settings == {"bos_token": BOS, "add_bos_token": has_bos}
 
 
+@pytest.mark.parametrize("processor", [None, "ByteLevel", "Sequence"])
+def test_an_exported_tokenizer_adds_the_bos_that_only_the_run_adds(tmp_path, processor) -> None:
+    folder = write_run(tmp_path / "run", {"bos_token": BOS, "add_bos_token": False})
+    content = json.loads((folder / "tokenizer.json").read_text())
+    byte_level, _ = content["post_processor"]["processors"]
+    if processor != "Sequence":
+        content["post_processor"] = byte_level if processor else None
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    run, out = open_tokenizer(str(folder)), tmp_path / "out"
+    export_companions(tmp_path / "run", None, out)
+    adapt_companions(out, run, run.bos_id)
+    exported = Tokenizer.from_file(str(out / "tokenizer.json"))
+    ids = [*map(int, run.encode("the cat"))]
+    assert exported.encode("the cat").ids == [run.bos_id, *ids]
+    assert exported.encode("the cat", "the cat").ids == 2 * [run.bos_id, *ids]
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings == {"bos_token": BOS, "add_bos_token": True}
+    assert open_tokenizer(str(out)).adds_bos
+
+
 def test_a_tokenizer_without_settings_adds_no_token_to_the_texts_of_a_run(tmp_path) -> None:
     folder = write_run(tmp_path / "run", None)
     run, out = open_tokenizer(str(folder / "tokenizer.json")), tmp_path / "out"
