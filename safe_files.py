@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, and folders that only their owner may write to.
+"""Files that survive a crash whole, digests that reveal damage, and folders of one owner.
 
 Every package may import this. A file that is replaced, and a file or folder that gets its name when
 it is complete, must be on disk before its name is: after a power cut a file system may otherwise
@@ -7,12 +7,20 @@ know the new name and not the content.
 
 import errno
 import glob
+import hashlib
+import json
 import os
 import secrets
 import stat
 from pathlib import Path
+from typing import Any
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+
+
+def json_digest(value: Any) -> str:
+    """Return the SHA-256 (hex) of JSON values, which is stored beside them to notice damage."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -42,7 +42,7 @@ from data.packing import (
     split_documents,
 )
 from data.store import Store
-from safe_files import publish_folder, replace_file
+from safe_files import json_digest, publish_folder, replace_file
 
 # Part of the name of a folder; raise it when the files change.
 FORMAT = 2
@@ -231,10 +231,6 @@ def _describe(
     )
 
 
-def _digest_of(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: PackingInfo) -> None:
     """Write the folder under a temporary name, and rename it when it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -261,7 +257,7 @@ def _write_folder(folder: Path, train: PackedRows, held_out: PackedRows, info: P
             os.fsync(file.fileno())
         counts = {"train": _counts(train), "held_out": _counts(held_out)}
         record = {"name": folder.name, "info": asdict(info), "rows": counts}
-        text = json.dumps({"sha256": _digest_of(record), **record}, indent=1)
+        text = json.dumps({"sha256": json_digest(record), **record}, indent=1)
         replace_file(made / INDEX, text)
         try:
             publish_folder(made, folder)
@@ -314,7 +310,7 @@ def open_rows(
         digest = record.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{index}: not the index of a packed store: {error}; {remedy}") from error
-    if digest != _digest_of(record) or record["name"] != folder.name:
+    if digest != json_digest(record) or record["name"] != folder.name:
         raise DataError(f"{index}: its content differs from what was written; {remedy}")
     counts = record["rows"]
     sizes = {split: rows + 1 + 2 * spans for split, (rows, spans) in counts.items()}

@@ -9,7 +9,6 @@ A sharded store is a folder, on a disk or in a bucket, to which files are only a
 A run reads the lists of the parts alone, and opens a shard when a batch needs it.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from data.bucket_path import AnyPath, BucketPath
 from data.files import DataError
 from data.packed_store import PackingInfo, PackSettings
 from data.store import Skipped, StorePlan
-from safe_files import replace_file
+from safe_files import json_digest, replace_file
 
 PARTS, SHARDS, RECORD = "parts", "shards", "shard.json"
 # Requests at a time, of files that are read in parallel.
@@ -52,7 +51,7 @@ class Part(BaseModel, frozen=True, extra="forbid"):
     @property
     def digest(self) -> str:
         """SHA-256 of the part."""
-        return digest_of(self.model_dump(mode="json"))
+        return json_digest(self.model_dump(mode="json"))
 
     def explain_difference(self, first: "Part") -> str | None:
         """Return why this part cannot be added to a store that begins with another; None: it can.
@@ -121,7 +120,7 @@ NO_ROWS = RowsRecord(
 
 def rows_key(settings: PackSettings) -> str:
     """Return the part of the names of lists that stands for these settings."""
-    return digest_of([asdict(settings), settings.versions])[:16]
+    return json_digest([asdict(settings), settings.versions])[:16]
 
 
 def shard_name(part: int, shard: int) -> str:
@@ -201,7 +200,7 @@ def write_tree(path: AnyPath, tree: Mapping[str, Any], *, create: bool = False) 
 
     create: only where there is no such file.
     """
-    content = json.dumps({**tree, "checksum": digest_of(tree)}).encode()
+    content = json.dumps({**tree, "checksum": json_digest(tree)}).encode()
     if isinstance(path, BucketPath):
         if create:
             return path.create(content)
@@ -223,15 +222,10 @@ def delete_file(path: AnyPath) -> None:
 
 def _parse(content: bytes) -> dict[str, Any]:
     tree = json.loads(content)
-    if tree.pop("checksum") != digest_of(tree):
+    if tree.pop("checksum") != json_digest(tree):
         raise ValueError("its checksum does not match")
     found: dict[str, Any] = tree
     return found
-
-
-def digest_of(tree: Any) -> str:
-    """Return the SHA-256 (hex) of JSON values."""
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def in_parallel(function: Callable[[T], U], items: Sequence[T]) -> list[U]:

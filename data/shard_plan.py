@@ -19,7 +19,6 @@ from data.shard_list import (
     SHARDS,
     Part,
     delete_file,
-    digest_of,
     entries,
     part_file,
     read_model,
@@ -30,6 +29,7 @@ from data.shard_list import (
 )
 from data.store import InputFile, StorePlan
 from data.store_job import StoreJob
+from safe_files import json_digest
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class PartPlanner:
             num_files=len(plan.files),
             num_bytes=job.num_bytes,
             pieces=tuple(counts),
-            pieces_digest=digest_of([piece_key(piece) for piece in pieces]),
+            pieces_digest=json_digest([piece_key(piece) for piece in pieces]),
             in_order=self._sharding.in_order,
         )
         sizes = {file.path: file.size for file in plan.files}

@@ -26,7 +26,6 @@ from data.shard_list import (
     Part,
     RowsRecord,
     ShardRecord,
-    digest_of,
     in_parallel,
     part_file,
     read_list,
@@ -39,6 +38,7 @@ from data.shard_list import (
 )
 from data.store import Encoding, Skipped, Store, count_of, open_again, summary
 from data.store_writer import add_skipped
+from safe_files import json_digest
 
 # How long a run waits for rows that are being prepared, how often it looks, and says so.
 WAIT_SECONDS, LOOK_SECONDS, LINE_SECONDS = 1800.0, 1.0, 60.0
@@ -194,8 +194,8 @@ class ShardedStore:
     def digest(self) -> str:
         """Identity of the tokens of all shards. If they are read in order: that of their input."""
         if self.in_order:
-            return digest_of([part.digest for part in self.parts])
-        return digest_of([record.digest for record in self.records])
+            return json_digest([part.digest for part in self.parts])
+        return json_digest([record.digest for record in self.records])
 
     @property
     def tokenizer(self) -> tuple[str, str]:

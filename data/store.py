@@ -12,7 +12,7 @@ Beside each is a `.crc32` file with checksums of its blocks; see `checked_array.
 import hashlib
 import json
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +25,7 @@ from data.block_cache import BlockCache
 from data.bucket_path import AnyPath, to_path
 from data.checked_array import CheckedArray, make_seed
 from data.files import DataError
-from safe_files import replace_file
+from safe_files import json_digest, replace_file
 
 VERSION: Literal[1] = 1
 LEFT_OUT = "left out by "  # begins the kind of what a filter skips
@@ -365,7 +365,7 @@ def _read_info(folder: AnyPath) -> StoreInfo:
         tree = json.loads(path.read_bytes())
         version = tree["version"]
         checksum = tree.pop("checksum")
-        if version == VERSION and checksum == _checksum(tree):
+        if version == VERSION and checksum == json_digest(tree):
             return StoreInfo.model_validate(tree)
     except FileNotFoundError as error:
         is_store = any((folder / name).exists() for name in CHECKSUM_BLOCKS)
@@ -384,9 +384,5 @@ def _read_info(folder: AnyPath) -> StoreInfo:
 def write_info(folder: Path, info: StoreInfo) -> None:
     """Write store.json with its checksum."""
     tree = info.model_dump(mode="json")
-    text = json.dumps({**tree, "checksum": _checksum(tree)}, indent=1) + "\n"
+    text = json.dumps({**tree, "checksum": json_digest(tree)}, indent=1) + "\n"
     replace_file(folder / INFO, text)
-
-
-def _checksum(tree: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()

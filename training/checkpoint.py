@@ -21,6 +21,7 @@ from orbax.checkpoint import v1
 from data.bucket_path import AnyPath, to_path
 from model.config import ModelConfig
 from parallel.cluster.process_group import ProcessGroup
+from safe_files import json_digest
 from training.bucket_arrays import orbax_options
 from training.checkpoint_folders import (
     delete_checkpoint,
@@ -35,7 +36,6 @@ from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
     CheckpointError,
     check_leaves,
-    checksum,
     holds_only_parameters,
     read_error,
     read_record,
@@ -166,7 +166,7 @@ class Checkpoints:
                     step,
                     {"state": arrays},
                     force=True,
-                    custom_metadata={"record": record, "sha256": checksum(record)},
+                    custom_metadata={"record": record, "sha256": json_digest(record)},
                 )
         except Exception as error:
             self._barrier.has_failed = True

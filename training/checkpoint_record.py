@@ -5,7 +5,6 @@ distinguish damage on disk from a machine that cannot read, such as one without 
 """
 
 import errno
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from data.bucket_path import AnyPath, BucketPath, write_file
 from model.lora import is_adapter
 from model.multi_token import MODULES
+from safe_files import json_digest
 
 _NOT_DAMAGE = re.compile(r"RESOURCE_EXHAUSTED|PERMISSION_DENIED|UNAVAILABLE|DEADLINE_EXCEEDED")
 # Codes of tensorstore's errors, and those that mean damage if they come from a bucket.
@@ -103,7 +103,7 @@ def read_record(folder: AnyPath, step: int) -> dict[str, Any]:
         is_remote = isinstance(folder, BucketPath)
         what = f"checkpoint {step} has no record"
         raise read_error(what, error, is_remote=is_remote) from error
-    if checksum(record) != expected or record["step"] != step:
+    if json_digest(record) != expected or record["step"] != step:
         raise DamageError(f"checkpoint {step} is damaged: checksum mismatch of its record")
     return record
 
@@ -118,13 +118,8 @@ def amend_record(folder: AnyPath, step: int, changes: Mapping[str, Any]) -> None
     record = {**read_record(folder, step), **changes}
     file = folder / _METADATA
     metadata = json.loads(file.read_bytes())
-    metadata["custom_metadata"] |= {"record": record, "sha256": checksum(record)}
+    metadata["custom_metadata"] |= {"record": record, "sha256": json_digest(record)}
     write_file(file, json.dumps(metadata))
-
-
-def checksum(record: Mapping[str, Any]) -> str:
-    """Return the SHA-256 that is stored beside a record."""
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def shapes_and_dtypes(arrays: Mapping[str, Any]) -> dict[str, list[Any]]:

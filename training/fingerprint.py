@@ -20,7 +20,7 @@ from parallel.linear.ring import pcast_varying
 _ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D)
 
 
-def _mix(bits: jax.Array) -> jax.Array:
+def mix_bits(bits: jax.Array) -> jax.Array:
     """Permute uint32 values. Source: finaliser of MurmurHash3 (public domain)."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
@@ -64,7 +64,7 @@ def _sums(x: jax.Array, shape: tuple[int, ...], start: jax.Array | None = None) 
                 index += start[dim]
             position += index * np.uint32(step)
             stride *= shape[dim]
-        lanes.append(_mix(bits ^ _mix(position + np.uint32(lane))))
+        lanes.append(mix_bits(bits ^ mix_bits(position + np.uint32(lane))))
     # One reduction of both lanes: XLA for CPU would materialise each lane for a separate one.
     zeros = (np.uint32(0), np.uint32(0))
     return jnp.stack(lax.reduce(tuple(lanes), zeros, _add_both, dims))
@@ -101,9 +101,7 @@ def _fingerprints(leaves: list[jax.Array]) -> list[jax.Array]:
     return [fingerprint(x) for x in leaves]
 
 
-@partial(jax.jit, static_argnums=1)
-def _block_sums(x: jax.Array, shape: tuple[int, ...], start: jax.Array) -> jax.Array:
-    return _sums(x, shape, start)
+_block_sums = jax.jit(_sums, static_argnums=1)
 
 
 class RunningFingerprint:

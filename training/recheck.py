@@ -261,9 +261,7 @@ def find_odd(words: np.ndarray, shards: np.ndarray) -> tuple[list[int], bool]:
     return odd, is_certain
 
 
-@jax.jit
-def _state_fingerprints(state: TrainState) -> jax.Array:
-    return device_fingerprints(state)
+_state_fingerprints = jax.jit(device_fingerprints)
 
 
 @jax.jit

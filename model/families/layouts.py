@@ -54,12 +54,8 @@ class Concatenated:
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Concatenated):
     """Several arrays of one shape, interleaved along their last dim: gate, up, gate, up."""
-
-    def stored_shape(self, shapes: Sequence[Shape]) -> Shape:
-        """Return the shape of the concatenation."""
-        return (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
 
     def view(self, tensor: np.ndarray, shapes: Sequence[Shape], part: int) -> np.ndarray:
         """Return every Nth entry of the last dim."""

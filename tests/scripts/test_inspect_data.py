@@ -20,7 +20,7 @@ from data.pipeline import Dataset
 from data.tokenizers.base import open_tokenizer
 from data.tokenizers.byte_level import ByteTokenizer
 from data.tokenizers.training import train_tokenizer
-from training.checkpoint_record import checksum
+from safe_files import json_digest
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import inspect_data as script
@@ -148,7 +148,7 @@ def test_the_rows_of_a_run_are_those_that_it_had_before_texts_were_added(tmp_pat
     for folder in (run.parent.parent, tmp_path):
         (folder / "config.yaml").write_text(json.dumps({"data": values}))
     record = {"step": 1, "order": Dataset(DataConfig(**values)).order(1)}
-    metadata = {"record": record, "sha256": checksum(record)}
+    metadata = {"record": record, "sha256": json_digest(record)}
     (run / "_CHECKPOINT_METADATA").write_text(json.dumps({"custom_metadata": metadata}))
     before = show(capsys, run.parent.parent)
     assert prepare_data.main([*out, "--append", f"data.files={tmp_path}/b.txt"]) == 0

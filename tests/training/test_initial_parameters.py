@@ -18,9 +18,9 @@ from model.plan import make_plan
 from model.rope import RopeScaling
 from model.transformer import Transformer
 from parallel.cluster.process_group import ProcessGroup
+from safe_files import json_digest
 from training.checkpoint import Checkpoints
 from training.checkpoint_policy import CheckpointConfig
-from training.checkpoint_record import checksum
 from training.fingerprint import leaf_name
 from training.initial_parameters import SHAPE_KEYS, _open_checkpoint, _remedy
 
@@ -200,7 +200,7 @@ def edit_record(checkpoint: Path, edit: Callable[[dict], dict]) -> None:
     file = checkpoint / "_CHECKPOINT_METADATA"
     metadata = json.loads(file.read_bytes())
     record = edit(metadata["custom_metadata"]["record"])
-    metadata["custom_metadata"] = {"record": record, "sha256": checksum(record)}
+    metadata["custom_metadata"] = {"record": record, "sha256": json_digest(record)}
     file.write_text(json.dumps(metadata))
 
 

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from training.fingerprint import mix_bits
 from training.optimizers.stochastic_rounding import (
     EightBits,
     from_eight_bits,
-    mixed,
     to_bfloat16,
     to_eight_bits,
 )
@@ -47,7 +47,7 @@ def with_rounded_moments(
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         rounded = []
         for number, (path, x) in enumerate(leaves):
-            seed = mixed(updates * jnp.uint32(len(leaves)) + jnp.uint32(number))
+            seed = mix_bits(updates * jnp.uint32(len(leaves)) + jnp.uint32(number))
             names = {getattr(key, "name", None) for key in path}
             if not _is_moment(x) or names & {*exact}:
                 rounded.append(x)

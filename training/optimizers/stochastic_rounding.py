@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from training.fingerprint import mix_bits
+
 _PER_OCTAVE = 8
 _SNAP = 1e-4
 """Distance from a level, in levels, up to which a value counts as this level."""
@@ -77,16 +79,9 @@ def from_eight_bits(stored: EightBits) -> jax.Array:
     return jnp.where(code == 0, 0.0, jnp.sign(code) * size)
 
 
-def mixed(x: jax.Array) -> jax.Array:
-    """Return a hash of 32 bits: the finalizer of MurmurHash3."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
 def _random_bits(x: jax.Array, seed: jax.Array) -> jax.Array:
     """Return 32 bits for every entry of an array, from the seed and the place of the entry."""
-    return mixed(_places(x) ^ seed)
+    return mix_bits(_places(x) ^ seed)
 
 
 def _places(x: jax.Array) -> jax.Array:
