@@ -1,9 +1,12 @@
 """Extensions register from outside the packages and run through an ordinary YAML file."""
 
+import importlib
 import json
 import re
+import sys
 
 import pytest
+from conftest import ROOT
 from hf_files import (
     CONFIG,
     SMALL,
@@ -14,6 +17,9 @@ from hf_files import (
     write_model,
 )
 from runs import read_lines, refusal, run, write_config
+
+from model.activations import ACTIVATIONS
+from training.schedules import SCHEDULES
 
 pytestmark = pytest.mark.usefixtures("signals")
 
@@ -89,3 +95,28 @@ def test_one_extension_of_every_kind_trains_two_steps(tmp_path):
 )
 def test_a_wrong_name_is_refused_with_its_key(capsys, tmp_path, override, words):
     assert words in refusal(capsys, write_config(tmp_path), override)
+
+
+PAGE = (ROOT / "docs" / "extensions.md").read_text()
+
+
+def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
+    example = re.search(r"```python\n# my_extensions.py\n(.*?)```", PAGE, re.DOTALL)[1]
+    (tmp_path / "my_extensions.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = re.search(r"'(plugins=.*?)' \\\n    (.*?)\n```", PAGE, re.DOTALL)
+    steps = ("training.steps=2", "training.sample_tokens=0")
+    try:
+        assert run(write_config(tmp_path), options[1], *options[2].split(), *steps) == 0
+    finally:
+        for registry, name in ((SCHEDULES, "half_life"), (ACTIVATIONS, "squared_relu")):
+            registry.pop(name, None)
+        sys.modules.pop("my_extensions", None)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2, 5e-3])
+
+
+@pytest.mark.parametrize("place", re.findall(r"^\| .*? \| `([\w.]+)[\[`]", PAGE, re.MULTILINE))
+def test_the_page_names_what_registers(place):
+    module, name = place.rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), name)
