@@ -324,6 +324,15 @@ def test_routers_and_gates_stay_float32_when_adapters_are_merged():
     assert jax.tree.leaves(found).count(jnp.float32) == 2
 
 
+@pytest.mark.parametrize("targets", ["qkv,o,mlp,experts", "experts,mlp,o,qkv"])
+@pytest.mark.parametrize("present", ["mlp", "experts"])
+def test_default_targets_that_a_model_does_not_have_are_left_out_in_any_order(present, targets):
+    sparse = ("model.moe.num_experts=4", "model.moe.num_experts_per_tok=2")
+    overrides = (*LORA, f"lora.targets=[{targets}]", *(sparse if present == "experts" else ()))
+    (line,) = [x for x in program_on(ONE_DEVICE, *overrides).plan.describe() if "LoRA of" in x]
+    assert [name for name in ("mlp", "experts") if name in line] == [present]
+
+
 def test_parameters_that_no_step_has_changed_are_their_own_average(tmp_path):
     averaged = "optimizer.ema_decay=0.9"
     program, state = started(GRID, averaged)

@@ -101,17 +101,6 @@ def test_settings_without_effect_are_refused(tmp_path, capsys, overrides, messag
     assert message in refusal(capsys, write_config(tmp_path), *overrides)
 
 
-def test_targets_that_a_model_does_not_have_are_left_out_in_any_order(tmp_path, capsys):
-    config = write_config(tmp_path)
-    for targets in ("qkv,o,mlp,experts", "experts,mlp,o,qkv"):
-        assert run(config, "lora.rank=2", f"lora.targets=[{targets}]", "--print-plan") == 0
-        (line,) = [x for x in capsys.readouterr().out.splitlines() if "LoRA of rank" in x]
-        assert "mlp" in line and "experts" not in line
-    assert run(config, *SPARSE, "lora.rank=2", "--print-plan") == 0
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "LoRA of rank" in x]
-    assert "experts" in line and "mlp" not in line
-
-
 def test_another_rank_does_not_continue_a_run(run_directories, capsys):
     folder = run_directories[1].parent
     error = refusal(capsys, str(folder / "tiny.yaml"), *LORA, "lora.rank=3", "training.steps=7")
