@@ -180,8 +180,7 @@ class Checkpoints:
     def _note_deleted(self) -> None:
         """Log and forget checkpoints on a disk that something else has deleted."""
         if deleted := missing_steps(self._directory, self.steps):
-            names = f"{str(deleted)[1:-1]} are missing from {self._directory}"
-            log.warning("checkpoints %s; something else deleted them", names)
+            log.warning("checkpoints %s: something else has deleted them", str(deleted)[1:-1])
             self.reload()
 
     def set_eval_loss(self, step: int, eval_loss: float | None) -> None:
@@ -380,7 +379,8 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for a save in progress and release the directory."""
         self.finish()
-        self._saver.close()
+        if not self._unsaved:  # else it is closed already
+            self._saver.close()
 
     def on_exit(self, kind: type[BaseException] | None, *_: Any) -> None:
         """Close at the end of a context.

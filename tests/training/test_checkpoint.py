@@ -200,6 +200,7 @@ def test_a_bucket_that_stays_out_of_reach_after_a_failed_save_does_not_end_the_r
             assert checkpoints.steps == [1] and checkpoints.needs_retry(step + 2)
         with pytest.raises(CheckpointError, match="the newest checkpoint is that of step 1;"):
             checkpoints.finish_last()
+        checkpoints.close()  # once more: the run ends like this
     logged = (tmp_path / "log.txt").read_text()
     assert logged.count("out of reach; it is opened again at the next save") == 2
     save(checkpoints, 5)
