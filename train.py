@@ -354,12 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     many.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
     many.add_argument("--num-processes", type=int, help="processes of the run")
     many.add_argument("--process-id", type=int, help="number of this process, from 0")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace those of the file, such as training.steps=100",
-    )
+    parser.add_overrides("training.steps=100")
     args = parser.parse_intermixed_args(argv)
     args.command = shlex.join(["python", "train.py", *(sys.argv[1:] if argv is None else argv)])
     try:

@@ -114,6 +114,17 @@ class CommandLine(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **settings})
         self._given: list[str] = []
 
+    def add_overrides(
+        self, example: str, what: str = "values that replace those of the file"
+    ) -> None:
+        """Add the positional arguments `overrides`, and say what they are, with an example.
+
+        An example `data.key=value` says that only the section `data` is taken.
+        """
+        section = "data" if example.startswith("data.") else "section"
+        text = f"{what}, such as {example}"
+        self.add_argument("overrides", nargs="*", metavar=f"{section}.key=value", help=text)
+
     def parse_args(  # type: ignore[override]  # the overloads of the base class
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:

@@ -40,7 +40,7 @@ from model.remat import REMAT_POLICIES
 from parallel.experts.grouped_matmul import GROUPED_MATMULS
 
 Result = dict[str, Any]
-Command = Callable[[str, Callable[..., Result], str], argparse.ArgumentParser]
+Command = Callable[[str, Callable[..., Result], str], CommandLine]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = CommandLine(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
 
-    def command(name: str, run: Callable[..., Result], text: str) -> argparse.ArgumentParser:
+    def command(name: str, run: Callable[..., Result], text: str) -> CommandLine:
         defaults = argparse.ArgumentDefaultsHelpFormatter
         added = commands.add_parser(name, help=text, description=text, formatter_class=defaults)
         added.set_defaults(run=run)
@@ -110,7 +110,7 @@ def _add_measured(command: Command) -> None:
         )
 
 
-def _add_data(command: Command) -> argparse.ArgumentParser:
+def _add_data(command: Command) -> CommandLine:
     data = command("data", bench_data, "tokenisation, delivery of batches, opening a large store")
     data.add_argument(
         "--copies", type=at_least_one, default=8, help="times the standard library is tokenised"
@@ -161,12 +161,7 @@ def _add_predicted(command: Command) -> None:
             "--config", dest="path", default=default, help="YAML file of the run"
         )
         configured.add_argument("--topology", default=topology, help="TPU slice")
-        configured.add_argument(
-            "overrides",
-            nargs="*",
-            metavar="section.key=value",
-            help="values that replace those of the file, such as mesh.tp=2",
-        )
+        configured.add_overrides("mesh.tp=2")
     with_passes.append(configured)  # the last: one sparse layer
     for one in with_passes:
         one.add_argument(

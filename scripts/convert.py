@@ -146,12 +146,7 @@ def _parser() -> CommandLine:
     reading.set_defaults(run_command=from_hf)
     reading.add_argument("directory", metavar="DIR", help="config.json and safetensors files")
     reading.add_argument("run", metavar="RUN_DIR", help="a new directory")
-    reading.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values for the new run, such as mesh.fsdp=auto",
-    )
+    reading.add_overrides("mesh.fsdp=auto", "values for the new run")
     reading.add_argument(
         "--adapters", metavar="DIR", help="PEFT adapters of this model (default: none)"
     )

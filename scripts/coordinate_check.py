@@ -154,9 +154,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=4, help="training steps")
     parser.add_argument("--output", type=on_disk, metavar="FILE", help="PNG file of the plot")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="changes of the configuration"
-    )
+    parser.add_overrides("optimizer.name=muon")
     return parser.parse_intermixed_args(argv)
 
 

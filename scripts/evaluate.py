@@ -126,12 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=on_disk, metavar="JSON", help="also write all results here"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace those of the run, such as mesh.tp=1",
-    )
+    parser.add_overrides("mesh.tp=1", "values that replace those of the run")
     args = parser.parse_intermixed_args(argv)
     try:
         with _clone.hidden_scripts():  # tasks import a library with the name of this script

@@ -288,12 +288,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--explain", action="store_true", help="print the chosen implementations of attention"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace those of the run, such as mesh.tp=1",
-    )
+    parser.add_overrides("mesh.tp=1", "values that replace those of the run")
     return parser.parse_intermixed_args(argv)
 
 

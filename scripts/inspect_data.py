@@ -112,12 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--plot", type=on_disk, metavar="PNG", help="write an image of the document lengths"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="data.key=value",
-        help="values that replace those of the file, such as data.sequence_length=512",
-    )
+    parser.add_overrides("data.sequence_length=512")
     args = parser.parse_intermixed_args(argv)
     run(args)
     return 0

@@ -126,12 +126,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--plot", type=on_disk, help="draw --scale as a PNG")
     parser.add_argument("--cache", default=".cache/plan", help="folder of earlier answers")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace those of the file, such as mesh.tp=2",
-    )
+    parser.add_overrides("mesh.tp=2")
     options = parser.parse_intermixed_args(argv)
     for given, needed in (("price", "tokens"), ("plot", "scale")):
         if getattr(options, given) is not None and getattr(options, needed) is None:

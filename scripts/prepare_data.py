@@ -276,12 +276,7 @@ def make_parser() -> CommandLine:
     parser.add_argument(
         "--verify", action="store_true", help="verify existing stores instead of preparing them"
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="data.key=value",
-        help="values that replace those of the file, such as data.sequence_length=512",
-    )
+    parser.add_overrides("data.sequence_length=512")
     return parser
 
 

@@ -149,12 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="K",
         help="trials at a time, which must fit on the devices together (default 1)",
     )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="changes for all trials",
-    )
+    parser.add_overrides("training.steps=200", "values for all trials")
     args = parser.parse_intermixed_args(argv)
     try:
         return sweep(args)

@@ -43,12 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--by-mesh", action="store_true", help="add the largest errors of a mesh")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="values that replace those of the file, such as mesh.tp=2",
-    )
+    parser.add_overrides("mesh.tp=2")
     return parser.parse_intermixed_args(argv)
 
 
