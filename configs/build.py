@@ -114,7 +114,7 @@ def build_plan(config: Config, devices: Sequence[jax.Device]) -> ExecutionPlan:
 
 
 def _without_losses_of_frozen_routers(config: Config) -> Config:
-    """Return the configuration; if routers are frozen, without losses that only they can lower."""
+    """Return the configuration, without the auxiliary losses of routers if these are frozen."""
     if not config.lora.rank and "experts" not in frozen_kinds(config.optimizer):
         return config
     losses = {"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0}

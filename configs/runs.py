@@ -44,7 +44,9 @@ class Run:
     @cached_property
     def longest_rows(self) -> int:
         """Tokens of the longest rows that the model, or the model it started from, was made for."""
-        return longest_rows(self.directory, self.config)
+        with contextlib.suppress(ValueError, OSError):  # the other model cannot be read
+            return longest_rows(self.directory, load_config(self.directory / "config.yaml"))
+        return self.config.data.row_length
 
     @property
     def bos_id(self) -> int | None:

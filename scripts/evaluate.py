@@ -90,10 +90,11 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
         bootstrap_iters=args.bootstrap,
     )
     if model.num_cut:
+        longest = run.longest_rows
+        remedy = f"; data.sequence_length={longest} gives longer rows"
         print(
-            f"warning: {model.num_cut} contexts lost their beginning, because rows have "
-            f"{model.max_length} tokens; give data.sequence_length=N for longer rows (the model: "
-            f"up to {run.longest_rows})",
+            f"warning: {model.num_cut} requests lost the beginning of their context, because rows "
+            f"have {model.max_length} tokens{remedy if longest > model.max_length else ''}",
             file=sys.stderr,
         )
     return {"run": str(run.directory), "step": step, **found}

@@ -2,9 +2,10 @@
 """Show the training data: `scripts/inspect_data.py --config configs/tp8.yaml --rows 4`.
 
 Prints rows as text, then statistics of every source: tokens, rows, packing, document lengths. With
---sample also the scripts, duplicates and repeated lines of some documents. Reads only the section
-`data`, and prepares small inputs as train.py does. Without --source and --held-out
-the rows are those of the batch of one step. Exit codes: 0 success, 2 invalid input.
+--sample also the scripts, duplicates and repeated lines of some documents. Reads the section `data`
+and, beside the config.yaml of a run, which shards the run uses. Prepares small inputs as train.py
+does. Without --source and --held-out the rows are those of the batch of one step. Exit codes: 0
+success, 2 invalid input.
 """
 
 import argparse
@@ -57,8 +58,10 @@ def run(args: argparse.Namespace) -> None:
     """Print what the arguments ask for. Raises: ValueError for invalid input; OSError."""
     config = load_data_config(args.config, args.overrides)
     check(args, config)
-    # A run keeps the shards and the order with which it began.
-    pins = pins_of_run(Path(args.config).parent) if args.config else None
+    # A run keeps the shards and the order with which it began, unless overrides name other data.
+    other = ("data.files=", "data.eval_files=", "data.sources")
+    is_own = args.config and not any(text.startswith(other) for text in args.overrides)
+    pins = pins_of_run(Path(args.config).parent) if is_own else None
     dataset, step = Dataset(config, pins=pins), args.step or 0
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     if args.rows:

@@ -116,7 +116,11 @@ def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
     assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2, 5e-3])
 
 
-@pytest.mark.parametrize("place", re.findall(r"^\| .*? \| `([\w.]+)[\[`]", PAGE, re.MULTILINE))
+PLACES = re.findall(r"^\| .*? \| `([\w.]+)[\[`]", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_the_page_names_what_registers(place):
+    assert len(PLACES) == len(re.findall(r"^\| an? ", PAGE, re.MULTILINE))
     module, name = place.rsplit(".", 1)
     assert hasattr(importlib.import_module(module), name)

@@ -28,9 +28,9 @@ from training.checkpoint_folders import (
     delete_partial,
     find_leftovers,
     listing,
-    missing_steps,
     orbax_path,
     rename_damaged,
+    warn_of_missing,
 )
 from training.checkpoint_policy import CheckpointConfig, Preservation
 from training.checkpoint_record import (
@@ -143,7 +143,8 @@ class Checkpoints:
         """
         begin = time.perf_counter()
         self.finish()
-        self._note_deleted()
+        if warn_of_missing(self._directory, self.steps):
+            self.reload()
         if step == self.latest_step:
             log.debug("step %d is already on disk; not saved again", step)
             return 0.0
@@ -176,12 +177,6 @@ class Checkpoints:
             self._pending = step, response.result
         self._compare()
         return time.perf_counter() - begin
-
-    def _note_deleted(self) -> None:
-        """Log and forget checkpoints on a disk that something else has deleted."""
-        if deleted := missing_steps(self._directory, self.steps):
-            log.warning("checkpoints %s: something else has deleted them", str(deleted)[1:-1])
-            self.reload()
 
     def set_eval_loss(self, step: int, eval_loss: float | None) -> None:
         """Set the evaluation loss of a step for `keep_best`; it may be known after the save."""
@@ -218,7 +213,7 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the save in progress and log its result.
 
-        Raises: ProcessGroupError if it failed here while other processes still wait for this part.
+        Raises: ProcessGroupError if it failed here while other processes still wait for this one.
         """
         while self._pending is not None:
             end = time.monotonic() + _POLL_SECONDS
@@ -277,15 +272,15 @@ class Checkpoints:
         if self.group.is_primary:
             with contextlib.suppress(OSError):  # the next start removes it
                 delete_partial(self._directory, step)
+        if self._unsaved:  # `save` could not open the directory, and tries again
+            return
         try:
             self._saver = self._open(cleanup=False)  # such a thread may still write
-            self._unsaved = set()
         except CheckpointError as error:  # a bucket that is still out of reach
-            if self.group.num_processes > 1:  # which wait for each other in `_open`
+            if self.group.num_processes > 1:  # they wait for each other in `_open`
                 raise
-            self._barrier.has_failed = True
-            self._unsaved |= {step}
-            log.warning("%s; it is opened again at the next save", error)
+            self._barrier.has_failed, self._unsaved = True, {step}
+            log.warning("%s; trying again at the next save", error)
 
     def record(self, step: int) -> dict[str, Any]:
         """Return the record given to `save`, with shapes, dtypes and fingerprints.

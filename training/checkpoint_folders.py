@@ -14,6 +14,7 @@ from data.bucket_path import AnyPath, BucketPath
 from safe_files import rename
 from training.bucket_runs import delete_tree, move_tree
 from training.checkpoint_record import COMMIT_FILE, CheckpointError, short_reason
+from training.logs import log
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
 
@@ -34,14 +35,18 @@ def orbax_path(folder: AnyPath) -> str:
     return os.path.abspath(folder) if isinstance(folder, Path) else folder.url
 
 
-def missing_steps(folder: AnyPath, steps: Sequence[int]) -> list[int]:
-    """Return the steps whose folder is missing on a disk.
+def warn_of_missing(folder: AnyPath, steps: Sequence[int]) -> bool:
+    """Warn about checkpoints that are missing on a disk; return whether there are any.
 
-    Of a bucket, where this would take a request for each step, the list is empty.
+    In a bucket, where this would take a request for each step, none is looked for.
     """
     if not isinstance(folder, Path):
-        return []
-    return [step for step in steps if not (folder / str(step)).exists()]
+        return False
+    missing = [str(step) for step in steps if not (folder / str(step)).exists()]
+    if missing:
+        text = "checkpoints %s are missing from %s; another process or a person has deleted them"
+        log.warning(text, ", ".join(missing), folder)
+    return bool(missing)
 
 
 def delete_partial(folder: AnyPath, step: int) -> None:

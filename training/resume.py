@@ -209,7 +209,7 @@ class Resumer:
         except ValueError as error:
             saved = config_keys(record["config"])
             changes = config_changes(saved, config_keys(self.resolved_config))
-            options = [key for key in changes if key.startswith("optimizer.options")]
+            options = [key for key in changes if key.startswith("optimizer.options.")]
             if options and "opt_state." in str(error):
                 raise ValueError(
                     f"{', '.join(options)} changed, and the state of the optimizer in checkpoint "
@@ -245,7 +245,7 @@ class Resumer:
 
 
 def pins_of_run(directory: Path) -> Pins | None:
-    """Return the pins in the newest checkpoint of a run that can be read, or None."""
+    """Return the pins of the newest readable checkpoint of a run; None if there is none."""
     folder = checkpoint_folder(directory)
     for step in filter(None, reversed(saved_steps(folder))):  # checkpoint 0 has read no data
         with contextlib.suppress(CheckpointError):

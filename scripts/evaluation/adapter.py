@@ -40,7 +40,7 @@ class TorusLM(TemplateLM):
         self._run, self._program, self._params = run, program, params
         self._batch_size, self._seed = batch_size, seed
         self.max_length = run.config.data.row_length
-        self.num_cut = 0  # contexts that lost their beginning
+        self.num_cut = 0  # requests whose context lost its beginning
         self._scorer = Scorer(program, params, max_length=self.max_length, batch_size=batch_size)
 
     @property

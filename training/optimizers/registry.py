@@ -156,7 +156,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
 
 
 def describe_unread_keys(config: OptimizerConfig) -> Iterator[str]:
-    """Yield a line for every key with a value of its own that the optimizer does not use."""
+    """Yield a line for every key that differs from its default and that the optimizer ignores."""
     entry = OPTIMIZERS[config.name]
     options = [*inspect.signature(entry.factory).parameters][2:]
     instead = f"; its options are {', '.join(options)} (optimizer.options)" if options else ""

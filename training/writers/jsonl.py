@@ -25,7 +25,7 @@ class JsonLinesWriter(MetricsWriter):
     def begin(self, resumed_step: int) -> None:
         """Keep the lines up to the resumed step; warn about missing ones.
 
-        Raises: TrainingError if the disk is full and the file does not begin with these lines.
+        Raises: TrainingError if the file cannot be replaced and does not begin with these lines.
         """
         kept, steps, last = [], set[int](), 0
         for line, entry in read_lines(self._path):
@@ -54,7 +54,8 @@ class JsonLinesWriter(MetricsWriter):
             # On a full disk the end of the file can still be cut off.
             if not (self._path.exists() and self._path.read_bytes().startswith(text)):
                 raise TrainingError(
-                    f"{self._path} cannot be written: {error.strerror}; free some space"
+                    f"{self._path} cannot be written: {error.strerror or error}; free space on its "
+                    "disk, or make the folder writable"
                 ) from error
             os.truncate(self._path, len(text))
         self._unwritten = b""
