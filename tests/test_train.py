@@ -80,7 +80,7 @@ def test_a_copied_run_prints_its_configuration_and_is_not_continued(tmp_path, ca
     (copy / "checkpoints").mkdir(parents=True)
     shutil.copy(config, copy / "config.yaml")
     assert run(str(copy / "config.yaml"), "--print-config") == 0
-    assert f"dir: {tmp_path}/run" in capsys.readouterr().out
+    assert f"{tmp_path}/run\n" in capsys.readouterr().out
     assert f"; add run.dir={copy} to" in refusal(capsys, str(copy / "config.yaml"))
 
 

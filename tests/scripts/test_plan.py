@@ -282,7 +282,7 @@ def test_conditions_name_a_figure(text: str) -> None:
         (["--topology", "v5p-16", "mesh.tp=3"], "model.num_attention_heads=32 is not divisible"),
         (["--topology", "h100-4"], "h100-4 has 4 GPUs; make the product 4"),
         (["--topology", "h100"], "write the GPUs of a node such as h100-8"),
-        (["--topology", "h100-8", "--search"], "--search: needs a TPU"),
+        (["--topology", "h100-8", "--search"], "--search: works for TPU slices only"),
         (["--topology", "v5e:3x3"], "there is no such slice; v5e has 1x1, 2x2, 2x4"),
     ],
 )
