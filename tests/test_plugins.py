@@ -18,10 +18,19 @@ from hf_files import (
 )
 from runs import read_lines, refusal, run, write_config
 
+from data.chat import CHAT_TEMPLATES
+from data.formats.base import FORMATS
 from model.activations import ACTIVATIONS
+from model.attention.registry import _OPERATIONS
+from model.families.base import FAMILIES
+from model.remat import REMAT_POLICIES
+from training.optimizers import OPTIMIZERS
 from training.schedules import SCHEDULES
+from training.writers.registry import WRITERS
 
-pytestmark = pytest.mark.usefixtures("signals")
+REGISTRIES: list[dict] = [CHAT_TEMPLATES, FORMATS, ACTIVATIONS, _OPERATIONS, FAMILIES]
+REGISTRIES += [REMAT_POLICIES, OPTIMIZERS, SCHEDULES, WRITERS]
+pytestmark = pytest.mark.usefixtures("signals", "registered_here")
 
 YAML = """
 plugins: [toy_plugin]
@@ -54,6 +63,18 @@ optimizer:
   learning_rate: 1e-2
 training: {steps: 2, sample_tokens: 0, writers: [jsonl, toy_writer]}
 """
+
+
+@pytest.fixture(scope="module")
+def registered_here():
+    """Forget what these tests register: later tests of this process list the names."""
+    before = [dict(registry) for registry in REGISTRIES]
+    yield
+    for registry, entries in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+    for module in ("toy_plugin", "my_extensions"):
+        sys.modules.pop(module, None)
 
 
 # First, before another test imports the plugin.
@@ -106,12 +127,7 @@ def test_the_example_of_the_page_trains(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     options = re.search(r"'(plugins=.*?)' \\\n    (.*?)\n```", PAGE, re.DOTALL)
     steps = ("training.steps=2", "training.sample_tokens=0")
-    try:
-        assert run(write_config(tmp_path), options[1], *options[2].split(), *steps) == 0
-    finally:
-        for registry, name in ((SCHEDULES, "half_life"), (ACTIVATIONS, "squared_relu")):
-            registry.pop(name, None)
-        sys.modules.pop("my_extensions", None)
+    assert run(write_config(tmp_path), options[1], *options[2].split(), *steps) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["learning_rate"] for line in lines] == pytest.approx([1e-2, 5e-3])
 
