@@ -1,4 +1,4 @@
-"""Files that survive a crash whole, digests that reveal damage, and folders of one owner.
+"""Crash-safe files, digests that reveal damage, and folders that only their owner may write to.
 
 Every package may import this. A file that is replaced, and a file or folder that gets its name when
 it is complete, must be on disk before its name is: after a power cut a file system may otherwise

@@ -50,7 +50,8 @@ class GuardConfig(
     def _check_rollback(self) -> Self:
         if self.on_spike == "rollback" and self.max_bad_steps == 1:
             raise ValueError(
-                "max_bad_steps=1 ends the run at the first spike, before a rollback; use 2 or more"
+                "training.guard.max_bad_steps=1 ends the run at the first spike, before "
+                "training.guard.on_spike=rollback; use 2 or more"
             )
         return self
 

@@ -81,6 +81,8 @@ def test_a_skipped_step_loses_its_own_seconds_and_not_those_of_a_wait_before_it(
 
 
 def test_one_bad_step_leaves_no_room_for_a_rollback() -> None:
-    with pytest.raises(ValueError, match="max_bad_steps=1 ends the run at the first spike, before"):
+    with pytest.raises(
+        ValueError, match=r"training\.guard\.max_bad_steps=1 ends the run at the first"
+    ):
         GuardConfig(on_spike="rollback", max_bad_steps=1)
     GuardConfig(on_spike="skip", max_bad_steps=1)
